@@ -1,0 +1,73 @@
+# `make demo` and `make test` work on a fresh machine: they build .venv first, and a stamp file makes the
+# second call instant. Everything is for CPU; an accelerator needs `pip install jaxvllm[cuda]` or `[tpu]`.
+
+PY := .venv/bin/python
+# Tests run in this many processes, one test file at a time in each. Two cores are what CI has.
+JOBS ?= 2
+# Arguments for pytest, e.g. `make test ARGS="-m 'not slow' tests/core"`.
+ARGS ?=
+# uv from the path, or else one of our own. It finds a Python 3.12 wherever one is (pyenv's too) while
+# `python3` may be an older one.
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .uv/bin/uv)
+OWN_UV := $(filter .uv/bin/uv,$(UV))
+UV_VERSION := 0.13.8
+# Downloads no interpreter; looks at the end of the path for those that pyenv has but does not show.
+NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin | tr ' ' :)" \
+  $(UV) venv --quiet --clear --no-python-downloads
+export UV_HTTP_TIMEOUT ?= 180
+
+.PHONY: demo test lint format check bench fixtures oracle venv constraints clean
+
+demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
+	$(PY) -m jaxvllm.generate "Once upon a time" "One morning" "Tom and Lily" "The little dog"
+
+test: .venv/.stamp  ## the whole suite
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: .venv/.stamp
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: .venv/.stamp
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+check: lint test  ## exactly what CI runs
+
+bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle` was run
+	$(PY) benchmarks/cpu.py
+
+fixtures: .oracle/.stamp  ## expected logits and tokens, from transformers in an environment of its own
+	.oracle/bin/python tools/make_fixtures.py
+
+oracle: .oracle/.stamp
+
+venv: .venv/.stamp
+
+.uv/bin/uv:
+	python3 -m pip install --quiet --upgrade --target .uv uv==$(UV_VERSION)
+
+.venv/.stamp: pyproject.toml constraints.txt | $(OWN_UV)
+	@test -x $(PY) || $(NEW_VENV) --python 3.12 .venv 2>/dev/null || $(NEW_VENV) --python '>=3.12' .venv \
+	  || { echo 'jaxvllm needs Python 3.12 or newer and found none: install one (pyenv, apt, conda), then retry'; exit 1; }
+	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt \
+	  --build-constraints constraints.txt --editable '.[test]'
+	@touch $@
+
+# pip and not uv: pip reads the machine's own configuration, where a CPU build of torch may be named.
+# torch has one for Python 3.11 only; elsewhere this would bring gigabytes of CUDA packages.
+.oracle/.stamp: tools/oracle_constraints.txt | $(OWN_UV)
+	$(NEW_VENV) --seed --python 3.11 .oracle
+	.oracle/bin/python -m pip install --quiet --constraint tools/oracle_constraints.txt \
+	  torch transformers numpy safetensors
+	@touch $@
+
+constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, jax held where we measure
+	{ grep '^#' constraints.txt; printf 'hatchling\njax==0.11.2\n' \
+	  | $(UV) pip compile --quiet --upgrade --python $(PY) --extra test --no-annotate --no-header \
+	    --no-emit-index-url pyproject.toml -; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf .venv .uv .oracle .mypy_cache .ruff_cache .pytest_cache .hypothesis

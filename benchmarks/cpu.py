@@ -1,0 +1,345 @@
+"""Output tokens per second on two CPU cores, ours beside transformers, in one run.
+
+Model S (Qwen3 architecture, 25.2M random float32 weights), 128 tokens in and 128 out, greedy, end-of-text
+ignored; one request and sixteen at once. Each round gives both engines the same token ids, never seen before
+(so no prefix is cached), and the next round swaps their order. Prints medians and ranges beside what the
+memory and the arithmetic of this machine would allow, measured here, and writes
+benchmarks/results/cpu-DATE-COMMIT.json. Other load on the machine makes such figures several times worse: the
+load average is part of the record.
+
+    python benchmarks/cpu.py [--rounds 5] [--peer-python .oracle/bin/python]
+"""
+
+import os
+
+# Before any library that starts a pool of threads is imported. See THREADS.
+os.environ["OPENBLAS_NUM_THREADS"] = "2"
+os.environ["OMP_NUM_THREADS"] = "2"
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+THREADS = 2
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PEER = ROOT / "benchmarks" / "peers" / "transformers_cpu.py"
+
+MODEL_S: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 384,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "torch_dtype": "float32",
+}
+
+
+def write_model(directory: Path) -> None:
+    """Everything of a checkpoint but its weights. The tokenizer is a word a number: no text is measured."""
+    vocabulary = {f"t{token}": token for token in range(MODEL_S["vocab_size"])}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+    }
+    (directory / "config.json").write_text(json.dumps(MODEL_S))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that arrive at once, all of one shape."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def name(self) -> str:
+        plural = "s" if self.requests > 1 else ""
+        return f"{self.requests} request{plural}, {self.prompt_tokens} in, {self.output_tokens} out"
+
+    def prompts(self, round_: int) -> list[list[int]]:
+        """The token ids of a round. Seeded by the workload too, or two would begin with the same prompt."""
+        ids = np.random.default_rng([self.requests, round_]).integers(
+            3, MODEL_S["vocab_size"], (self.requests, self.prompt_tokens)
+        )
+        return [[int(token) for token in row] for row in ids]
+
+
+WORKLOADS = (Workload(1, 128, 128), Workload(16, 128, 128))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload done once: wall seconds, mean seconds to a first token, output tokens of each request."""
+
+    seconds: float
+    first_token_seconds: float
+    counts: list[int]
+
+
+class Engine(Protocol):
+    name: str
+    versions: dict[str, str]
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Run: ...
+
+
+class Ours:
+    """jaxvllm in this process."""
+
+    name = "jaxvllm"
+
+    def __init__(self, model: Path) -> None:
+        from jaxvllm import LLM, __version__
+
+        self.llm = LLM(
+            model=str(model),
+            load_format="dummy",
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=16,
+        )
+        self.versions = {"jaxvllm": __version__, "jax": importlib.metadata.version("jax")}
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Run:
+        from jaxvllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        waits = [output.metrics.first_token_time - output.metrics.arrival_time for output in outputs]
+        return Run(seconds, statistics.fmean(waits), [len(output.outputs[0].token_ids) for output in outputs])
+
+
+class Transformers:
+    """transformers in a worker process of its own environment."""
+
+    name = "transformers"
+
+    def __init__(self, python: Path, model: Path) -> None:
+        self.worker = subprocess.Popen(
+            [str(python), str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.versions = self.ask({"load": str(model), "threads": THREADS})["versions"]
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self.worker.stdin is not None
+        assert self.worker.stdout is not None
+        self.worker.stdin.write(json.dumps(request) + "\n")
+        self.worker.stdin.flush()
+        answer = self.worker.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the transformers worker ended with status {self.worker.wait()}: see above")
+        return dict(json.loads(answer))
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> Run:
+        return Run(**self.ask({"prompts": prompts, "max_tokens": output_tokens}))
+
+    def close(self) -> None:
+        assert self.worker.stdin is not None
+        self.worker.stdin.close()
+        self.worker.wait()
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What this machine does at best with THREADS threads, in bytes and float32 operations per second."""
+
+    read: float
+    copy: float
+    flops: float
+
+    def tokens_per_second(self, load: Workload) -> float:
+        """Output tokens per second if a step read each weight and key once, and nothing else took time."""
+        c = MODEL_S
+        heads = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
+        layer = c["hidden_size"] * (heads + 3 * c["intermediate_size"])
+        weights = c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
+        kv_token = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+        context = load.prompt_tokens + load.output_tokens / 2
+        step = max(
+            4 * (weights + load.requests * context * kv_token) / self.read,
+            2 * weights * load.requests / self.flops,
+        )
+        prefill = 2 * weights * load.requests * load.prompt_tokens / self.flops
+        tokens = load.requests * load.output_tokens
+        return float(tokens / (prefill + (load.output_tokens - 1) * step))
+
+
+def best_seconds(work: Callable[[], object], tries: int = 7) -> float:
+    seconds = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def measure_roofline() -> Roofline:
+    """Reads by matrix-vector product, copies by a thread a core, computes by matrix product."""
+    matrix, vector = np.ones((8192, 8192), np.float32), np.ones(8192, np.float32)  # 256 MiB: beyond any cache
+    halves = [(np.empty_like(half), half) for half in np.split(matrix, THREADS)]
+    square = np.ones((2048, 2048), np.float32)
+
+    def copy() -> None:
+        threads = [threading.Thread(target=np.copyto, args=pair) for pair in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    copy()  # the first one pays for the pages
+    return Roofline(
+        read=matrix.nbytes / best_seconds(lambda: matrix @ vector),
+        copy=2 * matrix.nbytes / best_seconds(copy),
+        flops=2 * 2048**3 / best_seconds(lambda: square @ square),
+    )
+
+
+def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, list[Run]]:
+    """Round 0 warms both engines up and is dropped; after that, each round swaps their order."""
+    runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    for round_ in range(rounds + 1):
+        prompts = load.prompts(round_)
+        for engine in engines if round_ % 2 else engines[::-1]:
+            run = engine.run(prompts, load.output_tokens)
+            if run.counts != [load.output_tokens] * load.requests:
+                raise RuntimeError(
+                    f"{engine.name} gave {run.counts} tokens, not {load.output_tokens} a request"
+                )
+            if round_:
+                runs[engine.name].append(run)
+    return runs
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def machine() -> dict[str, Any]:
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average_at_start": os.getloadavg()[0],
+    }
+
+
+def commit() -> str:
+    """The short commit, with `-dirty` when the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "uncommitted"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
+    parser.add_argument("--peer-python", type=Path, default=ROOT / ".oracle" / "bin" / "python")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # the worker inherits it
+    device = machine()
+    roofline = measure_roofline()
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        engines: list[Engine] = [Ours(Path(directory))]
+        peer: Transformers | None = None
+        if args.peer_python.exists():
+            peer = Transformers(args.peer_python, Path(directory))
+            engines.append(peer)
+        else:
+            print(f"no peer: {args.peer_python} is not there; `make oracle` installs it", file=sys.stderr)
+        try:
+            measured = [(load, measure(engines, load, args.rounds)) for load in WORKLOADS]
+        finally:
+            if peer is not None:
+                peer.close()
+
+    print(f"{device['cpu']}, {THREADS} threads, load average {device['load_average_at_start']:.2f}")
+    print(
+        f"reads {roofline.read / 1e9:.1f} GB/s, copies {roofline.copy / 1e9:.1f} GB/s,"
+        f" {roofline.flops / 1e9:.0f} GFLOP/s\n"
+    )
+    print(f"median (range) of {args.rounds} rounds\n")
+    print("| workload | engine | output tokens/s | first token, ms |\n|---|---|---|---|")
+    results = []
+    for load, runs in measured:
+        for name, series in runs.items():
+            rates = [sum(run.counts) / run.seconds for run in series]
+            waits = [1000 * run.first_token_seconds for run in series]
+            print(f"| {load.name} | {name} | {spread(rates)} | {spread(waits, 0)} |")
+            results.append(
+                {
+                    "workload": asdict(load),
+                    "engine": name,
+                    "tokens_per_second": rates,
+                    "tokens_per_second_median": statistics.median(rates),
+                    "first_token_ms": waits,
+                    "first_token_ms_median": statistics.median(waits),
+                }
+            )
+        print(f"| {load.name} | roofline | {roofline.tokens_per_second(load):.0f} | |")
+
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    for engine in engines:
+        versions |= engine.versions
+    now = datetime.datetime.now(datetime.UTC)
+    record = {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": device,
+        "threads": THREADS,
+        "versions": versions,
+        "model": MODEL_S,
+        "dtype": "float32",
+        "prompt_seed": "[requests, round], rounds from 1",
+        "roofline": asdict(roofline) | {load.name: roofline.tokens_per_second(load) for load in WORKLOADS},
+        "results": results,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"cpu-{now:%Y-%m-%d}-{commit()}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nwritten to {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""transformers on CPU as a worker: JSON requests on stdin, one JSON answer a line on stdout.
+
+Runs in the environment of `make oracle` (Python 3.11, torch), and imports nothing of this repository.
+Requests: `{"load": DIR, "threads": N}` builds the model of DIR/config.json with random float32 weights and
+answers with versions; `{"prompts": [[id, ...], ...], "max_tokens": N}` generates greedily, end-of-text
+ignored, and answers with seconds, seconds to the first token and the output count of each prompt. Prompts are
+of one length: a static batch, nothing padded, which is transformers at its best.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+
+
+class FirstTokenClock:
+    """A stopping criterion that never stops, and remembers when it was first asked."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if self.first is None:
+            self.first = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def load(directory: str, threads: int) -> Any:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def generate(model: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    ids = torch.tensor(prompts)
+    clock = FirstTokenClock()
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            stopping_criteria=transformers.StoppingCriteriaList([clock]),
+        )
+    seconds = time.perf_counter() - start
+    assert clock.first is not None
+    counts = [output.shape[1] - ids.shape[1]] * len(prompts)
+    return {"seconds": seconds, "first_token_seconds": clock.first - start, "counts": counts}
+
+
+def main() -> None:
+    model: Any = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "load" in request:
+            model = load(request["load"], request["threads"])
+            versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+            answer: dict[str, Any] = {"versions": versions}
+        else:
+            answer = generate(model, request["prompts"], request["max_tokens"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""jaxvllm: LLM inference and serving in JAX, on TPU, NVIDIA GPU and CPU. This is the whole public API.
+
+Importing it is cheap: jax and the rest are imported when a name is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxvllm.config import EngineConfig as EngineConfig
+    from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
+    from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
+    from jaxvllm.engine.llm import LLM as LLM
+    from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
+    from jaxvllm.engine.outputs import RequestOutput as RequestOutput
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "jaxvllm.engine.llm",
+    "EngineConfig": "jaxvllm.config",
+    "SamplingParams": "jaxvllm.core.sampling_params",
+    "RequestOutputKind": "jaxvllm.core.sampling_params",
+    "RequestOutput": "jaxvllm.engine.outputs",
+    "CompletionOutput": "jaxvllm.engine.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "RequestOutputKind", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,95 @@
+"""EngineConfig: everything a user may choose about an engine, validated once, never changed."""
+
+import difflib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin
+
+from jaxvllm.core.policy import POLICIES
+from sharding.mesh import MeshShape
+
+# Names that users of vLLM will try, and ours.
+_VLLM_NAMES = {
+    "block_size": "page_size",
+    "gpu_memory_utilization": "memory_utilization",
+    "num_gpu_blocks_override": "num_pages",
+    "tensor_parallel_size": "mesh",
+    "data_parallel_size": "mesh",
+}
+PAGE_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to build an engine. Names and meaning are vLLM's where vLLM has them; None lets the engine choose."""
+
+    model: str = (
+        "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
+    )
+    tokenizer: str | None = None  # a directory or hub name; None: the model's
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # auto: the checkpoint's; float32 on CPU
+    )
+    seed: int = 0  # of dummy weights, and of the seeds of requests that give none
+    max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
+    max_num_seqs: int | None = None  # requests running at once; None: 64 on CPU, 256 elsewhere
+    max_num_batched_tokens: int | None = None  # tokens a step; None: 512 on CPU, 2048 elsewhere
+    page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
+    num_pages: int | None = None  # None: as many as memory_utilization leaves room for
+    memory_utilization: float = (
+        0.9  # share of the device's free memory that weights, a step and pages may take
+    )
+    enable_prefix_caching: bool = True
+    scheduler: str = "v1"  # one of core.policy.POLICIES
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    mesh: str = "1x1"  # data x model; only 1x1 until tensor parallelism lands
+    row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
+    token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
+    warm_up: Literal["background", "full"] = (
+        "background"  # full: compile every bucket before the first request
+    )
+    compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; None: nowhere
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """The config of keyword options; a TypeError names an unknown one and the nearest known one."""
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                near = _VLLM_NAMES.get(name) or next(iter(difflib.get_close_matches(name, names, 1)), None)
+                hint = f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
+                raise TypeError(f"unknown option {name!r}: {hint}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, allowed = getattr(self, field.name), field.type
+            if get_origin(allowed) is Literal and value not in get_args(allowed):
+                raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(
+                f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}"
+            )
+        if self.scheduler not in POLICIES:
+            raise ValueError(f"scheduler must be one of {', '.join(POLICIES)}, not {self.scheduler!r}")
+        if self.mesh_shape.num_devices != 1:
+            raise NotImplementedError(f"mesh {self.mesh} is not supported yet: use 1x1")
+        for name in ("row_buckets", "token_buckets"):
+            value = getattr(self, name)
+            if value is not None and not (value and all(type(count) is int and count > 0 for count in value)):
+                raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        return MeshShape.parse(self.mesh)
+
+    @property
+    def cache_directory(self) -> Path | None:
+        return Path(self.compilation_cache).expanduser() if self.compilation_cache else None

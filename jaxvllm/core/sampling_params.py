@@ -1,0 +1,196 @@
+"""What a caller may ask about one completion, valid once constructed."""
+
+import enum
+import math
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, Self
+
+# Below this temperature a request is greedy: dividing logits by less overflows float32 long before the
+# draw differs from the argmax.
+GREEDY_TEMPERATURE = 1e-5
+MAX_TEMPERATURE = 1e6
+MAX_N = 16_384
+MAX_STOP_STRINGS = 64  # each is looked for after every token
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 30  # the device's table, less room for EOS
+MAX_LOGPROBS = 20
+MAX_INT32 = 2**31 - 1  # counts and token ids cross to the device as int32
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+
+# vLLM has these; here they would be ignored, so they are refused.
+UNSUPPORTED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "early_stopping",
+        "extra_args",
+        "flat_logprobs",
+        "frequency_penalty",
+        "guided_decoding",
+        "length_penalty",
+        "logit_bias",
+        "logits_processors",
+        "logprob_token_ids",
+        "presence_penalty",
+        "prompt_logprobs",
+        "repetition_detection",
+        "repetition_penalty",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "structured_outputs",
+        "thinking_token_budget",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+    }
+)
+
+
+class RequestOutputKind(enum.Enum):
+    """What an output that is not the last one carries: all the text so far, only the new text, or nothing."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to draw one request's tokens and when to stop; the names and meanings are vLLM's.
+
+    Every instance is valid: a bad value is a ValueError when it is given. An option of vLLM that this engine
+    lacks is a NotImplementedError that names it, an unknown one a TypeError.
+    """
+
+    n: int = 1  # completions of one prompt
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # smallest set of tokens with this much probability; 1 = off
+    top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
+    min_p: float = 0.0  # tokens with at least this share of the best one's probability; 0 = off
+    seed: int | None = None  # int64; None = the engine draws one
+    stop: tuple[str, ...] = ()  # a string, a list or None also do
+    stop_token_ids: tuple[int, ...] = ()  # a list or None also do
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None = up to the model's length
+    min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
+    logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __new__(cls, **options: Any) -> Self:
+        for name in UNSUPPORTED.intersection(options):
+            raise NotImplementedError(f"SamplingParams.{name} is not supported: leave it out")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "n", _integer("n", self.n, 1, MAX_N))
+        put(self, "temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
+        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0))
+        if self.top_p == 0.0:
+            raise ValueError("top_p must be above 0 and at most 1, not 0: for greedy set temperature=0")
+        put(self, "top_k", max(_integer("top_k", self.top_k, -1, MAX_INT32), 0))
+        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        if self.seed is not None:
+            put(self, "seed", _integer("seed", self.seed, MIN_SEED, MAX_SEED))
+        put(self, "stop", _stop_strings(self.stop))
+        put(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        if self.max_tokens is not None:
+            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_INT32))
+        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_INT32))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: "
+                "lower it, or raise max_tokens"
+            )
+        if self.logprobs is not None:
+            put(self, "logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            if type(value := getattr(self, name)) is not bool:
+                raise ValueError(f"{name} must be True or False, not {value!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True: set it, or use stop_token_ids")
+        if not self.spaces_between_special_tokens and not self.skip_special_tokens:
+            raise NotImplementedError(
+                "spaces_between_special_tokens=False needs skip_special_tokens=True: leave one of them out"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def child(self, index: int) -> "SamplingParams":
+        """The parameters of completion `index` of `n`: n=1, and a seed of its own if one was given."""
+        if self.n == 1 and index == 0:
+            return self
+        seed = self.seed
+        if seed is not None:
+            seed = (seed + index - MIN_SEED) % 2**64 + MIN_SEED  # wraps around: any int64 seed has n children
+        return replace(self, n=1, seed=seed)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}")
+    number = int(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, not {number}")
+    return number
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:  # a huge int
+        number = math.inf
+    if not low <= number <= high:  # NaN is never within
+        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {value}")
+    return number
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"stop must be a string or a list of strings, not {_shown(value)}")
+    if len(value) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop has {len(value)} strings, the limit is {MAX_STOP_STRINGS}: give fewer")
+    for item in value:
+        if not isinstance(item, str):
+            raise ValueError(f"stop must be a string or a list of strings, not a list with {_shown(item)}")
+        if not 1 <= len(item) <= MAX_STOP_CHARS:
+            raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(item)}")
+    return tuple(value)
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"stop_token_ids must be a list of token ids, not {_shown(value)}")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"stop_token_ids has {len(value)}, the limit is {MAX_STOP_TOKEN_IDS}: give fewer")
+    return tuple(_integer("a stop token id", item, 0, MAX_INT32) for item in value)
+
+
+def _shown(value: object) -> str:
+    """The value as an error may quote it: short, whatever the caller sent."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,125 @@
+"""The slot table: all running requests as a structure of arrays, so that a decode step is vectorised.
+
+A request owns one slot (a row number) from admission to release. Three counters explain the scheduler:
+
+    num_computed <= num_tokens    positions whose KV is computed by the steps dispatched so far
+    num_known    <= num_tokens    tokens whose ids the host has seen
+    num_tokens                    all tokens, those still in flight on the device included
+
+A slot is prefilling while `num_computed < prefill_len` and decoding afterwards; decoding, it always has exactly
+one token to compute (`num_tokens - num_computed == 1`).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.page_pool import Pages, pages_for
+from jaxvllm.core.request import Request, TokenIds
+
+# Stop ids (EOS included) a request may have. One cache line of int32 per slot on host and device; vLLM users
+# pass a handful.
+MAX_STOP_IDS = 32
+NO_TOKEN = -1
+
+type SlotIds = NDArray[np.int64]
+
+
+class SlotTable:
+    """Per-slot arrays; row `s` means something only while `active[s]`."""
+
+    def __init__(self, num_slots: int, max_model_len: int, page_size: int):
+        self.num_slots = num_slots
+        self.max_pages = pages_for(max_model_len, page_size)
+        self.page_size = page_size
+        self.tenants: list[Request | None] = [None] * num_slots
+        self.active = np.zeros(num_slots, np.bool_)
+        self.epoch = np.zeros(
+            num_slots, np.int32
+        )  # + 1 at every release: outputs of former tenants are ignored
+        self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
+        self.wants_logprobs = np.zeros(num_slots, np.bool_)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.prefill_len = np.zeros(num_slots, np.int32)
+        self.num_computed = np.zeros(num_slots, np.int32)
+        self.num_known = np.zeros(num_slots, np.int32)
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        self.limit = np.zeros(num_slots, np.int32)
+        self.min_tokens = np.zeros(num_slots, np.int32)
+        self.num_pages = np.zeros(num_slots, np.int32)
+        self.num_registered = np.zeros(num_slots, np.int32)  # leading pages that the prefix cache knows
+        self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
+        self.page_table = np.zeros((num_slots, self.max_pages), np.int32)
+        self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def prefilling(self) -> SlotIds:
+        return np.flatnonzero(self.active & (self.num_computed < self.prefill_len))
+
+    def decoding(self) -> SlotIds:
+        """Slots with one token to compute; those whose last token is already in flight have none."""
+        return np.flatnonzero(
+            self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit)
+        )
+
+    def occupy(self, request: Request, pages: Pages, num_computed: int, watched: bool) -> int:
+        """Gives `request` a slot and `pages`, of whose positions the first `num_computed` hold a cached prefix."""
+        slot = self._free.pop()
+        token_ids = request.token_ids()
+        count = len(token_ids)
+        params = request.sampling_params
+        self.tenants[slot] = request
+        self.active[slot] = True
+        self.watched[slot] = watched
+        self.wants_logprobs[slot] = params.logprobs is not None
+        self.num_prompt[slot] = request.num_prompt_tokens
+        self.prefill_len[slot] = self.num_known[slot] = self.num_tokens[slot] = count
+        self.num_computed[slot] = num_computed
+        self.limit[slot] = request.limit
+        self.min_tokens[slot] = params.min_tokens
+        self.num_pages[slot] = len(pages)
+        self.num_registered[slot] = num_computed // self.page_size
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        self.page_table[slot, : len(pages)] = pages
+        self.token_ids[slot, :count] = token_ids
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """Frees `slot`. What its tenant computed and holds must have been read before."""
+        self.tenants[slot] = None
+        self.active[slot] = False
+        self.watched[slot] = False
+        self.epoch[slot] += 1
+        self._free.append(slot)
+
+    def outputs(self, slot: int) -> TokenIds:
+        """The generated tokens of `slot` that the host knows, as a copy."""
+        return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]].copy()
+
+    def pages(self, slot: int) -> Pages:
+        return self.page_table[slot, : self.num_pages[slot]]
+
+    def append_tokens(self, slots: SlotIds, token_ids: NDArray[np.int32]) -> None:
+        """Stores one newly known token per slot; `slots` are distinct."""
+        self.token_ids[slots, self.num_known[slots]] = token_ids
+        self.num_known[slots] += 1
+
+    def check_invariants(self) -> None:
+        active = np.flatnonzero(self.active)
+        assert sorted([*self._free, *active.tolist()]) == list(range(self.num_slots)), "a slot leaked"
+        assert all((self.tenants[s] is not None) == self.active[s] for s in range(self.num_slots))
+        computed, known, tokens = self.num_computed[active], self.num_known[active], self.num_tokens[active]
+        prefill, limit = self.prefill_len[active], self.limit[active]
+        assert (computed < tokens).all(), "more KV computed than there are tokens to feed"
+        assert (known <= tokens).all() and (tokens <= limit).all() and (prefill <= known).all()
+        decoding = computed >= prefill
+        assert (tokens[decoding] - computed[decoding] == 1).all(), "a decoding slot has one token to compute"
+        assert (tokens[~decoding] == prefill[~decoding]).all(), "a prefilling slot has sampled"
+        assert (self.num_pages[active] * self.page_size >= computed).all(), (
+            "KV was computed outside the pages"
+        )
+        assert (self.num_registered[active] * self.page_size <= computed).all()

@@ -1,0 +1,141 @@
+"""From an EngineConfig to the parts of an engine: tokenizer, weights, pages, scheduler, runner."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jaxvllm
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.page_pool import PagePool
+from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.slots import SlotTable
+from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import Layout
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
+from jaxvllm.runtime.memory import free_bytes, pages_that_fit, step_bytes
+from jaxvllm.runtime.programs import use_persistent_cache
+from jaxvllm.runtime.runner import CacheShape, Runner, compile_step
+from pallas_kernels.ragged_paged_attention import kv_pages_struct
+from sharding.placement import place_on
+
+logger = logging.getLogger(__name__)
+
+DEMO_MODEL = Path(jaxvllm.__file__).parent / "assets" / "demo"
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What `Engine` is made of."""
+
+    tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
+    scheduler: Scheduler
+    runner: Runner
+    spec: ModelSpec
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def build(config: EngineConfig) -> EngineParts:
+    """Loads the model onto the first device and makes everything around it.
+
+    Raises ValueError (what the user gave is wrong) or NotImplementedError (we cannot run it), naming the file.
+    """
+    if config.cache_directory is not None:
+        use_persistent_cache(config.cache_directory)
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    directory = DEMO_MODEL if config.model == "demo" else checkpoint.resolve(config.model)
+    hf_config = checkpoint.read_config(directory)
+    spec, max_model_len = _spec(hf_config, config.max_model_len)
+    dtype = _dtype(config.dtype, hf_config, on_cpu)
+    layout: Layout = "separate" if on_cpu else "stacked"
+    params = checkpoint.load(
+        directory,
+        spec,
+        dtype=dtype,
+        load_format=config.load_format,
+        layout=layout,
+        seed=config.seed,
+        place=place_on(device),
+    )
+    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+    slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
+    ladder = BucketLadder.build(
+        _buckets(config.row_buckets, "row_buckets", 1, max_num_seqs),
+        _buckets(
+            config.token_buckets, "token_buckets", min(16, max_num_batched_tokens), max_num_batched_tokens
+        ),
+    )
+    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, slots, dtype, device)
+    pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
+    scheduler = Scheduler(slots, pool, POLICIES[config.scheduler], max_num_batched_tokens)
+    shape = CacheShape(num_pages, config.page_size, max_num_seqs, slots.max_pages)
+    runner = Runner(params, spec, shape, ladder, dtype)
+    if config.warm_up == "full":
+        runner.programs.wait()
+    logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
+    tokenizer = _tokenizer(config, directory)
+    return EngineParts(
+        tokenizer=tokenizer,
+        scheduler=scheduler,
+        runner=runner,
+        spec=spec,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
+    )
+
+
+def _spec(hf_config: dict[str, object], max_model_len: int | None) -> tuple[ModelSpec, int]:
+    """The model, and the length it serves: some RoPE scalings depend on it, so it comes first."""
+    spec = model_spec(hf_config, max_model_len)
+    return spec, max_model_len or spec.max_position
+
+
+def _dtype(name: str, hf_config: dict[str, object], on_cpu: bool) -> jnp.dtype:
+    if name == "auto":
+        # XLA emulates bfloat16 on CPU: float32 is several times faster there.
+        name = "float32" if on_cpu else checkpoint.config_dtype(hf_config)
+    return jnp.dtype(name)
+
+
+def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: int) -> tuple[int, ...]:
+    if chosen is None:
+        return powers_of_two(smallest, largest)
+    if max(chosen) > largest:
+        raise ValueError(
+            f"{name} {chosen} go beyond {largest}, the most that a step can have: leave those out"
+        )
+    return (*chosen, largest)
+
+
+def _num_pages(
+    config: EngineConfig,
+    params: object,
+    spec: ModelSpec,
+    ladder: BucketLadder,
+    slots: SlotTable,
+    dtype: jnp.dtype,
+    device: jax.Device,
+) -> int:
+    """Pages for what the device has left. On an accelerator XLA tells what the largest step needs; a host pages."""
+    struct = kv_pages_struct(spec.num_layers, 2, config.page_size, spec.num_kv_heads, spec.head_size, dtype)
+    room = free_bytes(device, config.memory_utilization)
+    if device.platform != "cpu":
+        nominal = CacheShape(2, config.page_size, slots.num_slots, slots.max_pages)
+        room -= step_bytes(compile_step(params, struct, spec, nominal, ladder.largest))
+    page_bytes = struct.size * dtype.itemsize // 2
+    return pages_that_fit(room, page_bytes, useful=slots.num_slots * slots.max_pages + 1)
+
+
+def _tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        return Tokenizer.from_directory(checkpoint.resolve(config.tokenizer))
+    return Tokenizer.from_directory(directory) if Tokenizer.exists_in(directory) else None

@@ -1,0 +1,174 @@
+"""`LLM`: offline inference, with the names and the meaning of vLLM's."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, Self, cast
+
+from tqdm import tqdm
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.engine.engine import Engine, Submission
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.prompts import PromptLike
+from jaxvllm.engine.tokenizer import Tokenizer
+
+type Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """An engine and a model in this process. All prompts of a call run as one continuous batch."""
+
+    def __init__(self, model: str = "demo", **options: Any):
+        """Loads `model`; `options` are the fields of `EngineConfig`. Unknown ones are a TypeError that names them."""
+        self.config = EngineConfig.from_options(model=model, **options)
+        self.engine = Engine(self.config)
+        self._request_ids = count()
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes the prompts and returns their outputs in the order given.
+
+        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids` and perhaps a
+        `cache_salt`. One `sampling_params` serves all prompts, or give one for each. Everything is checked before
+        anything is queued: a ValueError (it names the prompt's index) leaves the engine as it was.
+        """
+        return self._complete(self._check(_as_list(prompts), sampling_params, priority), use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes conversations, rendered by the model's chat template: one (a list of messages) or several."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(list[Conversation], [messages] if one else list(messages))
+        tokenizer = self.get_tokenizer()
+        texts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        # The template writes the special tokens itself.
+        return self._complete(self._check(texts, sampling_params, None, add_special_tokens=False), use_tqdm)
+
+    def stream(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Completes one prompt and yields its output so far after every step (`output_kind` CUMULATIVE or DELTA)."""
+        [submission] = self._check([prompt], sampling_params, None, final_only=False)
+        return self._stream(submission)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ValueError when its directory has none."""
+        if self.engine.tokenizer is None:
+            raise ValueError("the model directory has no tokenizer.json: set tokenizer, or use token ids")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none."""
+        return SamplingParams()
+
+    def wait_until_compiled(self) -> None:
+        """Blocks until every bucket is compiled; nothing compiles after."""
+        self.engine.runner.programs.wait()
+
+    def close(self) -> None:
+        """Frees the device's memory. `with LLM(...) as llm:` calls it."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check(
+        self,
+        prompts: Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool = True,
+        final_only: bool = True,
+    ) -> list[Submission]:
+        given = sampling_params or self.get_default_sampling_params()
+        params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        for name, values in (("sampling_params", params), ("priority", priorities)):
+            if len(values) != len(prompts):
+                raise ValueError(
+                    f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all"
+                )
+        submissions = []
+        for index, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
+            if final_only:
+                one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
+            try:
+                submissions.append(
+                    self.engine.check(str(next(self._request_ids)), prompt, one, rank, add_special_tokens)
+                )
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        return submissions
+
+    def _complete(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        with tqdm(total=len(submissions), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for result in self._run(submissions):
+                outputs[result.request_id] = result
+                bar.update()
+                _show_rates(bar, outputs.values())
+        return [outputs[submission.request_id] for submission in submissions]
+
+    def _stream(self, submission: Submission) -> Iterator[RequestOutput]:
+        yield from self._run([submission])
+
+    def _run(self, submissions: list[Submission]) -> Iterator[RequestOutput]:
+        """Queues and steps until all are finished; whatever interrupts it, nothing stays behind in the engine."""
+        try:
+            for submission in submissions:
+                self.engine.submit(submission)
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            for submission in submissions:
+                self.engine.abort(submission.request_id)
+            while self.engine.has_work:
+                self.engine.step()
+
+
+def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """One prompt or several: a text, a mapping and a flat list of ids are one."""
+    if isinstance(prompts, str | Mapping):
+        return [cast(PromptLike, prompts)]
+    if len(prompts) and all(isinstance(item, int) for item in prompts):
+        return [cast(PromptLike, prompts)]
+    return cast(list[PromptLike], list(prompts))
+
+
+def _show_rates(bar: "tqdm[Any]", outputs: Any) -> None:
+    elapsed = bar.format_dict["elapsed"] or 1e-9
+    tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
+    tokens_out = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    bar.set_postfix_str(
+        f"input {tokens_in / elapsed:.0f} tok/s, output {tokens_out / elapsed:.0f} tok/s", refresh=False
+    )

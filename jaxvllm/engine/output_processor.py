@@ -1,0 +1,251 @@
+"""From sampled tokens to what a caller sees: text, stop strings, log-probabilities, the request's outputs.
+
+Only requests that somebody watches (they stream, have stop strings or want log-probabilities) cost anything per
+token; the others are detokenized once, when they end.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from jaxvllm.core.plan import Emitted, Finished, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.request import FinishReason
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxvllm.engine.prompts import Prompt
+from jaxvllm.engine.stop_strings import StopStrings
+from jaxvllm.engine.text_stream import StopMatch, TextStream
+from jaxvllm.engine.tokenizer import Tokenizer
+
+
+def is_watched(params: SamplingParams) -> bool:
+    """Whether each token of such a request must be looked at as it comes."""
+    return (
+        bool(params.stop) or params.logprobs is not None or params.output_kind != RequestOutputKind.FINAL_ONLY
+    )
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One of a request's `n` sequences."""
+
+    index: int
+    stream: TextStream | None  # None: the engine has no tokenizer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_taken: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """A caller's request: one prompt, `n` completions."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    metrics: RequestMetrics
+    completions: dict[str, _Completion]  # by the id of the scheduler's request
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions.values())
+
+
+class OutputProcessor:
+    """Keeps every live request's text and turns step updates into `RequestOutput`s."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._group_of: dict[str, _Group] = {}  # by the id of the scheduler's request
+        self._groups: dict[str, _Group] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def children(self, request_id: str) -> list[str]:
+        """Ids of the scheduler's requests that still work for `request_id`."""
+        group = self._groups.get(request_id)
+        return [] if group is None else [i for i, c in group.completions.items() if c.finish_reason is None]
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        child_ids: Sequence[str],
+        arrival_time: float,
+    ) -> None:
+        """Starts to keep a request whose completions the scheduler knows as `child_ids`."""
+        stops = StopStrings(params.stop) if params.stop else None
+        prompt_ids = prompt.token_ids.tolist()
+        completions = {
+            child_id: _Completion(
+                index,
+                TextStream.open(self._tokenizer, params, prompt_ids, stops) if self._tokenizer else None,
+            )
+            for index, child_id in enumerate(child_ids)
+        }
+        group = _Group(request_id, prompt, params, RequestMetrics(arrival_time), completions)
+        self._groups[request_id] = group
+        for child_id in child_ids:
+            self._group_of[child_id] = group
+
+    def scheduled(self, plan: StepPlan) -> None:
+        """Notes when requests are worked on for the first time."""
+        for admission in plan.admissions:
+            group = self._group_of[admission.request.request_id]
+            if group.metrics.first_scheduled_time is None:
+                group.metrics = replace(group.metrics, first_scheduled_time=time.monotonic())
+                group.num_cached_tokens = admission.request.num_cached_tokens or 0
+
+    def process(self, update: StepUpdate, output: StepOutput) -> tuple[list[RequestOutput], list[str]]:
+        """Outputs that callers should see now, and the ids of requests that a stop string has ended."""
+        now = time.monotonic()
+        touched: dict[str, _Group] = {}
+        stopped: list[str] = []
+        for request in update.started:
+            group = self._group_of[request.request_id]
+            if group.metrics.first_token_time is None:
+                group.metrics = replace(group.metrics, first_token_time=now)
+        ends = {end.request.request_id: end for end in update.finished}
+        for emitted in update.emitted:
+            request_id = emitted.request.request_id
+            group = touched[request_id] = self._group_of[request_id]
+            match = self._take_token(group, emitted, ends.get(request_id), output)
+            if match is not None:
+                self._stop_at(group.completions[request_id], match)
+                stopped.append(request_id)
+        for end in update.finished:
+            request_id = end.request.request_id
+            group = touched[request_id] = self._group_of[request_id]
+            self._finish(group, group.completions[request_id], end)
+        for request_id in (*stopped, *ends):
+            self._note_preemptions(touched[request_id], ends.get(request_id))
+        groups = {group.request_id: group for group in touched.values()}
+        outputs = [self._emit(group) for group in groups.values() if self._is_due(group)]
+        return outputs, [request_id for request_id in stopped if request_id not in ends]
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """Ends `request_id` with what it has; the engine has ended its children already."""
+        group = self._groups[request_id]
+        for completion in group.completions.values():
+            if completion.finish_reason is None:
+                completion.finish_reason = FinishReason.ABORT
+                if completion.stream is not None:
+                    completion.stream.finish()
+        return self._emit(group)
+
+    def _take_token(
+        self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
+    ) -> StopMatch | None:
+        completion = group.completions[emitted.request.request_id]
+        completion.token_ids.append(emitted.token_id)
+        if group.params.logprobs is not None:
+            self._take_logprobs(completion, group.params.logprobs, emitted, output)
+        ends_unseen = (
+            end is not None
+            and end.reason == FinishReason.STOP
+            and not group.params.include_stop_str_in_output
+        )
+        if completion.stream is None or ends_unseen:
+            return None
+        return completion.stream.push([emitted.token_id])
+
+    def _take_logprobs(
+        self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput
+    ) -> None:
+        assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
+        values, row = output.logprobs, emitted.row
+        ranked = {
+            int(token): Logprob(float(value), rank, self._spell(int(token)))
+            for rank, (token, value) in enumerate(
+                zip(values.top_ids[row, :count], values.top[row, :count], strict=True), 1
+            )
+        }
+        sampled = float(values.sampled[row])
+        ranked.setdefault(
+            emitted.token_id, Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id))
+        )
+        completion.logprobs.append(ranked)
+        completion.cumulative_logprob += sampled
+
+    def _spell(self, token_id: int) -> str | None:
+        return (
+            None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        )
+
+    def _stop_at(self, completion: _Completion, match: StopMatch) -> None:
+        del completion.token_ids[match.num_tokens :]
+        del completion.logprobs[match.num_tokens :]
+        completion.finish_reason = FinishReason.STOP
+        completion.stop_reason = match.stop_reason
+
+    def _finish(self, group: _Group, completion: _Completion, end: Finished) -> None:
+        if completion.finish_reason is not None:  # a stop string was complete with the last token
+            return
+        if not is_watched(group.params):
+            completion.token_ids = end.request.output_token_ids.tolist()
+            shown = completion.token_ids
+            if end.reason == FinishReason.STOP and not group.params.include_stop_str_in_output:
+                shown = shown[:-1]
+            if completion.stream is not None:
+                completion.stream.push(shown)
+        if completion.stream is not None:
+            completion.stream.finish()
+        completion.finish_reason = end.reason
+        completion.stop_reason = end.stop_reason
+
+    def _note_preemptions(self, group: _Group, end: Finished | None) -> None:
+        if end is not None and end.request.num_preemptions:
+            total = group.metrics.num_preemptions + end.request.num_preemptions
+            group.metrics = replace(group.metrics, num_preemptions=total)
+
+    def _is_due(self, group: _Group) -> bool:
+        return group.finished or group.params.output_kind != RequestOutputKind.FINAL_ONLY
+
+    def _emit(self, group: _Group) -> RequestOutput:
+        finished = group.finished
+        if finished:
+            group.metrics = replace(group.metrics, finished_time=time.monotonic())
+            del self._groups[group.request_id]
+            for child_id in group.completions:
+                del self._group_of[child_id]
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt.text,
+            prompt_token_ids=group.prompt.token_ids.tolist(),
+            outputs=[self._completion_output(group.params, c) for c in group.completions.values()],
+            finished=finished,
+            metrics=group.metrics,
+            num_cached_tokens=group.num_cached_tokens,
+        )
+
+    def _completion_output(self, params: SamplingParams, completion: _Completion) -> CompletionOutput:
+        first = 0
+        text = completion.stream.text if completion.stream else ""
+        if params.output_kind == RequestOutputKind.DELTA:
+            first, completion.num_taken = completion.num_taken, len(completion.token_ids)
+            text = completion.stream.take() if completion.stream else ""
+        wants = params.logprobs is not None
+        return CompletionOutput(
+            index=completion.index,
+            text=text,
+            token_ids=completion.token_ids[first:],
+            cumulative_logprob=completion.cumulative_logprob if wants else None,
+            logprobs=completion.logprobs[first:] if wants else None,
+            finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
+            stop_reason=completion.stop_reason,
+        )
+
+
+def child_request_ids(request_id: str, n: int) -> list[str]:
+    """Ids for the scheduler: the caller's own for one completion, numbered ones for several."""
+    return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]

@@ -1,0 +1,92 @@
+"""What a caller may give as a prompt, checked and turned into token ids before anything is queued."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+
+from jaxvllm.core.request import TokenIds
+from jaxvllm.engine.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as a mapping, as in vLLM: one of `prompt` and `prompt_token_ids`."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+
+
+type PromptLike = str | Sequence[int] | TextPrompt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that the model can take: ids in the vocabulary, at least one, fewer than the model's length."""
+
+    text: str | None
+    token_ids: TokenIds
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns `PromptLike` values into `Prompt`s; every refusal is a ValueError that says the rule and the value."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+
+    def read(self, prompt: PromptLike, *, add_special_tokens: bool = True) -> Prompt:
+        """The prompt of a text, of token ids, or of a mapping with one of both and perhaps a `cache_salt`."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            prompt, salt = self._unpack(prompt)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty: give at least one character")
+            if self.tokenizer is None:
+                raise ValueError(
+                    "the model directory has no tokenizer.json: give token ids, or set tokenizer"
+                )
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return Prompt(prompt, self._check(ids), salt)
+        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+            return Prompt(None, self._check(prompt), salt)
+        raise ValueError(f"a prompt is a string, token ids or a mapping of one, not {type(prompt).__name__}")
+
+    def _unpack(self, mapping: Mapping[str, object]) -> tuple[str | Sequence[int], str | None]:
+        unknown = mapping.keys() - TextPrompt.__annotations__.keys()
+        if unknown:
+            raise ValueError(
+                f"unknown prompt fields {sorted(unknown)}: known are {[*TextPrompt.__annotations__]}"
+            )
+        salt = mapping.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ValueError(f"cache_salt must be a string that is not empty, not {salt!r}")
+        given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
+        if not given:
+            raise ValueError("a prompt mapping needs `prompt` or `prompt_token_ids`")
+        return given[0], salt  # type: ignore[return-value]  # `read` checks what it is
+
+    def _check(self, ids: Sequence[int]) -> TokenIds:
+        if len(ids) == 0:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens leaves no room for an output within max_model_len "
+                f"{self.max_model_len}: shorten it, or raise max_model_len"
+            )
+        try:
+            token_ids = np.asarray(ids)
+        except ValueError:
+            token_ids = np.empty(0, np.object_)
+        if token_ids.dtype.kind not in "iu" or token_ids.ndim != 1:
+            raise ValueError("prompt token ids must be a flat list of integers")
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"prompt token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        return token_ids.astype(np.int32)

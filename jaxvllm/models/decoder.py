@@ -1,0 +1,181 @@
+"""The decoder: one forward pass over packed tokens, whatever the family and wherever the keys are kept.
+
+Few, large operations: XLA on CPU pays for each. Norms, RoPE and logits are computed in float32.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import Activation, ModelSpec, RopeSpec
+
+# The window of a layer that has none: larger than any position, and still an int32 when added to one.
+NO_WINDOW = 2**30
+
+# A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a scan.
+Scalar = int | jax.Array
+
+
+class Attend[Kv](Protocol):
+    """Writes the keys and values of a layer to the cache and attends.
+
+    q  # [T, H, D]: normed and rotated, not yet scaled by spec.attention_scale; head h reads KV head h // G
+    k, v  # [T, K, D]
+    layer, window: ints, or i32 scalars inside a scan; a token sees the last `window` positions, itself
+    included, and all of them when that is NO_WINDOW
+    -> [T, H, D] and the new cache
+    """
+
+    def __call__(
+        self, kv: Kv, layer: Scalar, q: jax.Array, k: jax.Array, v: jax.Array, window: Scalar, /
+    ) -> tuple[jax.Array, Kv]: ...
+
+
+def forward[Kv](
+    params: Params,
+    spec: ModelSpec,
+    tokens: jax.Array,
+    positions: jax.Array,
+    kv: Kv,
+    attend: Attend[Kv],
+) -> tuple[jax.Array, Kv]:
+    """The hidden states behind the final norm, and the cache with this step's keys and values in it.
+
+    tokens, positions  # i32[T]: packed rows; a token id must be in the vocabulary, padding included
+    -> [T, E] in the dtype of the parameters
+    `kv` is carried through the layers as it is: any pytree that `attend` understands.
+    """
+    with jax.named_scope("embed"):
+        x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
+        if spec.embed_scale != 1:
+            # Rounded to the dtype of the weights first, as every checkpoint was trained.
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+    with jax.named_scope("rope"):
+        cos, sin = _rope_tables(spec.ropes, positions)
+
+    def layer_step(
+        carry: tuple[jax.Array, Kv], weights: Params, layer: Scalar, window: Scalar, rope: Scalar
+    ) -> tuple[jax.Array, Kv]:
+        x, kv = carry
+        with jax.named_scope("attention"):
+            h = _rms_norm(x, weights["attention_norm"], spec) if "attention_norm" in weights else x
+            q, k, v = _project_qkv(weights, spec, h, cos[rope], sin[rope])
+            h, kv = attend(kv, layer, q, k, v, window)
+            h = _project(h.reshape(h.shape[0], -1), weights["o"], weights.get("o_bias"))
+            x = x + _branch_output(h, weights.get("attention_post_norm"), spec)
+        with jax.named_scope("ffn"):
+            h = _rms_norm(x, weights["ffn_norm"], spec) if "ffn_norm" in weights else x
+            gate_up = _project(h, weights["gate_up"], weights.get("gate_up_bias"))  # [T, 2, F]
+            h = _activate(gate_up[:, 0], spec.activation) * gate_up[:, 1]
+            h = _project(h, weights["down"], weights.get("down_bias"))
+            x = x + _branch_output(h, weights.get("ffn_post_norm"), spec)
+        return x, kv
+
+    x, kv = _over_layers(layer_step, (x, kv), params["layers"], spec)
+    with jax.named_scope("final_norm"):
+        return _rms_norm(x, params["final_norm"], spec), kv
+
+
+def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:
+    """float32 logits, scaled and soft-capped, of hidden states that `forward` returned.
+
+    hidden  # [R, E]
+    -> f32[R, V]
+    """
+    with jax.named_scope("logits"):
+        head = params["embed"] if spec.tie_embeddings else params["lm_head"]
+        logits = jnp.einsum("re,ve->rv", hidden, head, preferred_element_type=jnp.float32)
+        if spec.logit_scale != 1:
+            logits = logits * spec.logit_scale
+        if spec.logit_soft_cap is not None:
+            logits = jnp.tanh(logits / spec.logit_soft_cap) * spec.logit_soft_cap
+        return logits
+
+
+def _over_layers[Carry](
+    step: Callable[[Carry, Params, Scalar, Scalar, Scalar], Carry],
+    carry: Carry,
+    layers: list[Params] | Params,
+    spec: ModelSpec,
+) -> Carry:
+    """`step(carry, weights, layer, window, rope)` over all layers: a loop here, or a scan on the device.
+
+    What all layers share stays a Python int in a scan too, so that a model without windows compiles none.
+    """
+    windows = tuple(NO_WINDOW if window is None else window for window in spec.windows)
+    if isinstance(layers, list):
+        for layer, weights in enumerate(layers):
+            carry = step(carry, weights, layer, windows[layer], spec.layer_rope[layer])
+        return carry
+
+    varying = {"window": windows, "rope": spec.layer_rope}
+    constant = {name: values[0] for name, values in varying.items() if len(set(values)) == 1}
+    scanned = {name: np.asarray(v, np.int32) for name, v in varying.items() if name not in constant}
+    scanned["layer"] = np.arange(spec.num_layers, dtype=np.int32)
+
+    def scan_step(carry: Carry, xs: tuple[Params, dict[str, Any]]) -> tuple[Carry, None]:
+        weights, numbers = xs
+        about: dict[str, Any] = constant | numbers
+        return step(carry, weights, about["layer"], about["window"], about["rope"]), None
+
+    return jax.lax.scan(scan_step, carry, (layers, scanned))[0]
+
+
+def _project_qkv(
+    weights: Params, spec: ModelSpec, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [T, H, D], k and v [T, K, D] of x [T, E]; q and k normed and rotated by cos, sin."""
+    T, K, G, D = x.shape[0], spec.num_kv_heads, spec.group_size, spec.head_size
+    qkv = _project(x, weights["qkv"], weights.get("qkv_bias")).reshape(T, K, G + 2, D)
+    q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1], qkv[:, :, G + 1]
+    if spec.qk_norm != "none":
+        over = (3,) if spec.qk_norm == "head" else (1, 2, 3)
+        q = _rms_norm(q, weights["q_norm"], spec, over)
+        k = _rms_norm(k, weights["k_norm"], spec, over)
+    return _rotate(q, cos, sin).reshape(T, K * G, D), _rotate(k, cos, sin).reshape(T, K, D), v
+
+
+def _project(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """x [T, in] by weight [..., in] to [T, ...]. Not flattened first: a split dimension stays one."""
+    y = jax.lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+    return y if bias is None else y + bias
+
+
+def _branch_output(x: jax.Array, post_norm: jax.Array | None, spec: ModelSpec) -> jax.Array:
+    """What a branch adds to the residual."""
+    if post_norm is not None:
+        x = _rms_norm(x, post_norm, spec)
+    return x if spec.residual_scale == 1 else x * jnp.asarray(spec.residual_scale, x.dtype)
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """x / rms(x) * (weight + offset), the root mean square over `axes`; computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + spec.norm_eps)
+    return (y * (weight.astype(jnp.float32) + spec.norm_offset)).astype(x.dtype)
+
+
+def _rope_tables(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of every rope, once a step: f32[ropes, T, rotary_dim / 2]."""
+    inv_freq = np.asarray([rope.inv_freq for rope in ropes], np.float32)
+    scale = np.asarray([rope.scale for rope in ropes], np.float32)[:, None, None]
+    angles = positions.astype(jnp.float32)[None, :, None] * inv_freq[:, None]
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """RoPE of x [T, heads.., D]: dimension i of the first rotary_dim turns with i + rotary_dim / 2."""
+    half = cos.shape[-1]
+    cos, sin = (table[:, None, None] for table in (cos, sin))
+    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
+
+
+def _activate(x: jax.Array, activation: Activation) -> jax.Array:
+    if activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

@@ -1,0 +1,62 @@
+"""Model families: how each one's config becomes a ModelSpec, and its tensor names our arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxvllm.models.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.spec import ModelSpec
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma2.FAMILY,
+    *gemma3.FAMILIES,
+    phi3.FAMILY,
+    olmo2.FAMILY,
+    smollm3.FAMILY,
+    granite.FAMILY,
+)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """The family of `architectures[0]`; ValueError, with all that are supported, for any other."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    for family in FAMILIES:
+        if family.architecture == name:
+            return family
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(f"architecture {name!r} is not supported: supported are {supported}")
+
+
+def model_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> ModelSpec:
+    """The spec of a config.json; ValueError for anything in it that the decoder would not compute faithfully.
+
+    `max_model_len` is the longest sequence, in tokens, that will be served; None is all that the model can,
+    `spec.max_position`. The scalings that transformers lets depend on a sequence's length depend on this one.
+    """
+    if max_model_len is not None and max_model_len < 1:
+        raise ValueError(f"max_model_len must be at least 1, not {max_model_len}")
+    family = find_family(config)
+    inner = family.text_config(config)
+    spec = family.spec(HfConfig(inner, max_model_len))
+    if max_model_len is not None and max_model_len > spec.max_position:
+        raise ValueError(
+            f"max_model_len {max_model_len} exceeds the {spec.max_position} positions of the model: lower it"
+        )
+    return spec

@@ -1,0 +1,35 @@
+"""What a model family is: an architecture's name, its config, and its tensor names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.weight_names import LayerSources, separate_projections
+
+
+@dataclass(frozen=True)
+class Family:
+    """One supported architecture, as `architectures[0]` of a config.json names it."""
+
+    architecture: str
+    spec: Callable[[HfConfig], ModelSpec]
+    layer_sources: LayerSources = separate_projections
+    # What the decoder's tensor names may begin with, the newest first; the checkpoint decides.
+    prefixes: tuple[str, ...] = ("model.",)
+    # Beginnings of the names of tensors that are not the decoder's, such as a vision tower's.
+    foreign: tuple[str, ...] = ()
+    # The key under which the decoder's config is nested.
+    nested_in: str | None = None
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The decoder's own part of the config."""
+        if self.nested_in is None:
+            return config
+        inner = config.get(self.nested_in)
+        if not isinstance(inner, dict):
+            raise ValueError(f"config of {self.architecture} lacks {self.nested_in}: config.json must have it")
+        # What concerns the whole checkpoint stands outside.
+        outer = ("tie_word_embeddings", "quantization_config")
+        return {key: config[key] for key in outer if key in config} | inner

@@ -1,0 +1,77 @@
+"""Gemma 3, text only, alone or inside the multimodal checkpoint: five windowed layers to a full one, each
+kind with a rope of its own, and norms over each query and key head."""
+
+from typing import Any
+
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.spec import ModelSpec
+
+
+def gemma3_spec(config: HfConfig) -> ModelSpec:
+    num_layers = config.integer("num_hidden_layers", 26)
+    hidden_size = config.integer("hidden_size", 2304)
+    head_size = config.integer("head_dim", 256)
+    max_position = config.integer("max_position_embeddings", 131_072)
+    period = config.integer("sliding_window_pattern", 6)
+    kinds = config.layer_types(
+        ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
+    )
+    full, sliding = rope_entries(config)
+    attention_bias = config.flag("attention_bias", False)
+    return ModelSpec(
+        vocab_size=config.integer("vocab_size", 262_208),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=config.integer("num_attention_heads", 8),
+        num_kv_heads=config.integer("num_key_value_heads", 4),
+        head_size=head_size,
+        ffn_size=config.integer("intermediate_size", 9216),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        # Gemma's linear factor was trained in: max_position_embeddings has it already.
+        max_position=max_position,
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        windows=config.windows(kinds, config.optional_integer("sliding_window", 4096)),
+        ropes=(
+            config.rope(full, config.number("rope_theta", 1_000_000.0), head_size, max_position),
+            config.rope(sliding, config.number("rope_local_base_freq", 10_000.0), head_size, max_position),
+        ),
+        layer_rope=tuple(int(kind == "sliding_attention") for kind in kinds),
+        activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
+        norm_placement="sandwich",
+        norm_offset=1.0,
+        qk_norm="head",
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        attention_soft_cap=config.optional_number("attn_logit_softcapping"),
+        logit_soft_cap=config.optional_number("final_logit_softcapping"),
+        embed_scale=hidden_size**0.5,
+        tie_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def rope_entries(config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rope parameters of full and of sliding attention; an older scaling is the first's alone."""
+    parameters = config.rope_parameters()
+    kinds = ("full_attention", "sliding_attention")
+    if not any(kind in parameters for kind in kinds):
+        return parameters, {}
+    full, sliding = (parameters.get(kind) or {} for kind in kinds)
+    return full, sliding
+
+
+FAMILIES = (
+    Family("Gemma3ForCausalLM", gemma3_spec),
+    Family(
+        "Gemma3ForConditionalGeneration",
+        gemma3_spec,
+        prefixes=("model.language_model.", "language_model.model."),
+        foreign=(
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+            "vision_tower.",
+            "multi_modal_projector.",
+        ),
+        nested_in="text_config",
+    ),
+)

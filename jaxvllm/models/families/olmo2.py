@@ -1,0 +1,15 @@
+"""OLMo 2: norms behind the branches, and one over all query heads and all key heads together."""
+
+from dataclasses import replace
+
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.spec import ModelSpec
+
+
+def olmo2_spec(config: HfConfig) -> ModelSpec:
+    return replace(llama_spec(config, eps=1e-5), norm_placement="post", qk_norm="full")
+
+
+FAMILY = Family("Olmo2ForCausalLM", olmo2_spec)

@@ -1,0 +1,125 @@
+"""Reading a Hugging Face config.json: typed, with errors that name the key, in its old and new spellings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jaxvllm.models.rope import RopeLengths, make_rope, no_rope, served_positions
+from jaxvllm.models.spec import Activation, RopeSpec
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Keys that change what a model computes in a way that no family here knows, with the values that do not.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (None, {}),
+    "use_bidirectional_attention": (None, False),
+    "attention_chunk_size": (None,),
+    "num_local_experts": (None, 0),
+    "num_experts": (None, 0),
+    "rope_interleaved": (None, False),
+    "use_qk_norm": (None, False),
+    "clip_qkv": (None,),
+}
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """The values of a config.json, and the longest sequence that will be served (None: the model's own)."""
+
+    values: Mapping[str, Any]
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, neutral in UNSUPPORTED.items():
+            if self.values.get(key) not in neutral:
+                raise ValueError(f"config {key} = {self.values[key]!r} is not supported: it changes the model")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._reject(key, "an integer", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._reject(key, "a number", value)
+        return float(value)
+
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        # An explicit null means none, whatever the default.
+        return None if self.values.get(key, default) is None else self.number(key, default)
+
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        return None if self.values.get(key, default) is None else self.integer(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool | int):
+            self._reject(key, "true or false", value)
+        return bool(value)
+
+    def activation(self, key: str, default: str | None = None) -> Activation:
+        value = self._get(key, default)
+        if value not in ACTIVATIONS:
+            self._reject(key, f"one of {', '.join(ACTIVATIONS)}", value)
+        return ACTIVATIONS[value]
+
+    def layer_types(self, default: list[str]) -> list[str]:
+        """`full_attention` or `sliding_attention` for each layer."""
+        value = self._get("layer_types", default)
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(value, list) or len(value) != len(default) or not set(value) <= set(known):
+            self._reject("layer_types", f"a list of {len(default)} of {' and '.join(known)}", value)
+        return value
+
+    def windows(self, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
+        """The window of each layer, when those of sliding attention have this one."""
+        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+    def ropes(self, theta: float, head_size: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
+        """The rope of all layers, and the one that rotates nothing."""
+        rope = make_rope(
+            self.rope_parameters(), self.number("rope_theta", theta), head_size, self._lengths(max_position)
+        )
+        return rope, no_rope(rope.rotary_dim)
+
+    def rope(self, parameters: Mapping[str, Any], theta: float, head_size: int, max_position: int) -> RopeSpec:
+        """The rope of an entry that is not the config's only one."""
+        return make_rope(parameters, theta, head_size, self._lengths(max_position))
+
+    def served_positions(self, parameters: Mapping[str, Any], max_position: int) -> int:
+        """Tokens that the model can serve under this rope entry."""
+        return served_positions(parameters, self._lengths(max_position))
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """What transformers 5 calls `rope_parameters` and older versions `rope_scaling`."""
+        found: dict[str, Any] = {}
+        for key in ("rope_parameters", "rope_scaling"):
+            value = self.values.get(key)
+            if value is not None and not isinstance(value, dict):
+                self._reject(key, "an object", value)
+            found |= value or {}
+        if "partial_rotary_factor" in self.values:
+            found.setdefault("partial_rotary_factor", self.values["partial_rotary_factor"])
+        return found
+
+    def _lengths(self, max_position: int) -> RopeLengths:
+        original = self.optional_integer("original_max_position_embeddings")
+        return RopeLengths(max_position, original, self.max_model_len)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ValueError(f"config lacks {key}: config.json must state it")
+        return default
+
+    def _reject(self, key: str, rule: str, value: Any) -> NoReturn:
+        raise ValueError(f"config {key} must be {rule}, not {value!r}")

@@ -1,0 +1,166 @@
+"""Rotary frequencies of every scaling that Hugging Face configs name.
+
+What transformers lets depend on the length of the sequence at hand is decided once here, from the longest
+sequence that the engine will serve: one KV cache cannot hold keys that were rotated in two ways. `dynamic`
+then uses the base for that length, and `longrope` its long factors as soon as that length exceeds the one
+it was trained on. vLLM decides the same way.
+
+Sources: linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN (arXiv 2309.00071), LongRoPE
+(arXiv 2402.13753), Llama 3.1's own.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxvllm.models.spec import RopeSpec
+
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeLengths:
+    """The three lengths, in tokens, that scalings look at."""
+
+    max_position: int  # max_position_embeddings of the config
+    original: int | None  # original_max_position_embeddings at the top of the config, where Phi-3 has it
+    max_model_len: int | None  # longest sequence to serve; None is all that the model can
+
+
+def no_rope(rotary_dim: int) -> RopeSpec:
+    """The rope that rotates nothing, as wide as the others of its model."""
+    return RopeSpec((0.0,) * (rotary_dim // 2))
+
+
+def rope_kind(parameters: Mapping[str, Any]) -> str:
+    """The scaling's name, one of KINDS; ValueError for any other."""
+    name = parameters.get("rope_type", parameters.get("type")) or "default"
+    kind = "longrope" if name == "su" else name
+    if kind not in KINDS:
+        raise ValueError(f"rope type {name!r} is not supported: supported are {', '.join(KINDS)}")
+    return str(kind)
+
+
+def served_positions(parameters: Mapping[str, Any], lengths: RopeLengths) -> int:
+    """Tokens that a model can serve with this scaling: some scalings stretch max_position_embeddings."""
+    kind = rope_kind(parameters)
+    if kind in ("linear", "dynamic"):
+        return int(lengths.max_position * _number(parameters, "factor"))
+    if kind == "yarn":
+        original = _original(parameters, lengths)
+        return max(lengths.max_position, int(original * _yarn_factor(parameters, lengths)))
+    return lengths.max_position
+
+
+def make_rope(parameters: Mapping[str, Any], theta: float, head_size: int, lengths: RopeLengths) -> RopeSpec:
+    """The rope of one `rope_parameters` (or older `rope_scaling`) entry.
+
+    `theta` is the base when the entry does not say. ValueError for an unknown type and for a missing or
+    malformed number.
+    """
+    kind = rope_kind(parameters)
+    base = _number(parameters, "rope_theta", theta)
+    dim = int(head_size * _number(parameters, "partial_rotary_factor", 1.0))
+    if dim < 2 or dim % 2:
+        raise ValueError(f"rope would rotate {dim} of {head_size} dimensions: it must be an even number")
+    if kind == "dynamic":
+        base = _dynamic_base(parameters, base, dim, lengths)
+    # float32 all the way, as transformers computes it: at position 100,000 the last bit is visible.
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    plain = np.float32(1) / np.float32(base) ** exponents
+    scale = 1.0
+    if kind == "linear":
+        plain = plain / np.float32(_number(parameters, "factor"))
+    elif kind == "llama3":
+        plain = _llama3(parameters, plain, lengths)
+    elif kind == "yarn":
+        plain, scale = _yarn(parameters, plain, base, dim, lengths)
+    elif kind == "longrope":
+        plain, scale = _longrope(parameters, plain, lengths)
+    return RopeSpec(tuple(float(value) for value in plain), scale)
+
+
+def _dynamic_base(parameters: Mapping[str, Any], base: float, dim: int, lengths: RopeLengths) -> float:
+    factor = _number(parameters, "factor")
+    longest = lengths.max_model_len or served_positions(parameters, lengths)
+    if dim <= 2:
+        raise ValueError(f"dynamic rope needs more than 2 rotated dimensions, not {dim}")
+    stretch = factor * max(longest, lengths.max_position) / lengths.max_position - (factor - 1)
+    return float(base * stretch ** (dim / (dim - 2)))
+
+
+def _llama3(parameters: Mapping[str, Any], plain: np.ndarray, lengths: RopeLengths) -> np.ndarray:
+    factor = _number(parameters, "factor")
+    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    original = _original(parameters, lengths)
+    turns = original * plain / np.float32(2 * math.pi)  # whole rotations within the original length
+    # 0 where fewer than `low` turns: slowed by the factor; 1 where more than `high`: untouched.
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray((1 - kept) * plain / factor + kept * plain, np.float32)
+
+
+def _yarn(
+    parameters: Mapping[str, Any], plain: np.ndarray, base: float, dim: int, lengths: RopeLengths
+) -> tuple[np.ndarray, float]:
+    factor = _yarn_factor(parameters, lengths)
+    original = _original(parameters, lengths)
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension_of(parameters.get("beta_fast") or 32)
+    high = dimension_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    frequencies = np.asarray(plain / np.float32(factor) * ramp + plain * (1 - ramp), np.float32)
+
+    def attention(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        weight, over = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        scale = attention(weight) / attention(over) if weight and over else attention(1.0)
+    return frequencies, float(scale)
+
+
+def _yarn_factor(parameters: Mapping[str, Any], lengths: RopeLengths) -> float:
+    if parameters.get("factor") is None:
+        return lengths.max_position / _original(parameters, lengths)
+    return _number(parameters, "factor")
+
+
+def _longrope(parameters: Mapping[str, Any], plain: np.ndarray, lengths: RopeLengths) -> tuple[np.ndarray, float]:
+    original = _original(parameters, lengths)
+    longest = lengths.max_model_len or lengths.max_position
+    name = "long_factor" if longest > original else "short_factor"
+    factors = parameters.get(name)
+    if not isinstance(factors, list) or len(factors) != len(plain):
+        raise ValueError(f"rope {name} must list {len(plain)} numbers, not {factors!r}")
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        factor = parameters.get("factor") or lengths.max_position / original
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return plain / np.asarray(factors, np.float32), float(scale)
+
+
+def _original(parameters: Mapping[str, Any], lengths: RopeLengths) -> int:
+    # The top of the config wins, as in transformers: Phi-3 states it there.
+    if lengths.original is not None:
+        return lengths.original
+    return int(_number(parameters, "original_max_position_embeddings", lengths.max_position))
+
+
+def _number(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = parameters.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"rope {name} must be a positive number, not {value!r}")
+    return float(value)

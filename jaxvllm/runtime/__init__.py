@@ -1,0 +1,1 @@
+"""The device side: permanent per-slot state, the pure step function, its buckets and compiled programs."""

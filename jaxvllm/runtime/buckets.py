@@ -1,0 +1,80 @@
+"""Buckets: the few shapes that steps are padded to, so that each is compiled once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxvllm.core.plan import StepPlan
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A compiled shape. With `num_tokens == num_rows` it is a decode bucket: every row has exactly one token."""
+
+    num_tokens: int
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_rows <= self.num_tokens:
+            raise ValueError(
+                f"a bucket needs 0 < rows <= tokens, got {self.num_rows} rows, {self.num_tokens} tokens"
+            )
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == self.num_rows
+
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether `plan` fits; a plan of decode rows fits every bucket that is large enough."""
+        fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens
+        return fits and (not self.is_decode or plan.num_decode == plan.num_rows)
+
+    def __str__(self) -> str:
+        return (
+            f"decode {self.num_rows}"
+            if self.is_decode
+            else f"{self.num_tokens} tokens x {self.num_rows} rows"
+        )
+
+
+@dataclass(frozen=True)
+class BucketLadder:
+    """All buckets of an engine, smallest first. The last holds every plan that the scheduler can make."""
+
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(cls, row_counts: Iterable[int], token_counts: Iterable[int]) -> "BucketLadder":
+        """Decode buckets of each of `row_counts`, and mixed ones of `token_counts` x (few rows, all rows).
+
+        Mixed buckets come with at most 8 rows or with all: the rows of a prefill step cost one LM head each,
+        little beside its tokens, and every bucket costs a compilation.
+        """
+        rows, tokens = sorted(set(row_counts)), sorted(set(token_counts))
+        if not rows or not tokens or tokens[-1] < rows[-1]:
+            raise ValueError(
+                f"buckets need rows and at least as many tokens, got rows {rows} and tokens {tokens}"
+            )
+        few = max((r for r in rows if r <= 8), default=rows[0])
+        mixed = {Bucket(t, r) for t in tokens for r in (few, rows[-1]) if r < t}
+        if tokens[-1] == rows[-1]:
+            # Every row and token in use at once, but not one token a row: one spare token tells them apart.
+            mixed.add(Bucket(tokens[-1] + 1, rows[-1]))
+        return cls((*(Bucket(r, r) for r in rows), *sorted(mixed)))
+
+    @property
+    def largest(self) -> Bucket:
+        return self.buckets[-1]
+
+    def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
+        """The cheapest bucket of `ready` that holds `plan`."""
+        return min((bucket for bucket in ready if bucket.holds(plan)), default=None)
+
+
+def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
+    """`smallest`, its doublings below `largest`, and `largest`."""
+    counts = []
+    count = smallest
+    while count < largest:
+        counts.append(count)
+        count *= 2
+    return (*counts, largest)

@@ -1,0 +1,40 @@
+"""Memory: how many KV pages fit beside the weights and the largest step."""
+
+import os
+
+import jax
+
+# The host's memory is shared with everything else on it. vLLM's CPU backend stops at 4 GiB by default too.
+CPU_KV_LIMIT = 4 * 2**30
+
+
+def free_bytes(device: jax.Device, utilization: float) -> int:
+    """Bytes of `device` that may still be taken when `utilization` of it may be in use."""
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"]
+    return min(int(_host_bytes_available() * utilization), CPU_KV_LIMIT)
+
+
+def step_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes that one call of `compiled` needs beyond its arguments, as XLA reports them."""
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes + max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)
+
+
+def pages_that_fit(num_bytes: int, page_bytes: int, useful: int) -> int:
+    """Pages to allocate: what `num_bytes` holds, and no more than all slots could ever use.
+
+    Raises ValueError when not even one page and the trash page fit.
+    """
+    count = min(num_bytes // page_bytes, useful)
+    if count < 2:
+        raise ValueError(
+            f"{num_bytes / 2**20:.1f} MiB are left for KV pages of {page_bytes / 2**20:.2f} MiB, at least two are needed: "
+            "raise memory_utilization, lower max_num_batched_tokens, or use a smaller model"
+        )
+    return count
+
+
+def _host_bytes_available() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,77 @@
+"""Compiled programs: one per bucket, compiled ahead of time, largest first, the rest while the engine serves."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxvllm.core.plan import StepPlan
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
+
+logger = logging.getLogger(__name__)
+
+type Compiled = Callable[..., Any]
+
+
+def use_persistent_cache(directory: Path) -> None:
+    """Makes jax keep compiled programs in `directory`, small ones too, unless the user has chosen a place already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Programs:
+    """The step of every bucket of a ladder. Until a bucket is compiled, its plans run padded in a larger one."""
+
+    def __init__(self, ladder: BucketLadder, compile_step: Callable[[Bucket], Compiled]):
+        """Returns when the largest bucket is compiled: it holds every plan, so the engine can serve from then on."""
+        self.ladder = ladder
+        self._compile_step = compile_step
+        self._closed = threading.Event()
+        self._ready: dict[Bucket, Compiled] = {}
+        self._compile(ladder.largest)
+        # Not a daemon: XLA must not be compiling while the interpreter is torn down. It ends after one bucket then.
+        self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
+        self._thread.start()
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._ready)
+
+    def choose(self, plan: StepPlan) -> tuple[Bucket, Compiled]:
+        """The cheapest compiled program that holds `plan`."""
+        ready = tuple(self._ready)  # a snapshot: the compiling thread adds to it
+        bucket = self.ladder.choose(plan, ready)
+        assert bucket is not None, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
+        return bucket, self._ready[bucket]
+
+    def wait(self) -> None:
+        """Blocks until every bucket is compiled: nothing compiles after."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stops compiling, after the bucket at hand."""
+        self._closed.set()
+        self._thread.join()
+
+    def _compile_rest(self) -> None:
+        for bucket in self.ladder.buckets:
+            if self._closed.is_set() or not threading.main_thread().is_alive():
+                return
+            if bucket not in self._ready:
+                try:
+                    self._compile(bucket)
+                except Exception:  # the largest bucket serves its plans, only slower
+                    logger.exception(
+                        "bucket %s did not compile; its steps run padded in a larger one", bucket
+                    )
+
+    def _compile(self, bucket: Bucket) -> None:
+        start = time.monotonic()
+        self._ready[bucket] = self._compile_step(bucket)
+        logger.debug("compiled %s in %.2f s", bucket, time.monotonic() - start)

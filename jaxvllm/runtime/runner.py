@@ -1,0 +1,101 @@
+"""The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import batched
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.core.plan import StepOutput, StepPlan, TopLogprobs
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.batch import pack, packed_size
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.programs import Compiled, Programs
+from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admissions
+from jaxvllm.runtime.step import DeviceOutput, step
+from pallas_kernels.ragged_paged_attention import KVPages, kv_pages_struct
+
+# XLA:GPU's Triton matmuls copy the layer's slice of a stacked weight first, three times decode's memory traffic;
+# cuBLASLt reads it in place (compiled HLO, jax 0.11.2).
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """How large the page pool and the slot table are."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+    max_pages: int  # of one slot
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step; its output may not exist yet."""
+
+    plan: StepPlan
+    output: DeviceOutput
+
+
+def compile_step(
+    params: Params, kv: Any, spec: ModelSpec, shape: CacheShape, bucket: Bucket
+) -> jax.stages.Compiled:
+    """The step of `bucket`, compiled ahead of time. `params` and `kv` may be arrays or their abstract shapes."""
+    state = jax.eval_shape(partial(DeviceState.create, shape.num_slots, shape.max_pages))
+    packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
+    program = jax.jit(
+        partial(step, spec=spec, bucket=bucket, page_size=shape.page_size), donate_argnums=(1, 2)
+    )
+    return program.lower(params, kv, state, packed).compile(COMPILER_OPTIONS.get(jax.default_backend()))
+
+
+class Runner:
+    """Parameters, pages and slot state on the device, and the compiled steps over them."""
+
+    def __init__(
+        self, params: Params, spec: ModelSpec, shape: CacheShape, ladder: BucketLadder, dtype: jnp.dtype
+    ):
+        """Allocates pages and state and compiles the largest bucket; the others follow in the background."""
+        self.shape = shape
+        self._params = params
+        struct = kv_pages_struct(
+            spec.num_layers, shape.num_pages, shape.page_size, spec.num_kv_heads, spec.head_size, dtype
+        )
+        self._kv_pages: KVPages = jnp.zeros(struct.shape, struct.dtype)
+        self._state = DeviceState.create(shape.num_slots, shape.max_pages)
+        packed = pack_admissions((), shape.num_slots, shape.max_pages)
+        self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(self._state, packed).compile()
+        self.programs = Programs(ladder, lambda bucket: compile_step(params, struct, spec, shape, bucket))
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Starts the step and returns at once: the next may be dispatched before this one's output is read."""
+        for admissions in batched(plan.admissions, ADMISSION_BATCH):
+            packed = pack_admissions(admissions, self.shape.num_slots, self.shape.max_pages)
+            self._state = self._admit(self._state, packed)
+        bucket, program = self.programs.choose(plan)
+        packed = pack(plan, bucket, trash_slot=self.shape.num_slots)
+        self._kv_pages, self._state, output = program(self._params, self._kv_pages, self._state, packed)
+        return InFlight(plan, output)
+
+    def collect(self, step: InFlight) -> StepOutput:
+        """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
+        count = step.plan.num_rows
+        token_ids = np.asarray(step.output.token_ids)[:count]
+        if not step.plan.wants_logprobs:
+            return StepOutput(token_ids)
+        device = jax.tree.map(lambda x: np.asarray(x)[:count], step.output.logprobs)
+        return StepOutput(token_ids, TopLogprobs(device.sampled, device.ranks, device.top_ids, device.top))
+
+    def read_pages(self, pages: np.ndarray) -> np.ndarray:
+        """The KV of `pages` on the host, for those who want to look: f[L, len(pages), ...], layout of the backend."""
+        return np.asarray(self._kv_pages[:, pages])
+
+    def close(self) -> None:
+        """Stops compiling and lets go of the device's memory."""
+        self.programs.close()
+        del self._params, self._kv_pages, self._state

@@ -1,0 +1,89 @@
+"""The step: one pure function from a packed batch to one token a row. The heart of the engine.
+
+tokens -> decoder (writes and reads pages) -> last hidden of each row -> logits -> sampled tokens -> state
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.decoder import forward, project_logits
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.batch import Batch, unpack
+from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
+from jaxvllm.runtime.state import DeviceState
+from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, ragged_paged_attention
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["token_ids", "logprobs"], meta_fields=[])
+@dataclass(frozen=True)
+class DeviceOutput:
+    """What a step yields for its R rows; only rows that `sample` mean something."""
+
+    token_ids: jax.Array  # i32[R]
+    logprobs: DeviceLogprobs
+
+
+def step(
+    params: Params,
+    kv_pages: KVPages,
+    state: DeviceState,
+    packed: jax.Array,
+    *,
+    spec: ModelSpec,
+    bucket: Bucket,
+    page_size: int,
+) -> tuple[KVPages, DeviceState, DeviceOutput]:
+    """Computes the tokens of a packed batch, writes their KV, and samples. `kv_pages` and `state` are donated.
+
+    Sampled tokens stay in `state` as the next step's inputs, so a caller dispatches that step before reading these.
+    """
+    batch = unpack(packed, bucket)
+    state = _open_pages(state, batch, page_size)
+    rows = RaggedRows.build(state.page_table[batch.slots], batch.starts, batch.lengths, bucket.num_tokens)
+    token_ids = _input_tokens(state, batch, rows)
+
+    def attend(
+        kv: KVPages, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | int
+    ) -> tuple[jax.Array, KVPages]:
+        return ragged_paged_attention(
+            q,
+            k,
+            v,
+            kv,
+            layer,
+            rows,
+            scale=spec.attention_scale,
+            soft_cap=spec.attention_soft_cap,
+            window=window,
+        )
+
+    hidden, kv_pages = forward(params, spec, token_ids, rows.positions, kv_pages, attend)
+    with jax.named_scope("sample"):
+        # A padding row's last token is whatever: its output goes to the trash slot.
+        last = jnp.clip(rows.query_starts[1:] - 1, 0)
+        logits = project_logits(params, spec, hidden if bucket.is_decode else hidden[last])
+        sampling = state.sampling.take(batch.slots)
+        sampled = sample(logits, sampling, batch.starts + batch.lengths)
+        output = DeviceOutput(sampled, logprobs(logits, sampled, sampling))
+        at = jnp.where(batch.samples, batch.slots, state.trash_slot)
+        state = replace(state, last_token=state.last_token.at[at].set(sampled))
+    return kv_pages, state, output
+
+
+def _open_pages(state: DeviceState, batch: Batch, page_size: int) -> DeviceState:
+    """Enters the pages that decode rows open in this step into the page table."""
+    at = jnp.where(batch.new_pages > 0, batch.slots, state.trash_slot)
+    return replace(state, page_table=state.page_table.at[at, batch.starts // page_size].set(batch.new_pages))
+
+
+def _input_tokens(state: DeviceState, batch: Batch, rows: RaggedRows) -> jax.Array:
+    """i32[T]: prefill tokens from the batch, decode tokens from where the last step left them."""
+    last = state.last_token[batch.slots]
+    if rows.decode_only:
+        return last
+    return jnp.where(batch.decodes[rows.token_rows] & rows.is_real(), last[rows.token_rows], batch.token_ids)

@@ -1,0 +1,1 @@
+"""Kernels, one folder an operation: `api` checks and picks the backend, `reference` is XLA."""

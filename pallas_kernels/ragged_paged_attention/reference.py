@@ -1,0 +1,172 @@
+"""Ragged paged attention in XLA: the oracle for the kernels, and what CPU runs.
+
+Both paths are flash attention (online softmax in float32, arXiv 2205.14135) over chunks of pages, with loop bounds
+that come from the data, so the work follows the real context lengths and nothing of shape [rows, max_len] exists:
+
+    decode    all rows with one query at once; loops over the chunks of the longest
+    prefill   tiles of one row's queries; loops over tiles, then over the chunks that a tile sees
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
+
+# Tokens of KV per loop step. XLA CPU pays some 10 us per step for its small ops: 16 rows x 256 tokens x 8 layers
+# took 5.1 ms with 256 (one step), 5.7 ms with 64.
+CHUNK_TOKENS = 256
+# Queries per prefill tile: large enough for the matmul rate, small enough that a short prompt wastes little.
+TILE_QUERIES = 64
+
+MASKED = -1e30  # finite, so that a row with nothing to see yields zeros and not NaN
+
+
+def write_kv(
+    k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
+) -> jax.Array:
+    """Writes k and v f[T, K, D] at the tokens' positions; padding goes to page 0."""
+    page_size = kv_pages.shape[4]
+    pages = rows.page_table[rows.token_rows, rows.positions // page_size]
+    pages = jnp.where(rows.is_real(), pages, 0)
+    new = jnp.stack([k, v], axis=1)
+    return kv_pages.at[layer, pages, :, :, rows.positions % page_size].set(new)
+
+
+def attend(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: jax.Array | int,
+) -> jax.Array:
+    """Attention of q f[T, H, D] over the pages, which hold this step's KV already."""
+    num_tokens, _, head_size = q.shape
+    num_kv_heads, page_size = kv_pages.shape[3:5]
+    grouped = (q * jnp.asarray(scale, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_size)
+    chunk_pages = max(1, min(CHUNK_TOKENS // page_size, rows.page_table.shape[1]))
+    padding = -rows.page_table.shape[1] % chunk_pages
+    table = jnp.pad(rows.page_table, ((0, 0), (0, padding)))
+    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window)
+    if rows.decode_only:
+        return _decode(grouped, rows.kv_lens, context).reshape(q.shape).astype(q.dtype)
+    query_lens = rows.query_lens()
+    decodes = query_lens == 1
+    firsts = rows.query_starts[:-1]
+    out = _prefill(grouped, rows, jnp.where(decodes, 0, query_lens), context)
+    decoded = _decode(grouped[firsts], jnp.where(decodes, rows.kv_lens, 0), context)
+    out = out.at[jnp.where(decodes, firsts, num_tokens)].set(decoded, mode="drop")
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+class _Softmax(NamedTuple):
+    """Online softmax of queries [N, K, M]: the largest logit so far, the denominator and the weighted values."""
+
+    peak: jax.Array
+    total: jax.Array
+    values: jax.Array  # f32[N, K, M, D]
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...]) -> "_Softmax":
+        return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+
+    def result(self) -> jax.Array:
+        return self.values / jnp.maximum(self.total, 1e-30)[..., None]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The KV of one layer, read chunk by chunk, and the rules for what a query sees of it."""
+
+    kv_pages: jax.Array
+    layer: jax.Array | int
+    table: jax.Array  # i32[R, a multiple of chunk_pages]
+    chunk_pages: int
+    soft_cap: float | None
+    window: jax.Array | int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk."""
+        return self.chunk_pages * self.kv_pages.shape[4]
+
+    def first_chunk(self, position: jax.Array) -> jax.Array:
+        """The first chunk that a query at `position` sees anything of: pages before its window are not read."""
+        return jnp.maximum(position + 1 - self.window, 0) // self.chunk
+
+    def attend(
+        self, q: jax.Array, row: int | jax.Array, index: jax.Array, positions: jax.Array, state: _Softmax
+    ) -> _Softmax:
+        """Folds chunk `index` into the online softmax `state` of q f[N, K, M, D], M queries at `positions` i32[N, M]
+        of each of the N rows from `row` on."""
+        num_rows, num_kv_heads, _, head_size = q.shape
+        pages = lax.dynamic_slice(self.table, (row, index * self.chunk_pages), (num_rows, self.chunk_pages))
+        kv = self.kv_pages[self.layer, pages]  # f[N, pages, 2, K, S, D]
+        kv = kv.transpose(2, 0, 3, 1, 4, 5).reshape(2, num_rows, num_kv_heads, self.chunk, head_size)
+        at = index * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)
+        seen = (at <= positions[:, :, None]) & (at > positions[:, :, None] - self.window)
+        logits = jnp.einsum("nkmd,nksd->nkms", q, kv[0], preferred_element_type=jnp.float32)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        logits = jnp.where(seen[:, None], logits, MASKED)
+        peak = jnp.maximum(state.peak, logits.max(axis=-1))
+        weights = jnp.where(seen[:, None], jnp.exp(logits - peak[..., None]), 0.0)
+        decay = jnp.exp(state.peak - peak)
+        # A page past the context may hold anything, NaN included, and 0 * NaN is NaN.
+        v = jnp.where((at <= positions.max(axis=1)[:, None])[:, None, :, None], kv[1], 0)
+        values = jnp.einsum("nkms,nksd->nkmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return _Softmax(
+            peak, state.total * decay + weights.sum(axis=-1), state.values * decay[..., None] + values
+        )
+
+
+def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
+    """f32[R, K, G, D] for q f[R, K, G, D], one query a row at the end of `kv_lens` i32[R] positions (0: no row)."""
+    last = kv_lens - 1
+    first_chunk = jnp.where(kv_lens > 0, context.first_chunk(last), NO_WINDOW).min()
+    positions = jnp.broadcast_to(last[:, None], (q.shape[0], q.shape[2]))
+
+    def fold(index: jax.Array, state: _Softmax) -> _Softmax:
+        return context.attend(q, 0, index, positions, state)
+
+    chunks = -(-kv_lens.max() // context.chunk)
+    return lax.fori_loop(first_chunk, chunks, fold, _Softmax.start(q.shape)).result()
+
+
+def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Context) -> jax.Array:
+    """f32[T, K, G, D] for q f[T, K, G, D] of the rows with `query_lens` i32[R] > 0; other tokens hold anything finite."""
+    num_tokens, num_kv_heads, group, head_size = q.shape
+    tile = min(TILE_QUERIES, num_tokens)
+    tile_ends = jnp.cumsum(-(-query_lens // tile))
+    q = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))
+
+    def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
+        done = (index - tile_ends[row]) * tile + -(
+            -query_lens[row] // tile
+        ) * tile  # queries of this row before
+        first = rows.query_starts[row] + done
+        queries = lax.dynamic_slice_in_dim(q, first, tile)
+        queries = queries.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, tile * group, head_size)
+        start = rows.kv_lens[row] - query_lens[row] + done
+        last = jnp.minimum(start + tile, rows.kv_lens[row]) - 1
+        positions = jnp.minimum(start + jnp.repeat(jnp.arange(tile, dtype=jnp.int32), group), last)
+
+        def fold(chunk: jax.Array, state: _Softmax) -> _Softmax:
+            return context.attend(queries, row, chunk, positions[None], state)
+
+        state = lax.fori_loop(
+            context.first_chunk(start), last // context.chunk + 1, fold, _Softmax.start(queries.shape)
+        )
+        values = state.result().reshape(num_kv_heads, tile, group, head_size).transpose(1, 0, 2, 3)
+        # The tile may reach over the row's end; the row behind it is written later and wins.
+        return lax.dynamic_update_slice_in_dim(out, values, first, 0)
+
+    out = jnp.zeros((num_tokens + tile, num_kv_heads, group, head_size), jnp.float32)
+    return lax.fori_loop(0, tile_ends[-1], attend_tile, out)[:num_tokens]

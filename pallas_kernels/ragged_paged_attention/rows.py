@@ -1,0 +1,66 @@
+"""Which token belongs to which row: the metadata of a ragged batch, computed once a step for all layers."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+# A window that no context reaches. An int32, since the window of a layer is a traced scalar inside a scan.
+NO_WINDOW = 2**30
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["page_table", "query_starts", "kv_lens", "token_rows", "positions"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class RaggedRows:
+    """R rows over T tokens. Row r's queries are tokens `query_starts[r]:query_starts[r + 1]`, its last ones.
+
+    A row without queries is padding. Tokens from `query_starts[R]` on are padding too; they carry row R - 1.
+    """
+
+    page_table: jax.Array  # i32[R, max_pages]; entries past a row's pages may hold anything in range
+    query_starts: jax.Array  # i32[R + 1]
+    kv_lens: jax.Array  # i32[R], this step's tokens included
+    token_rows: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]; 0 for padding
+
+    @classmethod
+    def build(
+        cls, page_table: jax.Array, starts: jax.Array, query_lens: jax.Array, num_tokens: int
+    ) -> "RaggedRows":
+        """Rows that compute `query_lens` i32[R] tokens each, from positions `starts` i32[R] on.
+
+        `num_tokens` T equal to R promises that no row has more than one query, and that row r owns token r.
+        """
+        num_rows = len(starts)
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        if num_tokens == num_rows:
+            query_starts = jnp.arange(num_rows + 1, dtype=jnp.int32)
+            return cls(page_table, query_starts, starts + query_lens, tokens, starts)
+        query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
+        token_rows = jnp.searchsorted(query_starts[1:], tokens, side="right", method="compare_all")
+        token_rows = jnp.minimum(token_rows, num_rows - 1).astype(jnp.int32)
+        positions = starts[token_rows] + tokens - query_starts[token_rows]
+        positions = jnp.where(tokens < query_starts[-1], positions, 0)
+        return cls(page_table, query_starts, starts + query_lens, token_rows, positions)
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether the shapes alone say that every row has at most one query."""
+        return len(self.token_rows) == len(self.kv_lens)
+
+    def query_lens(self) -> jax.Array:
+        """i32[R]. With one token a row, padding rows are those without KV."""
+        if self.decode_only:
+            return jnp.minimum(self.kv_lens, 1)
+        return jnp.diff(self.query_starts)
+
+    def is_real(self) -> jax.Array:
+        """bool[T]: tokens that are not padding."""
+        if self.decode_only:
+            return self.kv_lens > 0
+        return jnp.arange(len(self.token_rows)) < self.query_starts[-1]

@@ -1,0 +1,61 @@
+"""What every test gets: the CPU backend, strict promotion, and a way to count compilations."""
+
+import os
+
+# By environment, before anything imports jax: host-only tests then never pay for that import, and the
+# processes that tests start are as strict as the tests.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+import pytest
+
+# A shared two-core machine is slow at times: that is no failure. CI tries the same examples every time, so
+# that a change is never blamed for what another day's luck would have found; here they are fresh.
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
+
+# One event for each program handed to XLA, eager operations included, also when the persistent cache
+# then answers: for a request on its way both are stalls.
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass
+class Compilations:
+    """The programs compiled while its `compilations()` block was open."""
+
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+
+@contextmanager
+def count_compilations() -> Iterator[Compilations]:
+    """Counts every compilation inside the block, in any thread of this process."""
+    from jax import monitoring
+
+    seen = Compilations()
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        if event == COMPILE_EVENT:
+            seen.names.append(str(details.get("fun_name", "?")))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def compilations() -> Callable[[], AbstractContextManager[Compilations]]:
+    """`with compilations() as seen: ...` then `assert seen.count == 0, seen.names`."""
+    return count_compilations

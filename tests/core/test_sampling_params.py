@@ -1,0 +1,124 @@
+import copy
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+
+
+def test_defaults_are_vllm_s() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.seed, params.stop, params.stop_token_ids, params.ignore_eos) == (None, (), (), False)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.detokenize) == (16, 0, None, True)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_loose_forms_have_one_normal_form() -> None:
+    loose = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=-1,
+        stop="END",
+        stop_token_ids=[np.int64(3)],
+        n=np.int32(2),
+        max_tokens=None,
+    )
+    assert loose == SamplingParams(temperature=0.5, stop=("END",), stop_token_ids=(3,), n=2, max_tokens=None)
+    assert type(loose.n) is int and type(loose.temperature) is float and type(loose.stop_token_ids[0]) is int
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams(stop=[], stop_token_ids=[])
+    hash(loose)
+
+
+def test_copies_are_equal() -> None:
+    params = SamplingParams(seed=3, stop=["a"], top_k=5)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *[
+            ({"temperature": bad}, "temperature must be a number from 0 to 1e")
+            for bad in (-0.1, 1e7, 10**400)
+        ],
+        *[
+            ({"temperature": bad}, "temperature must be a number")
+            for bad in (math.nan, math.inf, "1", True, None)
+        ],
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0: for greedy set temperature=0"),
+        *[({"top_p": bad}, "top_p must be a number from 0 to 1, not") for bad in (1.01, -1, math.nan, "x")],
+        *[({"top_k": bad}, "top_k must be an integer from -1 to") for bad in (-2, 2**31, 1.0, True)],
+        *[({"min_p": bad}, "min_p must be a number from 0 to 1, not") for bad in (-0.1, 1.1, math.nan)],
+        *[
+            ({"n": bad}, "n must be an integer from 1 to 16384, not")
+            for bad in (0, -1, 10**9, 1.5, True, "2")
+        ],
+        *[({"seed": bad}, "seed must be an integer from") for bad in (2**63, -(2**63) - 1, 1.0, False)],
+        ({"stop": ["x"] * 10_000}, "stop has 10000 strings, the limit is 64: give fewer"),
+        ({"stop": ["a", ""]}, "a stop string must have 1 to 1024 characters, not 0"),
+        ({"stop": "x" * 1025}, "a stop string must have 1 to 1024 characters, not 1025"),
+        ({"stop": ["a", 3]}, r"stop must be a string or a list of strings, not a list with 3 \(int\)"),
+        ({"stop": 3}, r"stop must be a string or a list of strings, not 3 \(int\)"),
+        ({"stop": "x", "detokenize": False}, "stop strings need detokenize=True"),
+        ({"stop_token_ids": list(range(31))}, "stop_token_ids has 31, the limit is 30: give fewer"),
+        *[
+            ({"stop_token_ids": bad}, "a stop token id must be an integer")
+            for bad in ([-1], [2**31], [1.5], ["a"])
+        ],
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids"),
+        *[({"max_tokens": bad}, "max_tokens must be an integer from 1") for bad in (0, -1, 1.5, "9")],
+        *[({"min_tokens": bad}, "min_tokens must be an integer from 0") for bad in (-1, None, 2.0)],
+        ({"min_tokens": 17}, "min_tokens 17 exceeds max_tokens 16: lower it, or raise max_tokens"),
+        *[({"logprobs": bad}, "logprobs must be an integer from 0 to 20, not") for bad in (-1, 21, True)],
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, not 1"),
+        ({"skip_special_tokens": None}, "skip_special_tokens must be True or False, not None"),
+        ({"output_kind": "delta"}, "output_kind must be a RequestOutputKind, not 'delta'"),
+    ],
+)
+def test_bad_values(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**options)
+
+
+def test_an_error_quotes_little_of_a_large_value() -> None:
+    with pytest.raises(ValueError) as raised:
+        SamplingParams(temperature="9" * 10**6)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 200
+
+
+def test_limits_are_inclusive() -> None:
+    SamplingParams(
+        n=16_384, temperature=0, top_k=2**31 - 1, min_p=1, seed=-(2**63), stop=["x" * 1024] * 64, logprobs=20
+    )
+    SamplingParams(stop_token_ids=[0] * 30, max_tokens=5, min_tokens=5, logprobs=0, seed=2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["presence_penalty", "repetition_penalty", "logit_bias", "bad_words", "prompt_logprobs"]
+)
+def test_what_vllm_has_and_we_lack_is_named(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"SamplingParams.{name} is not supported: leave it out"):
+        SamplingParams(**{name: 1})
+
+
+def test_unknown_options_are_errors() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+def test_greedy() -> None:
+    assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=1e-6).greedy
+    assert not SamplingParams(temperature=1e-3).greedy
+
+
+def test_children_draw_apart() -> None:
+    parent = SamplingParams(n=3, seed=2**63 - 1, top_k=7)
+    children = [parent.child(i) for i in range(3)]
+    assert [child.seed for child in children] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert {(child.n, child.top_k) for child in children} == {(1, 7)}
+    assert SamplingParams(n=2).child(1).seed is None
+    alone = SamplingParams(seed=4)
+    assert alone.child(0) is alone

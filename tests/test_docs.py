@@ -1,0 +1,113 @@
+"""What the documents name exists."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("docs/structure.md", "docs/glossary.md", "CONTRIBUTING.md")
+PACKAGES = ("jaxvllm", "pallas_kernels", "sharding")
+
+DOTTED = re.compile(r"(?:jaxvllm|pallas_kernels|sharding)(?:\.\w+)+")
+METHOD = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
+# Paths may leave out jaxvllm/, as docs/structure.md does within that package.
+FILE = re.compile(r"[\w.-]+/[\w./*-]*")
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+TARGET = re.compile(r"make ([a-z]+)")
+
+
+def named(text: str) -> list[str]:
+    """What stands between single backticks; fenced blocks are programs, not names."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted name is a module, or an attribute (of an attribute) of one."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            fields = getattr(value, "__dataclass_fields__", {})
+            if part in fields:
+                return part == parts[-1]
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+def members() -> dict[str, set[str]]:
+    """Every class of the product, and what its body names: methods, fields, attributes of self."""
+    found: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    names = {part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef)}
+                    names |= {part.name for part in ast.walk(node) if isinstance(part, ast.AsyncFunctionDef)}
+                    names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+                    names |= {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+                    found.setdefault(node.name, set()).update(names)
+    return found
+
+
+def missing(text: str) -> list[str]:
+    """The names in a document that nothing answers to."""
+    gone = []
+    classes = members()
+    makefile = (ROOT / "Makefile").read_text()
+    for name in named(text):
+        bare = re.sub(r"\(.*\)$", "", name)
+        if DOTTED.fullmatch(bare):
+            exists = resolves(bare)
+        elif method := METHOD.fullmatch(bare):
+            exists = method[2] in classes.get(method[1], ())
+        elif FILE.fullmatch(name):
+            exists = any(any(root.glob(name.rstrip("/"))) for root in (ROOT, ROOT / "jaxvllm"))
+        elif target := TARGET.fullmatch(name):
+            exists = re.search(rf"^{target[1]}:", makefile, re.MULTILINE) is not None
+        else:
+            continue
+        gone += [] if exists else [name]
+    return gone
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_name_exists(document: str) -> None:
+    gone = missing((ROOT / document).read_text())
+    assert not gone, f"{document} names what is not there: {gone}"
+
+
+def test_a_wrong_name_is_seen() -> None:
+    wrong = "`jaxvllm.config.NoSuchThing` `jaxvllm/no_such_file.py` `make nothing` `jaxvllm.nowhere`\n"
+    wrong += "`Scheduler.no_such_method()` `NoSuchClass.run` `core/no_such_file.py`\n"
+    assert len(missing(wrong)) == 7
+    right = (
+        "`jaxvllm.core.plan` `jaxvllm/` `make test` `T` `step(params)` `Scheduler.schedule(now)` `core/`\n"
+    )
+    fenced = "```\n`jaxvllm.nowhere`\n```\n"
+    assert not missing(right + fenced)
+
+
+def test_structure_has_a_line_for_every_package() -> None:
+    text = (ROOT / "docs/structure.md").read_text()
+    folders = {
+        child.name
+        for package in PACKAGES
+        for child in (ROOT / package).iterdir()
+        if child.is_dir() and any(child.glob("*.py"))
+    }
+    assert not [name for name in sorted(folders) if name not in text]
+
+
+@pytest.mark.parametrize("document", sorted(path.name for path in ROOT.glob("*.md")))
+def test_links_lead_somewhere(document: str) -> None:
+    links = LINK.findall((ROOT / document).read_text())
+    assert not [link for link in links if not (ROOT / link).exists()]

@@ -1,0 +1,209 @@
+"""The arrows of docs/structure.md hold, and the product keeps away from what it must not use."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxvllm", "pallas_kernels", "sharding")
+
+# What each layer must not import, itself or below. Longest matching layer wins; a layer that is not here
+# has no rule. `jax` stands for every module that pulls it in.
+DEVICE = ("jax", "jaxlib", "pallas_kernels", "sharding")
+FORBIDDEN = {
+    "jaxvllm.core": (
+        *DEVICE,
+        "jaxvllm.runtime",
+        "jaxvllm.models",
+        "jaxvllm.engine",
+        "jaxvllm.server",
+        "jaxvllm.cli",
+    ),
+    "jaxvllm.runtime": ("jaxvllm.engine", "jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.models": (
+        "jaxvllm.core",
+        "jaxvllm.runtime",
+        "jaxvllm.engine",
+        "jaxvllm.server",
+        "jaxvllm.cli",
+    ),
+    "jaxvllm.engine": ("jaxvllm.server", "jaxvllm.cli"),
+    "pallas_kernels": ("jaxvllm", "sharding"),
+    "sharding": ("jaxvllm", "pallas_kernels"),
+}
+# Heavy or foreign: nowhere in the product, at no time.
+FORBIDDEN_ANYWHERE = (
+    "torch",
+    "tensorflow",
+    "flax",
+    "optax",
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+)
+FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "numpy.load", "np.load", "yaml.load")
+# The tokenizer may fall back on transformers, inside a function and with its own error.
+TRANSFORMERS_IN = "jaxvllm.engine.tokenizer"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def product_files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(module: str, is_package: bool, tree: ast.AST) -> Iterator[str]:
+    """Full names of everything imported anywhere in the file, inside functions and TYPE_CHECKING too."""
+    parents = module.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                kept = len(parents) - node.level + is_package
+                base = ".".join([*parents[:kept], *([base] if base else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def under(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(layer + ".")
+
+
+def broken_arrows(module: str, is_package: bool, tree: ast.AST) -> list[str]:
+    layers = [layer for layer in FORBIDDEN if under(module, layer)]
+    banned = (*FORBIDDEN_ANYWHERE, *(FORBIDDEN[max(layers, key=len)] if layers else ()))
+    if module != TRANSFORMERS_IN:
+        banned = (*banned, "transformers")
+    return [
+        f"{module} imports {name}"
+        for name in imports(module, is_package, tree)
+        if any(under(name, layer) for layer in banned)
+    ]
+
+
+def test_imports_point_one_way() -> None:
+    files = product_files()
+    assert {module_name(path).split(".")[0] for path in files} == set(PACKAGES)
+    broken = []
+    for path in files:
+        tree = ast.parse(path.read_text(), str(path))
+        broken += broken_arrows(module_name(path), path.name == "__init__.py", tree)
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("module", "is_package", "source"),
+    [
+        ("jaxvllm.core.plan", False, "import jax.numpy as jnp"),
+        ("jaxvllm.core.plan", False, "def f():\n    from jaxvllm import runtime"),
+        ("jaxvllm.core.plan", False, "from ..runtime.runner import Runner"),
+        ("jaxvllm.core", True, "from ..engine import llm"),
+        ("jaxvllm.runtime.step", False, "from jaxvllm.engine import outputs"),
+        ("jaxvllm.models.decoder", False, "import jaxvllm.core.plan"),
+        ("jaxvllm.engine.loop", False, "import jaxvllm.server"),
+        ("sharding.mesh", False, "import jaxvllm"),
+        ("pallas_kernels.op.api", False, "from sharding import rules"),
+        ("jaxvllm.models.checkpoint", False, "import pickle"),
+        ("jaxvllm.models.checkpoint", False, "from transformers import AutoModel"),
+    ],
+)
+def test_a_wrong_import_is_seen(module: str, is_package: bool, source: str) -> None:
+    assert broken_arrows(module, is_package, ast.parse(source))
+
+
+def test_nothing_is_executed_or_unpickled() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}"
+        for path in product_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS
+    ]
+    assert not found, "\n".join(found)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter holds after the statement."""
+    program = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["jaxvllm", "jaxvllm.config", "jaxvllm.cli"])
+def test_import_is_cheap(module: str) -> None:
+    heavy = {
+        "jax",
+        "jaxlib",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "jinja2",
+        "transformers",
+        "torch",
+    }
+    assert sorted(loaded_by(f"import {module}") & heavy) == []
+
+
+def test_the_scheduler_runs_without_jax() -> None:
+    modules = ", ".join(module_name(path) for path in (ROOT / "jaxvllm" / "core").glob("*.py"))
+    assert sorted(loaded_by(f"import {modules}") & {"jax", "jaxlib"}) == []
+
+
+def test_the_version_is_the_installed_one() -> None:
+    import tomllib
+
+    import jaxvllm
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert jaxvllm.__version__ == project["version"]
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or would track: caches and environments are ignored there, so they are here."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_registry() -> None:
+    # Spelled in halves, or this file would be the first to break the rule.
+    hosts = [
+        (first + second).encode()
+        for first, second in [
+            ("pypi", ".org"),
+            ("pythonhosted", ".org"),
+            ("download.py", "torch.org"),
+            ("registry.npm", "js.org"),
+            ("deb.deb", "ian.org"),
+            ("conda.ana", "conda.org"),
+            ("crat", "es.io"),
+        ]
+    ]
+    found = [
+        f"{path.relative_to(ROOT)} names {host.decode()}"
+        for path in tracked_files()
+        if path.suffix not in (".safetensors", ".npz")
+        for host in hosts
+        if host in path.read_bytes()
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_module_has_a_noun_for_a_name() -> None:
+    vague = {"utils", "util", "helpers", "common", "misc"}
+    assert not [path for path in product_files() if path.stem in vague]

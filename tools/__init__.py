@@ -1,0 +1,1 @@
+"""Scripts that build parts of this repository; none of them is installed."""

@@ -1,0 +1,98 @@
+"""The demo model's tokenizer: byte-level BPE over the generated corpus, and its chat template."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+VOCAB_SIZE = 2048
+BOS, END = "<|bos|>", "<|end|>"
+SPECIAL_TOKENS = (BOS, END, "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+# Part of the text, so not special: decoding with skip_special_tokens keeps them for a tool-call parser.
+TOOL_MARKS = ("<tool_call>", "</tool_call>")
+# Hugging Face message format in; one token of role, the text, one token of end out.
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}
+{{- '<|system|>' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+{{- 'Tools:' }}
+{%- for tool in tools %}
+{%- set function = tool.function if tool.function is defined else tool %}
+{{- '\\n' + function.name + '(' + (function.parameters.properties | default({}, true) | join(', ')) + '): ' \
++ (function.description | default('', true)) }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'system' %}
+{%- if not (tools and loop.first) %}{{- '<|system|>' + message.content + '<|end|>' }}{%- endif %}
+{%- elif message.role in ('user', 'tool', 'assistant') %}
+{{- '<|' + message.role + '|>' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function if call.function is defined else call %}
+{{- '<tool_call>{"name": "' + function.name + '", "arguments": ' }}
+{{- (function.arguments if function.arguments is string else function.arguments | tojson) + '}</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- else %}
+{{- raise_exception('role ' + message.role + ' is unknown: use system, user, assistant or tool') }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+
+class ChatTemplate:
+    """The chat template, compiled once in Jinja's sandbox."""
+
+    def __init__(self) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
+        environment.globals["raise_exception"] = self._refuse
+        # Jinja's own filter escapes for HTML; Hugging Face's is plain JSON, and that is what users will render with.
+        environment.filters["tojson"] = _tojson
+        self._template = environment.from_string(CHAT_TEMPLATE)
+
+    @staticmethod
+    def _refuse(message: str) -> None:
+        raise ValueError(message)
+
+    def render(self, messages: Iterable[dict[str, Any]], tools: Iterable[dict[str, Any]] = (), *, prompt: bool = False) -> str:
+        """The conversation as text; with `prompt`, open for the assistant's turn."""
+        return self._template.render(
+            messages=list(messages), tools=list(tools), bos_token=BOS, eos_token=END, add_generation_prompt=prompt
+        )
+
+
+def _tojson(value: object) -> str:
+    from tools.demo_tasks import compact
+
+    return compact(value)
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens that holds all 256 bytes, so any text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # One token a digit: sums are learnt digit by digit.
+            pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(TOOL_MARKS),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in TOOL_MARKS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: use a larger sample")
+    return tokenizer
