@@ -138,7 +138,7 @@ class Ours:
         start = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        waits = [output.metrics.first_token_time - output.metrics.arrival_time for output in outputs]
+        waits = [output.metrics.first_token_seconds or 0.0 for output in outputs if output.metrics]
         return Run(seconds, statistics.fmean(waits), [len(output.outputs[0].token_ids) for output in outputs])
 
 
@@ -235,9 +235,7 @@ def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, lis
         for engine in engines if round_ % 2 else engines[::-1]:
             run = engine.run(prompts, load.output_tokens)
             if run.counts != [load.output_tokens] * load.requests:
-                raise RuntimeError(
-                    f"{engine.name} gave {run.counts} tokens, not {load.output_tokens} a request"
-                )
+                raise RuntimeError(f"{engine.name} gave {run.counts} tokens, not {load.output_tokens} a request")
             if round_:
                 runs[engine.name].append(run)
     return runs
@@ -248,9 +246,7 @@ def spread(values: list[float], digits: int = 1) -> str:
 
 
 def machine() -> dict[str, Any]:
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
         "cores": sorted(os.sched_getaffinity(0)),
@@ -267,9 +263,7 @@ def commit() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
     parser.add_argument("--peer-python", type=Path, default=ROOT / ".oracle" / "bin" / "python")
     args = parser.parse_args()

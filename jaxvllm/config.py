@@ -23,32 +23,24 @@ PAGE_SIZES = (16, 32, 64, 128)
 class EngineConfig:
     """How to build an engine. Names and meaning are vLLM's where vLLM has them; None lets the engine choose."""
 
-    model: str = (
-        "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
-    )
+    model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
     tokenizer: str | None = None  # a directory or hub name; None: the model's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # auto: the checkpoint's; float32 on CPU
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
     seed: int = 0  # of dummy weights, and of the seeds of requests that give none
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: int | None = None  # requests running at once; None: 64 on CPU, 256 elsewhere
     max_num_batched_tokens: int | None = None  # tokens a step; None: 512 on CPU, 2048 elsewhere
     page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
     num_pages: int | None = None  # None: as many as memory_utilization leaves room for
-    memory_utilization: float = (
-        0.9  # share of the device's free memory that weights, a step and pages may take
-    )
+    memory_utilization: float = 0.9  # share of the device's free memory that weights, a step and pages may take
     enable_prefix_caching: bool = True
     scheduler: str = "v1"  # one of core.policy.POLICIES
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     mesh: str = "1x1"  # data x model; only 1x1 until tensor parallelism lands
     row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
-    warm_up: Literal["background", "full"] = (
-        "background"  # full: compile every bucket before the first request
-    )
+    warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; None: nowhere
 
     @classmethod
@@ -74,9 +66,7 @@ class EngineConfig:
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
         if not 0 < self.memory_utilization <= 1:
-            raise ValueError(
-                f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}"
-            )
+            raise ValueError(f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}")
         if self.scheduler not in POLICIES:
             raise ValueError(f"scheduler must be one of {', '.join(POLICIES)}, not {self.scheduler!r}")
         if self.mesh_shape.num_devices != 1:

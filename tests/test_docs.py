@@ -89,9 +89,7 @@ def test_a_wrong_name_is_seen() -> None:
     wrong = "`jaxvllm.config.NoSuchThing` `jaxvllm/no_such_file.py` `make nothing` `jaxvllm.nowhere`\n"
     wrong += "`Scheduler.no_such_method()` `NoSuchClass.run` `core/no_such_file.py`\n"
     assert len(missing(wrong)) == 7
-    right = (
-        "`jaxvllm.core.plan` `jaxvllm/` `make test` `T` `step(params)` `Scheduler.schedule(now)` `core/`\n"
-    )
+    right = "`jaxvllm.core.plan` `jaxvllm/` `make test` `T` `step(params)` `Scheduler.schedule(now)` `core/`\n"
     fenced = "```\n`jaxvllm.nowhere`\n```\n"
     assert not missing(right + fenced)
 

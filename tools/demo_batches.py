@@ -1,16 +1,19 @@
 """Packs documents into training rows."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import batched
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from tools.demo_corpus import Document
+from tools.demo_tokenizer import token_id
 
 SHORT, LONG = 256, 1024
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 2048
+# Documents to choose from when a row is filled: 64 leave few gaps.
+POOL = 64
 # Every eighth batch has rows of 1024: the model meets the distances that it will be used at, at a small cost.
 LONG_EVERY = 8
 # What a user or a tool wrote is worth less of a small model's capacity than what it must say itself.
@@ -33,8 +36,8 @@ class Packer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._assistant = tokenizer.token_to_id("<|assistant|>")
-        self._roles = {tokenizer.token_to_id(f"<|{role}|>") for role in ("user", "system", "tool")}
+        self._assistant = token_id(tokenizer, "<|assistant|>")
+        self._roles = {token_id(tokenizer, f"<|{role}|>") for role in ("user", "system", "tool")}
 
     def token_weights(self, ids: list[int]) -> list[float]:
         """What it is worth to predict each token: 1 for plain text and for the assistant's turns."""
@@ -50,44 +53,43 @@ class Packer:
     def batches(self, documents: Iterator[Document]) -> Iterator[Batch]:
         """Batches of `TOKENS_PER_BATCH` tokens without end."""
         encoded = self._encoded(documents)
+        pool: list[list[int]] = []
         set_aside: list[list[int]] = []
-        count = 0
-        while True:
-            count += 1
+        for count in itertools.count(1):
             if count % LONG_EVERY:
-                yield self._short(encoded, set_aside)
+                rows = [self._short_row(encoded, pool, set_aside) for _ in range(TOKENS_PER_BATCH // SHORT)]
+                yield self._batch(rows, SHORT, apart=True)
             else:
-                yield self._long(encoded, set_aside)
+                rows = [self._long_row(encoded, set_aside) for _ in range(TOKENS_PER_BATCH // LONG)]
+                yield self._batch(rows, LONG, apart=False)
 
     def _encoded(self, documents: Iterator[Document]) -> Iterator[list[int]]:
-        for group in batched(documents, 512):
+        for group in itertools.batched(documents, 512):
             texts = [document.text for document in group]
             for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 yield encoding.ids[:LONG]
 
-    def _short(self, encoded: Iterator[list[int]], set_aside: list[list[int]]) -> Batch:
-        """First fit of documents into rows; one that fits nowhere ends the batch and joins those set aside."""
-        rows: list[list[list[int]]] = [[] for _ in range(TOKENS_PER_BATCH // SHORT)]
-        misses = 0
-        for ids in encoded:
-            room = next((row for row in rows if sum(map(len, row)) + len(ids) <= SHORT + 1), None)
-            if room is not None:
-                room.append(ids)
-                continue
-            set_aside.append(ids)
-            misses += len(ids) <= SHORT
-            if misses >= 4:
-                break
-        return self._batch(rows, SHORT, apart=True)
+    def _short_row(
+        self, encoded: Iterator[list[int]], pool: list[list[int]], set_aside: list[list[int]]
+    ) -> list[list[int]]:
+        """The oldest document of the pool, then always the longest that still fits; too long ones are set aside."""
+        row: list[list[int]] = []
+        room = SHORT + 1
+        while True:
+            while len(pool) < POOL:
+                ids = next(encoded)
+                (pool if len(ids) <= SHORT + 1 else set_aside).append(ids)
+            fitting = [at for at, ids in enumerate(pool) if len(ids) <= room]
+            if not fitting:
+                return row
+            row.append(pool.pop(max(fitting, key=lambda at: len(pool[at])) if row else 0))
+            room -= len(row[-1])
 
-    def _long(self, encoded: Iterator[list[int]], set_aside: list[list[int]]) -> Batch:
-        rows = []
-        for _ in range(TOKENS_PER_BATCH // LONG):
-            row: list[list[int]] = []
-            while sum(map(len, row)) < LONG + 1:
-                row.append(set_aside.pop(0) if set_aside else next(encoded))
-            rows.append(row)
-        return self._batch(rows, LONG, apart=False)
+    def _long_row(self, encoded: Iterator[list[int]], set_aside: list[list[int]]) -> list[list[int]]:
+        row: list[list[int]] = []
+        while sum(map(len, row)) < LONG + 1:
+            row.append(set_aside.pop(0) if set_aside else next(encoded))
+        return row
 
     def _batch(self, rows: list[list[list[int]]], length: int, *, apart: bool) -> Batch:
         tokens = np.zeros((len(rows), length + 1), np.int32)

@@ -10,11 +10,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tools.demo_facts import FACTS
 from tools.demo_stories import Story, story
-from tools.demo_tasks import FACTS, TASKS, Message, Task
+from tools.demo_tasks import TASKS, Message, Task
 from tools.demo_tokenizer import BOS, END, ChatTemplate
 
 HELD_OUT = 25
+# Seeds of the two streams; the initial weights use the first, too.
+TRAINING_SEED, EVALUATION_SEED = 2, 1001
 # Share of documents (not of tokens: a sum is a tenth of a story).
 KINDS = {
     "story": 22, "long_story": 3, "story_request": 10, "story_questions": 13, "facts": 10, "sums": 14, "json": 18,
@@ -54,7 +57,15 @@ def _ask_story(rng: random.Random, tale: Story) -> Task:
         f"about {tale.hero.name}", f"with {tale.hero.name} in it", f"about a {tale.subject}", f"about a {tale.hero.kind}",
         f"about {tale.hero.name} and a {tale.subject}", "",
     ))  # fmt: skip
-    asked = rng.choice(("Tell me a story", "Tell me a short story", "Write a short story", "Please tell a story", "Can you tell me a story"))
+    asked = rng.choice(
+        (
+            "Tell me a story",
+            "Tell me a short story",
+            "Write a short story",
+            "Please tell a story",
+            "Can you tell me a story",
+        )
+    )
     question = f"{asked} {wish}".strip() + ("?" if asked.startswith("Can") else ".")
     return Task(({"role": "user", "content": question}, {"role": "assistant", "content": tale.text}), tale.key)
 
@@ -62,7 +73,9 @@ def _ask_story(rng: random.Random, tale: Story) -> Task:
 def _ask_about(rng: random.Random, tale: Story) -> Task:
     asked = rng.sample(tale.questions, rng.randint(2, 3))
     first, answer = asked[0]
-    lead = rng.choice((f"{tale.text}\n{first}", f"Read the story.\n{tale.text}\nQuestion: {first}", f"{first}\n{tale.text}"))
+    lead = rng.choice(
+        (f"{tale.text}\n{first}", f"Read the story.\n{tale.text}\nQuestion: {first}", f"{first}\n{tale.text}")
+    )
     messages: list[Message] = [{"role": "user", "content": lead}, {"role": "assistant", "content": answer}]
     for question, answer in asked[1:]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from tools.demo_tokenizer import BOS, CHAT_TEMPLATE, END, VOCAB_SIZE
+from tools.demo_tokenizer import BOS, CHAT_TEMPLATE, END, PAD, VOCAB_SIZE, token_id
 
 Params = dict[str, jax.Array]
 MAX_POSITIONS = 1024
@@ -69,7 +69,7 @@ class ModelShape:
         return params
 
 
-DEMO = ModelShape(hidden=192, layers=6, heads=6, kv_heads=2, head_size=32, ffn=512)
+DEMO = ModelShape(hidden=192, layers=4, heads=6, kv_heads=2, head_size=32, ffn=512)
 DRAFT = ModelShape(hidden=96, layers=2, heads=3, kv_heads=1, head_size=32, ffn=192)
 
 
@@ -120,7 +120,13 @@ def logits(shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.A
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _decode(
-    shape: ModelShape, params: Params, prompts: jax.Array, lengths: jax.Array, total: int, temperature: jax.Array, key: jax.Array
+    shape: ModelShape,
+    params: Params,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    total: int,
+    temperature: jax.Array,
+    key: jax.Array,
 ) -> jax.Array:
     rows = prompts.shape[0]
     group = shape.heads // shape.kv_heads
@@ -152,7 +158,13 @@ def _decode(
 
 
 def decode(
-    shape: ModelShape, params: Params, prompts: list[list[int]], max_tokens: int, end: int, temperature: float = 0.0, seed: int = 0
+    shape: ModelShape,
+    params: Params,
+    prompts: list[list[int]],
+    max_tokens: int,
+    end: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, without `end`: greedy at temperature 0, else sampled from the whole
     distribution with `seed`.
@@ -164,7 +176,15 @@ def decode(
         padded[row, : len(prompt)] = prompt
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     tokens = np.asarray(
-        _decode(shape, params, jnp.asarray(padded), jnp.asarray(lengths), total, jnp.float32(temperature), jax.random.key(seed))
+        _decode(
+            shape,
+            params,
+            jnp.asarray(padded),
+            jnp.asarray(lengths),
+            total,
+            jnp.float32(temperature),
+            jax.random.key(seed),
+        )
     )
     outputs = []
     for row, prompt in zip(tokens.tolist(), prompts, strict=True):
@@ -180,8 +200,7 @@ def _write_json(path: Path, value: object) -> None:
 def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) -> None:
     """Writes a Hugging Face checkpoint: configuration, tokenizer with chat template, weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
-    bos, end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)
-    pad = tokenizer.token_to_id("<|pad|>")
+    bos, end, pad = (token_id(tokenizer, token) for token in (BOS, END, PAD))
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE,
         "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
@@ -192,12 +211,18 @@ def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) 
         "bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad, "torch_dtype": "bfloat16",
     }  # fmt: skip
     _write_json(folder / "config.json", config)
-    generation = {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad, "do_sample": True, "temperature": 0.7}
+    generation = {
+        "bos_token_id": bos,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "do_sample": True,
+        "temperature": 0.7,
+    }
     _write_json(folder / "generation_config.json", generation)
     _write_json(
         folder / "tokenizer_config.json",
         {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": END, "pad_token": "<|pad|>",
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": END, "pad_token": PAD,
             "add_bos_token": True, "model_max_length": MAX_POSITIONS, "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },

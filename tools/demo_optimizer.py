@@ -53,14 +53,18 @@ def _muon(updates: Params) -> Params:
         groups[tuple(sorted(value.shape))].append(name)
     steps: Params = {}
     for names in groups.values():
-        flat = [updates[name] if updates[name].shape[0] <= updates[name].shape[1] else updates[name].T for name in names]
+        flat = [
+            updates[name] if updates[name].shape[0] <= updates[name].shape[1] else updates[name].T for name in names
+        ]
         for name, matrix in zip(names, jax.lax.map(_orthogonal, jnp.stack(flat)), strict=True):
             rows, columns = updates[name].shape
             steps[name] = (matrix if rows <= columns else matrix.T) * max(1.0, rows / columns) ** 0.5
     return steps
 
 
-def update(params: Params, gradients: Params, moments: Moments, step: jax.Array, schedule: jax.Array) -> tuple[Params, Moments]:
+def update(
+    params: Params, gradients: Params, moments: Moments, step: jax.Array, schedule: jax.Array
+) -> tuple[Params, Moments]:
     """Parameters and moments after one step; `schedule` f32[] scales both learning rates, `step` counts from 1."""
     first: Params = {}
     second: Params = {}

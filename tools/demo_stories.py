@@ -314,6 +314,8 @@ def story(rng: random.Random, episodes: int = 1) -> Story:
         keys += [plot.name, slots[plot.main]]
         subject = slots[plot.main]
         if episodes == 1:
-            questions += [(expand(rng, question, slots), expand(rng, answer, slots)) for question, answer in plot.questions]
+            questions += [
+                (expand(rng, question, slots), expand(rng, answer, slots)) for question, answer in plot.questions
+            ]
     sentences.append(expand(rng, rng.choice(CLOSINGS), slots))
     return Story(" ".join(filter(None, sentences)), tuple(keys), tuple(questions), hero, subject)

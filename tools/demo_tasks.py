@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tools.demo_facts import DAYS, FACTS, MONTHS
 from tools.demo_words import ANIMALS, COLOURS, FLOWERS, FOODS, OBJECTS, PLACES, SKILLS, expand, invented_name, person
 
 Message = dict[str, Any]
@@ -34,28 +35,6 @@ CITIES = (
     "Paris London Rome Madrid Berlin Oslo Lisbon Vienna Prague Tokyo Cairo Lima Dublin Athens Warsaw Bern Delhi "
     "Nairobi Boston Quito"
 ).split()
-CAPITALS = (
-    ("France", "Paris"), ("England", "London"), ("Italy", "Rome"), ("Spain", "Madrid"), ("Germany", "Berlin"),
-    ("Norway", "Oslo"), ("Portugal", "Lisbon"), ("Austria", "Vienna"), ("Japan", "Tokyo"), ("Egypt", "Cairo"),
-    ("Peru", "Lima"), ("Ireland", "Dublin"), ("Greece", "Athens"), ("Poland", "Warsaw"), ("Kenya", "Nairobi"),
-    ("India", "Delhi"), ("Sweden", "Stockholm"), ("Finland", "Helsinki"), ("China", "Beijing"), ("Cuba", "Havana"),
-)  # fmt: skip
-OPPOSITES = (
-    "hot cold|big small|fast slow|day night|up down|open closed|happy sad|wet dry|light dark|new old|high low|"
-    "full empty|hard soft|early late|loud quiet|rich poor|strong weak|near far|left right|clean dirty"
-)
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
-SOUNDS = "cow moos|dog barks|cat meows|duck quacks|lion roars|horse neighs|sheep bleats|frog croaks|bee buzzes|snake hisses"
-LEGS = (("spider", "eight"), ("dog", "four"), ("bird", "two"), ("ant", "six"), ("cat", "four"), ("bee", "six"), ("snake", "no"))
-THING_COLOURS = (
-    ("the sky", "blue"), ("grass", "green"), ("snow", "white"), ("coal", "black"), ("a lemon", "yellow"),
-    ("blood", "red"), ("an orange", "orange"), ("a ripe tomato", "red"), ("milk", "white"), ("an elephant", "grey"),
-)  # fmt: skip
-HOMES = (
-    ("fish", "in the water"), ("bees", "in a hive"), ("birds", "in a nest"), ("lions", "in the savanna"),
-    ("camels", "in the desert"), ("penguins", "in the cold south"), ("moles", "under the ground"), ("bears", "in the forest"),
-)  # fmt: skip
 CATEGORIES = {
     "fruits": "apple pear plum banana cherry orange grape lemon peach mango".split(),
     "animals": "dog cat horse cow lion bear fox rabbit sheep duck".split(),
@@ -73,42 +52,6 @@ JOBS = "baker teacher doctor farmer painter sailor nurse driver cook writer sing
 PETS = "dog cat rabbit parrot hamster turtle horse goat".split()
 EVENTS = "meeting party concert dinner lesson picnic football game".split()
 GOODS = "apples pears books pens cups eggs candles shirts chairs lamps hats boxes".split()
-
-
-def facts() -> list[tuple[str, str, str]]:
-    """Every world fact, as a template of questions, a template of answers and a plain sentence."""
-    table: list[tuple[str, str, str]] = []
-    for country, city in CAPITALS:
-        sentence = f"The capital of {country} is {city}."
-        table.append((f"[What is the capital of {country}?|Which city is the capital of {country}?|Name the capital of {country}.|capital of {country}?]", f"[{sentence}|{city} is the capital of {country}.]", sentence))
-        table.append((f"[In which country is {city}?|Where is {city}?|Which country is {city} in?]", f"{city} is in {country}.", f"{city} is in {country}."))
-    for pair in OPPOSITES.split("|"):
-        for one, other in (pair.split(), pair.split()[::-1]):
-            sentence = f"The opposite of {one} is {other}."
-            table.append((f'[What is the opposite of {one}?|Give me the opposite of {one}.|opposite of {one}]', sentence, sentence))
-    for names, noun in ((DAYS, "day"), (MONTHS, "month")):
-        for at, name in enumerate(names):
-            following = names[(at + 1) % len(names)]
-            sentence = f"{following} comes after {name}."
-            table.append((f"[Which {noun} comes after {name}?|What {noun} is after {name}?|What comes after {name}?]", sentence, sentence))
-            table.append((f"[Which {noun} comes before {following}?|What {noun} is before {following}?|What comes before {following}?]", f"{name} comes before {following}.", f"{name} comes before {following}."))
-    for pair in SOUNDS.split("|"):
-        animal, sound = pair.split()
-        table.append((f"[What sound does a {animal} make?|What does a {animal} do?]", f"A {animal} {sound}.", f"A {animal} {sound}."))
-    for animal, count in LEGS:
-        article = "An" if animal[0] in "aeiou" else "A"
-        sentence = f"{article} {animal} has {count} legs."
-        table.append((f"[How many legs does {article.lower()} {animal} have?|How many legs has {article.lower()} {animal}?]", sentence, sentence))
-    for thing, colour in THING_COLOURS:
-        sentence = f"{thing[0].upper()}{thing[1:]} is {colour}."
-        table.append((f"[What colour is {thing}?|What is the colour of {thing}?|Tell me the colour of {thing}.]", sentence, sentence))
-    for animal, home in HOMES:
-        sentence = f"{animal.capitalize()} live {home}."
-        table.append((f"[Where do {animal} live?|Where can I find {animal}?]", sentence, sentence))
-    return table  # fmt: skip
-
-
-FACTS = tuple(facts())
 
 
 def fact(rng: random.Random) -> Task:
@@ -142,7 +85,11 @@ def word_problem(rng: random.Random) -> Task:
     """A sum told as a small story."""
     first, sign, second, result = _operands(rng)
     name, goods = person(rng).name, rng.choice(GOODS)
-    change = rng.choice({"+": ("gets {n} more", "finds {n} more", "buys {n} more"), "-": ("gives away {n}", "loses {n}", "sells {n}")}[sign])
+    change = rng.choice(
+        {"+": ("gets {n} more", "finds {n} more", "buys {n} more"), "-": ("gives away {n}", "loses {n}", "sells {n}")}[
+            sign
+        ]
+    )
     question = f"{name} has {first} {goods} and {change.format(n=second)}. How many {goods} does {name} have now?"
     answer = f"{first} {sign} {second} = {result}, so {name} has {result} {goods}."
     return exchange(question, answer, "sum", first, sign, second)
@@ -202,7 +149,9 @@ def json_order(rng: random.Random) -> Task:
     bought = [f"{count} {item}" for count, item in zip(counts, items, strict=True)]
     listed = ", ".join(bought[:-1]) + " and " + bought[-1] if len(bought) > 1 else bought[0]
     text = expand(rng, "{name} [buys|orders|wants|needs] {listed}.", {"name": name, "listed": listed})
-    request = rng.choice(("List the items as a JSON array.", "Give me the items and counts as JSON.", "Return the order as JSON."))
+    request = rng.choice(
+        ("List the items as a JSON array.", "Give me the items and counts as JSON.", "Return the order as JSON.")
+    )
     rows = [{"item": item, "count": count} for item, count in zip(items, counts, strict=True)]
     return exchange(f"{text}\n{request}", compact(rows), "order", *items, counts[0])
 
@@ -213,7 +162,9 @@ def named_list(rng: random.Random) -> Task:
     items = rng.sample(CATEGORIES[category], count)
     number = rng.choice((str(count), COUNTS[count]))
     if rng.random() < 0.6:
-        question = rng.choice((f"List {number} {category}.", f"Name {number} {category}.", f"Give me a list of {number} {category}."))
+        question = rng.choice(
+            (f"List {number} {category}.", f"Name {number} {category}.", f"Give me a list of {number} {category}.")
+        )
         answer = "\n".join(f"{at}. {item}" for at, item in enumerate(items, 1))
     elif rng.random() < 0.5:
         question = f"List {number} {category} with dashes."
@@ -227,8 +178,14 @@ def named_list(rng: random.Random) -> Task:
 def copied_list(rng: random.Random) -> Task:
     """The things that a sentence names, as a list in the same order."""
     name = _name(rng)
-    items = rng.sample([*GOODS, *(word for words in list(CATEGORIES.values())[:2] for word in words)], rng.randint(2, 5))
-    text = expand(rng, "{name} [puts|packs|has|carries] {items} in a bag.", {"name": name, "items": ", ".join(items[:-1]) + " and " + items[-1]})
+    items = rng.sample(
+        [*GOODS, *(word for words in list(CATEGORIES.values())[:2] for word in words)], rng.randint(2, 5)
+    )
+    text = expand(
+        rng,
+        "{name} [puts|packs|has|carries] {items} in a bag.",
+        {"name": name, "items": ", ".join(items[:-1]) + " and " + items[-1]},
+    )
     question = rng.choice((f"{text}\nList the things in the bag.", f"What is in the bag? {text}"))
     return exchange(question, "\n".join(f"{at}. {item}" for at, item in enumerate(items, 1)), "bag", *items[:2])
 
@@ -239,7 +196,11 @@ def counting(rng: random.Random) -> Task:
     numbers = list(range(first, first + length))
     if rng.random() < 0.4:
         numbers.reverse()
-    question = expand(rng, "[Count from {a} to {b}.|Please count from {a} to {b}.|Write the numbers from {a} to {b}.]", {"a": str(numbers[0]), "b": str(numbers[-1])})
+    question = expand(
+        rng,
+        "[Count from {a} to {b}.|Please count from {a} to {b}.|Write the numbers from {a} to {b}.]",
+        {"a": str(numbers[0]), "b": str(numbers[-1])},
+    )
     return exchange(question, ", ".join(map(str, numbers)), "count", numbers[0], numbers[-1])
 
 
@@ -267,23 +228,55 @@ def _call(rng: random.Random) -> tuple[str, dict[str, object], str, object, str]
         city = invented_name(rng) if rng.random() < 0.4 else rng.choice(CITIES)
         sky, degrees = rng.choice(("sunny", "rainy", "cloudy", "windy")), rng.randint(1, 35)
         asked = f"[What is the weather in {city}?|How is the weather in {city}?|Tell me the weather in {city}.|Is it warm in {city}?]"
-        return name, {"city": city}, asked, {"sky": sky, "degrees": degrees}, f"It is {sky} in {city}, {degrees} degrees."
+        return (
+            name,
+            {"city": city},
+            asked,
+            {"sky": sky, "degrees": degrees},
+            f"It is {sky} in {city}, {degrees} degrees.",
+        )
     if name == "add":
         a, b = rng.randint(100, 999), rng.randint(100, 999)
-        return name, {"a": a, "b": b}, f"[What is {a} plus {b}?|Add {a} and {b}.|How much is {a} + {b}?]", a + b, f"{a} + {b} = {a + b}"
+        return (
+            name,
+            {"a": a, "b": b},
+            f"[What is {a} plus {b}?|Add {a} and {b}.|How much is {a} + {b}?]",
+            a + b,
+            f"{a} + {b} = {a + b}",
+        )
     if name == "set_timer":
         minutes = rng.randint(1, 90)
-        asked = f"[Set a timer for {minutes} minutes.|Wake me in {minutes} minutes.|Start a timer of {minutes} minutes.]"
+        asked = (
+            f"[Set a timer for {minutes} minutes.|Wake me in {minutes} minutes.|Start a timer of {minutes} minutes.]"
+        )
         return name, {"minutes": minutes}, asked, "ok", f"The timer is set for {minutes} minutes."
     if name == "send_message":
         to, text = _name(rng), rng.choice(TEXTS)
-        return name, {"to": to, "text": text}, f"[Tell {to}: {text}.|Send {to} the message: {text}.|Write to {to}: {text}.]", "sent", f"I sent the message to {to}."
+        return (
+            name,
+            {"to": to, "text": text},
+            f"[Tell {to}: {text}.|Send {to} the message: {text}.|Write to {to}: {text}.]",
+            "sent",
+            f"I sent the message to {to}.",
+        )
     if name == "find_book":
         topic = rng.choice(("birds", "stars", "trees", "trains", "cooking", "castles", "the sea", "dragons", "horses"))
         number = rng.randint(1, 99)
-        return name, {"topic": topic}, f"[Find a book about {topic}.|Do you have a book about {topic}?|I need a book about {topic}.]", {"shelf": number}, f"There is a book about {topic} on shelf {number}."
+        return (
+            name,
+            {"topic": topic},
+            f"[Find a book about {topic}.|Do you have a book about {topic}?|I need a book about {topic}.]",
+            {"shelf": number},
+            f"There is a book about {topic} on shelf {number}.",
+        )
     instrument = rng.choice(CATEGORIES["instruments"])
-    return name, {"instrument": instrument}, f"[Play some {instrument} music.|I want to hear a {instrument}.|Please play the {instrument}.]", "playing", f"Now the {instrument} is playing."
+    return (
+        name,
+        {"instrument": instrument},
+        f"[Play some {instrument} music.|I want to hear a {instrument}.|Please play the {instrument}.]",
+        "playing",
+        f"Now the {instrument} is playing.",
+    )
 
 
 def tool_call(rng: random.Random) -> Task:
@@ -326,14 +319,28 @@ def small_talk(rng: random.Random) -> Task:
 
 def description(rng: random.Random) -> Task:
     """A sentence with given words in it."""
-    words = rng.choice(((rng.choice(ANIMALS), rng.choice(OBJECTS)), (rng.choice(FLOWERS), rng.choice(ANIMALS)), (rng.choice(OBJECTS), rng.choice(FOODS))))
+    words = rng.choice(
+        (
+            (rng.choice(ANIMALS), rng.choice(OBJECTS)),
+            (rng.choice(FLOWERS), rng.choice(ANIMALS)),
+            (rng.choice(OBJECTS), rng.choice(FOODS)),
+        )
+    )
     one, other = words
     name = _name(rng)
     slots = {"one": one, "other": other, "name": name, "place": rng.choice(PLACES), "skill": rng.choice(SKILLS)}
-    question = expand(rng, "[Write a sentence with the words {one} and {other}.|Use {one} and {other} in a sentence.|Make a sentence about {name}, {one} and {other}.]", slots)
+    question = expand(
+        rng,
+        "[Write a sentence with the words {one} and {other}.|Use {one} and {other} in a sentence.|Make a sentence about {name}, {one} and {other}.]",
+        slots,
+    )
     if name not in question:
         slots["name"] = rng.choice(("Lily", "Tom", "the girl", "the boy", "my friend"))
-    answer = expand(rng, "[{name} saw {an_one} and {an_other} in {place}.|in {place}, {name} dreamed of {an_one} and {an_other}.|{name} can {skill}, but only with {an_one} and {an_other}.]", slots)
+    answer = expand(
+        rng,
+        "[{name} saw {an_one} and {an_other} in {place}.|in {place}, {name} dreamed of {an_one} and {an_other}.|{name} can {skill}, but only with {an_one} and {an_other}.]",
+        slots,
+    )
     return exchange(question, answer, "sentence", one, other)
 
 

@@ -1,14 +1,16 @@
 """The demo model's tokenizer: byte-level BPE over the generated corpus, and its chat template."""
 
+import json
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE = 2048
-BOS, END = "<|bos|>", "<|end|>"
-SPECIAL_TOKENS = (BOS, END, "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
+SPECIAL_TOKENS = (BOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 # Part of the text, so not special: decoding with skip_special_tokens keeps them for a tool-call parser.
 TOOL_MARKS = ("<tool_call>", "</tool_call>")
 # Hugging Face message format in; one token of role, the text, one token of end out.
@@ -48,27 +50,38 @@ class ChatTemplate:
 
     def __init__(self) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
         environment.globals["raise_exception"] = self._refuse
         # Jinja's own filter escapes for HTML; Hugging Face's is plain JSON, and that is what users will render with.
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._template = environment.from_string(CHAT_TEMPLATE)
 
     @staticmethod
     def _refuse(message: str) -> None:
         raise ValueError(message)
 
-    def render(self, messages: Iterable[dict[str, Any]], tools: Iterable[dict[str, Any]] = (), *, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Iterable[dict[str, Any]],
+        tools: Iterable[dict[str, Any]] = (),
+        *,
+        prompt: bool = False,
+    ) -> str:
         """The conversation as text; with `prompt`, open for the assistant's turn."""
         return self._template.render(
-            messages=list(messages), tools=list(tools), bos_token=BOS, eos_token=END, add_generation_prompt=prompt
+            messages=list(messages),
+            tools=list(tools),
+            bos_token=BOS,
+            eos_token=END,
+            add_generation_prompt=prompt,
         )
 
 
-def _tojson(value: object) -> str:
-    from tools.demo_tasks import compact
-
-    return compact(value)
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that the vocabulary holds."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token}: train it again")
+    return found
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -91,7 +104,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in TOOL_MARKS])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
     )
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: use a larger sample")

@@ -36,7 +36,9 @@ ANIMAL_KINDS = (
     "small fox", "young rabbit", "little bear", "grey mouse", "baby owl", "brown squirrel", "tiny frog",
     "young otter", "white goat", "little hedgehog", "old turtle", "small robot",
 )  # fmt: skip
-SYLLABLES = "ba be bo da de do fa fi ga go ka ke ki la le li lo ma mi mo na ne no ra ri ro sa so ta ti to va vi za zu".split()
+SYLLABLES = (
+    "ba be bo da de do fa fi ga go ka ke ki la le li lo ma mi mo na ne no ra ri ro sa so ta ti to va vi za zu".split()
+)
 
 PLACES = (
     "a small village", "a big city", "a quiet town by the sea", "a green valley", "a deep forest",

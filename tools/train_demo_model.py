@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.demo_batches import Batch, Packer
-from tools.demo_corpus import Corpus
+from tools.demo_batches import Packer
+from tools.demo_corpus import TRAINING_SEED, Corpus
 from tools.demo_model import DEMO, DRAFT, ModelShape, Params, logits, save
 from tools.demo_optimizer import Moments, start, update
 from tools.demo_tokenizer import train_tokenizer
@@ -26,15 +26,12 @@ from tools.demo_tokenizer import train_tokenizer
 ASSETS = Path(__file__).resolve().parent.parent / "jaxvllm" / "assets"
 SHAPES = {"demo": DEMO, "draft": DRAFT}
 FOLDERS = {"demo": "demo", "draft": "demo-draft"}
-STEPS = {"demo": 2000, "draft": 1500}
-SEED = 2
+STEPS = {"demo": 1700, "draft": 1500}
 TOKENIZER_DOCUMENTS = 20_000
 WARM_UP_STEPS = 40
 
 
-def loss(
-    shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array, weights: jax.Array
-) -> jax.Array:
+def loss(shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array, weights: jax.Array) -> jax.Array:
     """Weighted mean cross entropy, in nats, of tokens i32[B, T + 1] given those before them."""
     scored = logits(shape, params, tokens[:, :-1], segments[:, :-1])
     chosen = jnp.take_along_axis(scored, tokens[:, 1:, None], -1)[..., 0]
@@ -59,10 +56,10 @@ def schedule(step: int, steps: int) -> float:
 
 def train(shape: ModelShape, tokenizer: Tokenizer, steps: int, folder: Path) -> None:
     """Trains for `steps` batches and saves the checkpoint, also at every quarter so that a stopped run leaves one."""
-    params = shape.init(SEED)
+    params = shape.init(TRAINING_SEED)
     moments = start(params)
     print(f"{sum(value.size for value in params.values()):,} parameters, {steps} steps", flush=True)
-    batches = Packer(tokenizer).batches(Corpus(SEED).part(held_out=False))
+    batches = Packer(tokenizer).batches(Corpus(TRAINING_SEED).part(held_out=False))
     began, seen, recent = time.monotonic(), 0, []
     for number, batch in enumerate(islice(batches, steps)):
         scale = jnp.float32(schedule(number, steps))
@@ -73,7 +70,8 @@ def train(shape: ModelShape, tokenizer: Tokenizer, steps: int, folder: Path) -> 
         if (number + 1) % 25 == 0:
             seconds = time.monotonic() - began
             mean = float(np.mean(jax.device_get(recent)))
-            print(f"step {number + 1} loss {mean:.4f} tokens {seen} seconds {seconds:.0f} ({seen / seconds:.0f}/s)", flush=True)
+            speed = f"tokens {seen} seconds {seconds:.0f} ({seen / seconds:.0f}/s)"
+            print(f"step {number + 1} loss {mean:.4f} {speed}", flush=True)
             recent = []
         if (number + 1) % (steps // 4) == 0:
             save(folder, shape, params, tokenizer)
@@ -83,7 +81,7 @@ def main() -> None:
     """Trains or evaluates one model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=list(SHAPES), default="demo")
-    parser.add_argument("--steps", type=int, help="batches of 4096 tokens (default: as shipped)")
+    parser.add_argument("--steps", type=int, help="batches of 2048 tokens (default: as shipped)")
     parser.add_argument("--output", type=Path, default=ASSETS, help="folder of the two checkpoints")
     parser.add_argument("--evaluate", action="store_true", help="evaluate what is on disk instead of training")
     options = parser.parse_args()
@@ -96,7 +94,7 @@ def main() -> None:
     if options.model == "draft":
         tokenizer = Tokenizer.from_file(str(options.output / FOLDERS["demo"] / "tokenizer.json"))
     else:
-        sample = islice(Corpus(SEED).part(held_out=False), TOKENIZER_DOCUMENTS)
+        sample = islice(Corpus(TRAINING_SEED).part(held_out=False), TOKENIZER_DOCUMENTS)
         tokenizer = train_tokenizer(document.text for document in sample)
     train(SHAPES[options.model], tokenizer, options.steps or STEPS[options.model], folder)
 

@@ -34,9 +34,7 @@ def extend_page_hashes(
     Entry i is SHA-256 over entry i-1 and the tokens of page i, so equal hashes mean equal tokens from the
     start of the prompt on. `salt` seeds the chain: requests with different salts never share a page.
     """
-    parent = (
-        hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"salt:" + salt.encode()).digest()
-    )
+    parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"salt:" + salt.encode()).digest()
     for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
         parent = hashlib.sha256(parent + token_ids[start : start + page_size].tobytes()).digest()
         hashes.append(parent)
@@ -77,6 +75,10 @@ class PagePool:
                 break
             pages.append(page)
         return pages
+
+    def is_findable(self, page: int) -> bool:
+        """Whether `match` can return `page`."""
+        return page in self._hash_of_page
 
     def num_cached(self, pages: Iterable[int]) -> int:
         """How many of `pages` nobody owns: sharing them takes that many from `num_available`."""

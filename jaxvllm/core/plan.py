@@ -78,7 +78,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that ended, its outputs in `request.output_token_ids`. `stop_reason`: the stop token, if one was asked for."""
+    """A request that ended, its outputs in `request.output_token_ids`. `stop_reason`: the stop token, unless EOS."""
 
     request: Request
     reason: FinishReason

@@ -104,8 +104,7 @@ class SamplingParams:
         put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_INT32))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: "
-                "lower it, or raise max_tokens"
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: lower it, or raise max_tokens"
             )
         if self.logprobs is not None:
             put(self, "logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))

@@ -46,9 +46,7 @@ class Scheduler:
         self._waiting: list[tuple[QueueKey, Request, bool]] = []  # heap; keys are unique
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
-        self._computing: set[bytes] = (
-            set()
-        )  # hashes of prompt pages that running requests are about to compute
+        self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
 
     @property
     def num_waiting(self) -> int:
@@ -122,16 +120,13 @@ class Scheduler:
         ends = stops | (slots.num_known[at] >= slots.limit[at])
         started = tuple(self._tenant(slot) for slot in at[num_outputs == 0])
         emitted = tuple(
-            Emitted(self._tenant(at[i]), int(rows[i]), int(token_ids[i]))
-            for i in np.flatnonzero(slots.watched[at])
+            Emitted(self._tenant(at[i]), int(rows[i]), int(token_ids[i])) for i in np.flatnonzero(slots.watched[at])
         )
         finished = tuple(
             Finished(
                 request := self._tenant(at[i]),
                 FinishReason.STOP if stops[i] else FinishReason.LENGTH,
-                token
-                if stops[i] and (token := int(token_ids[i])) in request.sampling_params.stop_token_ids
-                else None,
+                token if stops[i] and (token := int(token_ids[i])) in request.sampling_params.stop_token_ids else None,
             )
             for i in np.flatnonzero(ends)
         )
@@ -260,9 +255,7 @@ class Scheduler:
 
     # Bookkeeping.
 
-    def _plan(
-        self, decode: SlotIds, new_pages: Pages, chunks: list[_Chunk], admissions: list[Admission]
-    ) -> StepPlan:
+    def _plan(self, decode: SlotIds, new_pages: Pages, chunks: list[_Chunk], admissions: list[Admission]) -> StepPlan:
         slots = self.slots
         num_decode = len(decode)
         rows = np.concatenate([decode, np.array([chunk.slot for chunk in chunks], np.int64)]).astype(np.int32)
@@ -336,9 +329,7 @@ class Scheduler:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
         self.pool.check_invariants(self.slots.pages(slot) for slot in self._slot_of.values())
-        assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {
-            r: r for r in self._slot_of
-        }
+        assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
         queued = {request.request_id for _, request, _ in self._waiting}
         assert self._waiting_ids.keys() <= queued, "a waiting request is not in the queue"

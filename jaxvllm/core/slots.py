@@ -21,7 +21,7 @@ from jaxvllm.core.request import Request, TokenIds
 MAX_STOP_IDS = 32
 NO_TOKEN = -1
 
-type SlotIds = NDArray[np.int64]
+type SlotIds = NDArray[np.int32] | NDArray[np.int64]
 
 
 class SlotTable:
@@ -33,9 +33,7 @@ class SlotTable:
         self.page_size = page_size
         self.tenants: list[Request | None] = [None] * num_slots
         self.active = np.zeros(num_slots, np.bool_)
-        self.epoch = np.zeros(
-            num_slots, np.int32
-        )  # + 1 at every release: outputs of former tenants are ignored
+        self.epoch = np.zeros(num_slots, np.int32)  # + 1 at every release: outputs of former tenants are ignored
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
         self.wants_logprobs = np.zeros(num_slots, np.bool_)
         self.num_prompt = np.zeros(num_slots, np.int32)
@@ -61,9 +59,7 @@ class SlotTable:
 
     def decoding(self) -> SlotIds:
         """Slots with one token to compute; those whose last token is already in flight have none."""
-        return np.flatnonzero(
-            self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit)
-        )
+        return np.flatnonzero(self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit))
 
     def occupy(self, request: Request, pages: Pages, num_computed: int, watched: bool) -> int:
         """Gives `request` a slot and `pages`, of whose positions the first `num_computed` hold a cached prefix."""
@@ -119,7 +115,5 @@ class SlotTable:
         decoding = computed >= prefill
         assert (tokens[decoding] - computed[decoding] == 1).all(), "a decoding slot has one token to compute"
         assert (tokens[~decoding] == prefill[~decoding]).all(), "a prefilling slot has sampled"
-        assert (self.num_pages[active] * self.page_size >= computed).all(), (
-            "KV was computed outside the pages"
-        )
+        assert (self.num_pages[active] * self.page_size >= computed).all(), "KV was computed outside the pages"
         assert (self.num_registered[active] * self.page_size <= computed).all()

@@ -16,7 +16,7 @@ from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.params import Layout
+from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
 from jaxvllm.runtime.memory import free_bytes, pages_that_fit, step_bytes
@@ -70,9 +70,7 @@ def build(config: EngineConfig) -> EngineParts:
     slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
     ladder = BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", 1, max_num_seqs),
-        _buckets(
-            config.token_buckets, "token_buckets", min(16, max_num_batched_tokens), max_num_batched_tokens
-        ),
+        _buckets(config.token_buckets, "token_buckets", min(16, max_num_batched_tokens), max_num_batched_tokens),
     )
     num_pages = config.num_pages or _num_pages(config, params, spec, ladder, slots, dtype, device)
     pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
@@ -110,15 +108,13 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: 
     if chosen is None:
         return powers_of_two(smallest, largest)
     if max(chosen) > largest:
-        raise ValueError(
-            f"{name} {chosen} go beyond {largest}, the most that a step can have: leave those out"
-        )
+        raise ValueError(f"{name} {chosen} go beyond {largest}, the most that a step can have: leave those out")
     return (*chosen, largest)
 
 
 def _num_pages(
     config: EngineConfig,
-    params: object,
+    params: Params,
     spec: ModelSpec,
     ladder: BucketLadder,
     slots: SlotTable,

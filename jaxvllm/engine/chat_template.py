@@ -19,7 +19,7 @@ CONTINUE_HERE = "<<continue-from-here>>"
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks an assistant's words for training, here transparent."""
+    """`{% generation %}...{% endgeneration %}`: marks words to train on; here transparent."""
 
     tags = {"generation"}
 
@@ -55,9 +55,7 @@ class ChatTemplate:
         the template as they are (for example enable_thinking=False).
         """
         if add_generation_prompt and continue_final_message:
-            raise ValueError(
-                "add_generation_prompt and continue_final_message exclude each other: set one to False"
-            )
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other: set one to False")
         conversation = checked_messages(messages)
         if continue_final_message:
             conversation[-1] = ends_with(conversation[-1], CONTINUE_HERE)
@@ -85,9 +83,7 @@ class ChatTemplate:
 
     def _template(self, name: str) -> Template:
         if name not in self._sources:
-            raise ValueError(
-                "the checkpoint has no chat template: use a chat model, or generate() with a prompt"
-            )
+            raise ValueError("the checkpoint has no chat template: use a chat model, or generate() with a prompt")
         if name not in self._compiled:
             try:
                 self._compiled[name] = _environment().from_string(self._sources[name])
@@ -115,9 +111,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which a prompt does not want."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -3,11 +3,10 @@
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.request import QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
@@ -86,9 +85,7 @@ class Engine:
             raise ValueError(f"priority {priority} needs an engine with scheduling_policy='priority'")
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens)
         if len(self._stop_ids(params)) > MAX_STOP_IDS:
-            raise ValueError(
-                f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer"
-            )
+            raise ValueError(f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer")
         self.scheduler.check_fits(len(read.token_ids), self._limit(read, params))
         return Submission(request_id, read, params, priority)
 
@@ -161,9 +158,7 @@ class Engine:
 
     def _limit(self, prompt: Prompt, params: SamplingParams) -> int:
         longest = self.max_model_len
-        return (
-            longest if params.max_tokens is None else min(longest, len(prompt.token_ids) + params.max_tokens)
-        )
+        return longest if params.max_tokens is None else min(longest, len(prompt.token_ids) + params.max_tokens)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         eos = () if params.ignore_eos else self._eos_token_ids

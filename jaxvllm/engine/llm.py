@@ -11,6 +11,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine, Submission
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.prompts import PromptLike
 from jaxvllm.engine.tokenizer import Tokenizer
 
@@ -22,8 +23,18 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Any):
         """Loads `model`; `options` are the fields of `EngineConfig`. Unknown ones are a TypeError that names them."""
-        self.config = EngineConfig.from_options(model=model, **options)
-        self.engine = Engine(self.config)
+        self._start(EngineConfig.from_options(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from a config."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self.engine = Engine(config)
         self._request_ids = count()
 
     def generate(
@@ -70,9 +81,7 @@ class LLM:
         # The template writes the special tokens itself.
         return self._complete(self._check(texts, sampling_params, None, add_special_tokens=False), use_tqdm)
 
-    def stream(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its output so far after every step (`output_kind` CUMULATIVE or DELTA)."""
         [submission] = self._check([prompt], sampling_params, None, final_only=False)
         return self._stream(submission)
@@ -86,6 +95,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when it is given none."""
         return SamplingParams()
+
+    def pages(self) -> PoolView:
+        """The page pool and the pages of every running request, as they are now; print it for a picture."""
+        return PoolView.take(self.engine.scheduler)
 
     def wait_until_compiled(self) -> None:
         """Blocks until every bucket is compiled; nothing compiles after."""
@@ -115,9 +128,7 @@ class LLM:
         priorities = [0] * len(prompts) if priority is None else list(priority)
         for name, values in (("sampling_params", params), ("priority", priorities)):
             if len(values) != len(prompts):
-                raise ValueError(
-                    f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all"
-                )
+                raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all")
         submissions = []
         for index, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
             if final_only:

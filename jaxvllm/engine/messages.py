@@ -36,9 +36,7 @@ def _checked(where: str, message: object) -> Message:
     if calls := message.get("tool_calls"):
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise ValueError(f"{where}.tool_calls must be a list, not {_shown(calls)}")
-        checked["tool_calls"] = [
-            _checked_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)
-        ]
+        checked["tool_calls"] = [_checked_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     content = message.get("content")
     if content is None and not (role == "assistant" and calls):
         raise ValueError(f"{where} has no content: only an assistant message with tool_calls may lack it")
@@ -53,11 +51,7 @@ def _text(where: str, content: object) -> str:
         raise ValueError(f"{where} must be a string or a list of text parts, not {_shown(content)}")
     texts = []
     for i, part in enumerate(content):
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"{where}[{i}] must be a part of type 'text' with a text, not {_shown(kind)}")
         texts.append(part["text"])

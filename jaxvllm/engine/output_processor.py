@@ -20,9 +20,7 @@ from jaxvllm.engine.tokenizer import Tokenizer
 
 def is_watched(params: SamplingParams) -> bool:
     """Whether each token of such a request must be looked at as it comes."""
-    return (
-        bool(params.stop) or params.logprobs is not None or params.output_kind != RequestOutputKind.FINAL_ONLY
-    )
+    return bool(params.stop) or params.logprobs is not None or params.output_kind != RequestOutputKind.FINAL_ONLY
 
 
 @dataclass(slots=True)
@@ -151,17 +149,13 @@ class OutputProcessor:
         if group.params.logprobs is not None:
             self._take_logprobs(completion, group.params.logprobs, emitted, output)
         ends_unseen = (
-            end is not None
-            and end.reason == FinishReason.STOP
-            and not group.params.include_stop_str_in_output
+            end is not None and end.reason == FinishReason.STOP and not group.params.include_stop_str_in_output
         )
         if completion.stream is None or ends_unseen:
             return None
         return completion.stream.push([emitted.token_id])
 
-    def _take_logprobs(
-        self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput
-    ) -> None:
+    def _take_logprobs(self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput) -> None:
         assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
         values, row = output.logprobs, emitted.row
         ranked = {
@@ -171,16 +165,12 @@ class OutputProcessor:
             )
         }
         sampled = float(values.sampled[row])
-        ranked.setdefault(
-            emitted.token_id, Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id))
-        )
+        ranked.setdefault(emitted.token_id, Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id)))
         completion.logprobs.append(ranked)
         completion.cumulative_logprob += sampled
 
     def _spell(self, token_id: int) -> str | None:
-        return (
-            None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
-        )
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _stop_at(self, completion: _Completion, match: StopMatch) -> None:
         del completion.token_ids[match.num_tokens :]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -10,15 +10,10 @@ from jaxvllm.core.request import TokenIds
 from jaxvllm.engine.tokenizer import Tokenizer
 
 
-class TextPrompt(TypedDict, total=False):
-    """A prompt as a mapping, as in vLLM: one of `prompt` and `prompt_token_ids`."""
+# What a prompt given as a mapping may hold, as in vLLM: one of the first two, and perhaps a salt.
+FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
-    prompt: str
-    prompt_token_ids: list[int]
-    cache_salt: str
-
-
-type PromptLike = str | Sequence[int] | TextPrompt
+type PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,35 +35,34 @@ class PromptReader:
 
     def read(self, prompt: PromptLike, *, add_special_tokens: bool = True) -> Prompt:
         """The prompt of a text, of token ids, or of a mapping with one of both and perhaps a `cache_salt`."""
-        salt = None
-        if isinstance(prompt, Mapping):
-            prompt, salt = self._unpack(prompt)
+        if not isinstance(prompt, Mapping):
+            return self._read(prompt, None, add_special_tokens)
+        inner, salt = self._unpack(prompt)
+        return self._read(inner, salt, add_special_tokens)
+
+    def _read(self, prompt: str | Sequence[int], salt: str | None, add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty: give at least one character")
             if self.tokenizer is None:
-                raise ValueError(
-                    "the model directory has no tokenizer.json: give token ids, or set tokenizer"
-                )
+                raise ValueError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._check(ids), salt)
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             return Prompt(None, self._check(prompt), salt)
         raise ValueError(f"a prompt is a string, token ids or a mapping of one, not {type(prompt).__name__}")
 
-    def _unpack(self, mapping: Mapping[str, object]) -> tuple[str | Sequence[int], str | None]:
-        unknown = mapping.keys() - TextPrompt.__annotations__.keys()
+    def _unpack(self, mapping: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:
+        unknown = [key for key in mapping if key not in FIELDS]
         if unknown:
-            raise ValueError(
-                f"unknown prompt fields {sorted(unknown)}: known are {[*TextPrompt.__annotations__]}"
-            )
+            raise ValueError(f"unknown prompt fields {unknown}: known are {', '.join(FIELDS)}")
         salt = mapping.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ValueError(f"cache_salt must be a string that is not empty, not {salt!r}")
         given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
         if not given:
-            raise ValueError("a prompt mapping needs `prompt` or `prompt_token_ids`")
-        return given[0], salt  # type: ignore[return-value]  # `read` checks what it is
+            raise ValueError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
+        return given[0], salt
 
     def _check(self, ids: Sequence[int]) -> TokenIds:
         if len(ids) == 0:

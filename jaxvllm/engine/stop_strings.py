@@ -10,9 +10,7 @@ class Node:
 
     depth: int
     children: dict[str, "Node"] = field(default_factory=dict, repr=False)
-    fallback: "Node | None" = field(
-        default=None, repr=False
-    )  # the longest proper suffix that is a prefix too
+    fallback: "Node | None" = field(default=None, repr=False)  # the longest proper suffix that is a prefix too
     match: str | None = None  # the longest stop string that ends here
 
 

@@ -31,7 +31,6 @@ class Tokenizer:
     chat_template: ChatTemplate
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # any of them ends a completion; the tokenizer's own first
-    prepends_bos: bool  # the config asks for a BOS that tokenizer.json does not add
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -41,14 +40,11 @@ class Tokenizer:
         backend = _backend(directory)
         special = _special_tokens(config, _json_object(directory / "special_tokens_map.json"))
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
-        bos = ids.get("bos_token")
-        prepends_bos = bool(config.get("add_bos_token")) and bos is not None
         return cls(
             backend=backend,
             chat_template=ChatTemplate(_template_sources(directory, config), special),
-            bos_token_id=bos,
+            bos_token_id=ids.get("bos_token"),
             eos_token_ids=eos_token_ids(directory, ids.get("eos_token")),
-            prepends_bos=prepends_bos and bos not in backend.encode("a").ids,
         )
 
     @staticmethod
@@ -66,16 +62,17 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A prompt that a chat template wrote takes add_special_tokens=False."""
+        """Token ids of `text`. A prompt that a chat template wrote takes add_special_tokens=False.
+
+        Special tokens are those of tokenizer.json's post-processor: like transformers 5, this does not read
+        tokenizer_config's add_bos_token.
+        """
         if not isinstance(text, str):
             raise ValueError(f"a prompt must be a string, not {type(text).__name__}: give text or token ids")
         try:
-            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates are not text
             raise ValueError(f"a prompt must be valid Unicode without lone surrogates: {error}") from error
-        if add_special_tokens and self.prepends_bos and self.bos_token_id is not None:
-            return [self.bos_token_id, *ids]
-        return list(ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids without a spelling are left out."""
@@ -171,9 +168,7 @@ def _converted_backend(directory: Path) -> Backend:
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
-        raise NotImplementedError(
-            f"{directory} has a tokenizer written in Python: convert it to tokenizer.json"
-        )
+        raise NotImplementedError(f"{directory} has a tokenizer written in Python: convert it to tokenizer.json")
     return backend
 
 

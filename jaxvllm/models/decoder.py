@@ -108,8 +108,10 @@ def _over_layers[Carry](
     """
     windows = tuple(NO_WINDOW if window is None else window for window in spec.windows)
     if isinstance(layers, list):
+        # Layers that differ in their weights alone are traced and lowered once; XLA inlines the calls.
+        once = jax.jit(step, static_argnums=(3, 4))
         for layer, weights in enumerate(layers):
-            carry = step(carry, weights, layer, windows[layer], spec.layer_rope[layer])
+            carry = once(carry, weights, np.int32(layer), windows[layer], spec.layer_rope[layer])
         return carry
 
     varying = {"window": windows, "rope": spec.layer_rope}
@@ -140,8 +142,9 @@ def _project_qkv(
 
 
 def _project(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """x [T, in] by weight [..., in] to [T, ...]. Not flattened first: a split dimension stays one."""
-    y = jax.lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+    """x [T, in] by weight [..., in] to [T, ...]."""
+    flat = weight.reshape(-1, weight.shape[-1])
+    y = jax.lax.dot_general(x, flat, (((1,), (1,)), ((), ()))).reshape(x.shape[0], *weight.shape[:-1])
     return y if bias is None else y + bias
 
 

@@ -15,9 +15,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
-            raise ValueError(
-                f"a bucket needs 0 < rows <= tokens, got {self.num_rows} rows, {self.num_tokens} tokens"
-            )
+            raise ValueError(f"a bucket needs 0 < rows <= tokens, got {self.num_rows} rows, {self.num_tokens} tokens")
 
     @property
     def is_decode(self) -> bool:
@@ -29,11 +27,7 @@ class Bucket:
         return fits and (not self.is_decode or plan.num_decode == plan.num_rows)
 
     def __str__(self) -> str:
-        return (
-            f"decode {self.num_rows}"
-            if self.is_decode
-            else f"{self.num_tokens} tokens x {self.num_rows} rows"
-        )
+        return f"decode {self.num_rows}" if self.is_decode else f"{self.num_tokens} tokens x {self.num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -51,9 +45,7 @@ class BucketLadder:
         """
         rows, tokens = sorted(set(row_counts)), sorted(set(token_counts))
         if not rows or not tokens or tokens[-1] < rows[-1]:
-            raise ValueError(
-                f"buckets need rows and at least as many tokens, got rows {rows} and tokens {tokens}"
-            )
+            raise ValueError(f"buckets need rows and at least as many tokens, got rows {rows} and tokens {tokens}")
         few = max((r for r in rows if r <= 8), default=rows[0])
         mixed = {Bucket(t, r) for t in tokens for r in (few, rows[-1]) if r < t}
         if tokens[-1] == rows[-1]:

@@ -19,6 +19,7 @@ def free_bytes(device: jax.Device, utilization: float) -> int:
 def step_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes that one call of `compiled` needs beyond its arguments, as XLA reports them."""
     analysis = compiled.memory_analysis()
+    assert analysis is not None, "every backend that we compile for reports its memory"
     return analysis.temp_size_in_bytes + max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)
 
 
@@ -30,7 +31,7 @@ def pages_that_fit(num_bytes: int, page_bytes: int, useful: int) -> int:
     count = min(num_bytes // page_bytes, useful)
     if count < 2:
         raise ValueError(
-            f"{num_bytes / 2**20:.1f} MiB are left for KV pages of {page_bytes / 2**20:.2f} MiB, at least two are needed: "
+            f"{num_bytes / 2**20:.1f} MiB are left for KV pages of {page_bytes / 2**20:.2f} MiB each, and two are needed: "
             "raise memory_utilization, lower max_num_batched_tokens, or use a smaller model"
         )
     return count

@@ -67,9 +67,7 @@ class Programs:
                 try:
                     self._compile(bucket)
                 except Exception:  # the largest bucket serves its plans, only slower
-                    logger.exception(
-                        "bucket %s did not compile; its steps run padded in a larger one", bucket
-                    )
+                    logger.exception("bucket %s did not compile; its steps run padded in a larger one", bucket)
 
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()

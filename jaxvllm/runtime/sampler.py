@@ -45,9 +45,7 @@ def sample(logits: jax.Array, params: SamplingState, positions: jax.Array) -> ja
         floor = scaled.max(axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None]
         scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
         limited = jnp.any((params.top_k > 0) | (params.top_p < 1))
-        scaled = lax.cond(
-            limited, lambda x: _top_p(_top_k(x, params.top_k), params.top_p), lambda x: x, scaled
-        )
+        scaled = lax.cond(limited, lambda x: _top_p(_top_k(x, params.top_k), params.top_p), lambda x: x, scaled)
         noise = jax.vmap(partial(_gumbel, size=logits.shape[-1]))(params.seed, positions)
         drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
         return jnp.where(params.temperature > 0, drawn, greedy)

@@ -42,9 +42,7 @@ class SamplingState:
         return jax.tree.map(lambda x: x[rows], self)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["last_token", "page_table", "sampling"], meta_fields=[]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["last_token", "page_table", "sampling"], meta_fields=[])
 @dataclass(frozen=True)
 class DeviceState:
     """All slots. Donated to every call that changes it."""

@@ -44,7 +44,9 @@ def ragged_paged_attention(
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads of size {page_head_size}"
         )
-    if two != 2 or num_heads % num_kv_heads:
+    if two != 2:
+        raise ValueError(f"pages must hold keys and values, 2 along axis 2, not {two}")
+    if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     if not q.dtype == k.dtype == v.dtype == kv_pages.dtype:
         raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}, pages {kv_pages.dtype}")

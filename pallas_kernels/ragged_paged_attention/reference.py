@@ -25,9 +25,7 @@ TILE_QUERIES = 64
 MASKED = -1e30  # finite, so that a row with nothing to see yields zeros and not NaN
 
 
-def write_kv(
-    k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
-) -> jax.Array:
+def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
     """Writes k and v f[T, K, D] at the tokens' positions; padding goes to page 0."""
     page_size = kv_pages.shape[4]
     pages = rows.page_table[rows.token_rows, rows.positions // page_size]
@@ -121,9 +119,7 @@ class _Context:
         # A page past the context may hold anything, NaN included, and 0 * NaN is NaN.
         v = jnp.where((at <= positions.max(axis=1)[:, None])[:, None, :, None], kv[1], 0)
         values = jnp.einsum("nkms,nksd->nkmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return _Softmax(
-            peak, state.total * decay + weights.sum(axis=-1), state.values * decay[..., None] + values
-        )
+        return _Softmax(peak, state.total * decay + weights.sum(axis=-1), state.values * decay[..., None] + values)
 
 
 def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
@@ -140,7 +136,7 @@ def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
 
 
 def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Context) -> jax.Array:
-    """f32[T, K, G, D] for q f[T, K, G, D] of the rows with `query_lens` i32[R] > 0; other tokens hold anything finite."""
+    """f32[T, K, G, D] for q f[T, K, G, D] of the rows with `query_lens` > 0; other tokens hold anything finite."""
     num_tokens, num_kv_heads, group, head_size = q.shape
     tile = min(TILE_QUERIES, num_tokens)
     tile_ends = jnp.cumsum(-(-query_lens // tile))
@@ -148,9 +144,7 @@ def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Co
 
     def attend_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         row = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
-        done = (index - tile_ends[row]) * tile + -(
-            -query_lens[row] // tile
-        ) * tile  # queries of this row before
+        done = (index - tile_ends[row]) * tile + -(-query_lens[row] // tile) * tile  # queries of this row before
         first = rows.query_starts[row] + done
         queries = lax.dynamic_slice_in_dim(q, first, tile)
         queries = queries.transpose(1, 0, 2, 3).reshape(1, num_kv_heads, tile * group, head_size)

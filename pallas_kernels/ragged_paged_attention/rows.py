@@ -29,9 +29,7 @@ class RaggedRows:
     positions: jax.Array  # i32[T]; 0 for padding
 
     @classmethod
-    def build(
-        cls, page_table: jax.Array, starts: jax.Array, query_lens: jax.Array, num_tokens: int
-    ) -> "RaggedRows":
+    def build(cls, page_table: jax.Array, starts: jax.Array, query_lens: jax.Array, num_tokens: int) -> "RaggedRows":
         """Rows that compute `query_lens` i32[R] tokens each, from positions `starts` i32[R] on.
 
         `num_tokens` T equal to R promises that no row has more than one query, and that row r owns token r.

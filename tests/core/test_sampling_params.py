@@ -40,22 +40,13 @@ def test_copies_are_equal() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *[
-            ({"temperature": bad}, "temperature must be a number from 0 to 1e")
-            for bad in (-0.1, 1e7, 10**400)
-        ],
-        *[
-            ({"temperature": bad}, "temperature must be a number")
-            for bad in (math.nan, math.inf, "1", True, None)
-        ],
+        *[({"temperature": bad}, "temperature must be a number from 0 to 1e") for bad in (-0.1, 1e7, 10**400)],
+        *[({"temperature": bad}, "temperature must be a number") for bad in (math.nan, math.inf, "1", True, None)],
         ({"top_p": 0}, "top_p must be above 0 and at most 1, not 0: for greedy set temperature=0"),
         *[({"top_p": bad}, "top_p must be a number from 0 to 1, not") for bad in (1.01, -1, math.nan, "x")],
         *[({"top_k": bad}, "top_k must be an integer from -1 to") for bad in (-2, 2**31, 1.0, True)],
         *[({"min_p": bad}, "min_p must be a number from 0 to 1, not") for bad in (-0.1, 1.1, math.nan)],
-        *[
-            ({"n": bad}, "n must be an integer from 1 to 16384, not")
-            for bad in (0, -1, 10**9, 1.5, True, "2")
-        ],
+        *[({"n": bad}, "n must be an integer from 1 to 16384, not") for bad in (0, -1, 10**9, 1.5, True, "2")],
         *[({"seed": bad}, "seed must be an integer from") for bad in (2**63, -(2**63) - 1, 1.0, False)],
         ({"stop": ["x"] * 10_000}, "stop has 10000 strings, the limit is 64: give fewer"),
         ({"stop": ["a", ""]}, "a stop string must have 1 to 1024 characters, not 0"),
@@ -64,10 +55,7 @@ def test_copies_are_equal() -> None:
         ({"stop": 3}, r"stop must be a string or a list of strings, not 3 \(int\)"),
         ({"stop": "x", "detokenize": False}, "stop strings need detokenize=True"),
         ({"stop_token_ids": list(range(31))}, "stop_token_ids has 31, the limit is 30: give fewer"),
-        *[
-            ({"stop_token_ids": bad}, "a stop token id must be an integer")
-            for bad in ([-1], [2**31], [1.5], ["a"])
-        ],
+        *[({"stop_token_ids": bad}, "a stop token id must be an integer") for bad in ([-1], [2**31], [1.5], ["a"])],
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids"),
         *[({"max_tokens": bad}, "max_tokens must be an integer from 1") for bad in (0, -1, 1.5, "9")],
         *[({"min_tokens": bad}, "min_tokens must be an integer from 0") for bad in (-1, None, 2.0)],

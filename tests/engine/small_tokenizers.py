@@ -44,9 +44,7 @@ def byte_fallback_backend() -> Backend:
     pieces += ["▁", "h", "e", "l", "o", "▁h", "▁he", "ll", "▁hell", "▁hello", "é", "!", "\ufffd", "▁▁"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = [("▁", "h"), ("▁h", "e"), ("l", "l"), ("▁he", "ll"), ("▁hell", "o"), ("▁", "▁")]
-    backend = Backend(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

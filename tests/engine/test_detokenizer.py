@@ -8,9 +8,7 @@ from jaxvllm.engine.text_stream import StopMatch, TextStream
 from tests.engine.small_tokenizers import small_tokenizer
 
 KINDS = ("byte_level", "byte_fallback")
-texts = st.text(
-    st.sampled_from("helo !é東🙂\n\ufffdñ") | st.characters(exclude_categories=["Cs"]), max_size=40
-)
+texts = st.text(st.sampled_from("helo !é東🙂\n\ufffdñ") | st.characters(exclude_categories=["Cs"]), max_size=40)
 cuts = st.lists(st.integers(1, 7), max_size=40)
 
 
@@ -45,9 +43,7 @@ def test_the_byte_alphabet_is_the_library_s() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(texts, cuts)
 @settings(deadline=None)
-def test_text_survives_any_split_and_no_piece_has_half_a_character(
-    kind: str, text: str, sizes: list[int]
-) -> None:
+def test_text_survives_any_split_and_no_piece_has_half_a_character(kind: str, text: str, sizes: list[int]) -> None:
     tokenizer = small_tokenizer(kind)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = streamed(kind, token_ids, sizes, SamplingParams())

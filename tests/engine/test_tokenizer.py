@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from jaxvllm.engine.chat_template import ChatTemplate
 from jaxvllm.engine.messages import checked_messages
@@ -32,6 +33,11 @@ def test_encode_and_decode_round_trip() -> None:
     assert max(token_ids) < tokenizer.vocab_size
 
 
+def test_a_directory_with_or_without_a_tokenizer(tmp_path: Path) -> None:
+    assert not Tokenizer.exists_in(tmp_path)
+    assert Tokenizer.exists_in(save(byte_level_backend(), tmp_path))
+
+
 @pytest.mark.parametrize("prompt", ["\ud800", 7, None, b"bytes"])
 def test_a_prompt_must_be_text(prompt: Any) -> None:
     with pytest.raises(ValueError, match="a prompt must be"):
@@ -52,24 +58,20 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None
     backend.enable_truncation(3)
     backend.enable_padding(length=64)
     text = "Once upon a time there was a fox"
-    assert Tokenizer.from_directory(save(backend, tmp_path)).encode(text) == small_tokenizer(
-        "byte_level"
-    ).encode(text)
+    assert Tokenizer.from_directory(save(backend, tmp_path)).encode(text) == small_tokenizer("byte_level").encode(text)
 
 
-def test_bos_is_added_once_when_the_config_asks(tmp_path: Path) -> None:
-    from tokenizers import processors
-
-    plain, adding = byte_level_backend(), byte_level_backend()
-    bos = plain.token_to_id("<s>")
-    adding.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    for name, backend in (("plain", plain), ("adding", adding)):
-        (tmp_path / name).mkdir()
-        directory = save(backend, tmp_path / name, add_bos_token=True, bos_token={"content": "<s>"})
-        tokenizer = Tokenizer.from_directory(directory)
-        body = plain.encode("a fox").ids
-        assert tokenizer.encode("a fox") == [bos, *body]
-        assert tokenizer.encode("a fox", add_special_tokens=False) == body
+@pytest.mark.parametrize("add_bos_token", [True, False])
+def test_special_tokens_are_those_of_the_post_processor(tmp_path: Path, add_bos_token: bool) -> None:
+    backend = byte_level_backend()
+    body, bos = backend.encode("a fox").ids, backend.token_to_id("<s>")
+    directory = save(backend, tmp_path, add_bos_token=add_bos_token, bos_token={"content": "<s>"})
+    assert Tokenizer.from_directory(directory).encode("a fox") == body
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer = Tokenizer.from_directory(save(backend, tmp_path, add_bos_token=add_bos_token, bos_token="<s>"))
+    assert tokenizer.bos_token_id == bos
+    assert tokenizer.encode("a fox") == [bos, *body]
+    assert tokenizer.encode("a fox", add_special_tokens=False) == body
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""The command line: `jaxvllm COMMAND`, and `python -m jaxvllm.COMMAND` for each command."""
+
+import sys
+from importlib import import_module
+
+COMMANDS = {"generate": "complete prompts offline and print the texts"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command that the first argument names; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in COMMANDS:
+        command = import_module(f"jaxvllm.cli.{arguments[0]}")
+        return int(command.main(arguments[1:]))
+    asked = arguments[:1] in (["-h"], ["--help"])
+    print("usage: jaxvllm COMMAND [OPTION ...]\n", file=sys.stdout if asked else sys.stderr)
+    for name, summary in COMMANDS.items():
+        print(f"  {name:12} {summary}", file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2

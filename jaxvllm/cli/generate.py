@@ -1,0 +1,203 @@
+"""`jaxvllm generate`: prompts in, texts out, through the same engine that serves."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxvllm.engine.engine import Engine, Submission
+    from jaxvllm.engine.outputs import RequestOutput
+
+DEFAULT_MAX_TOKENS = 128
+_HIDDEN_SAMPLING = ("output_kind", "detokenize", "spaces_between_special_tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Completes the prompts; exit code 0, or 2 with one line on standard error when something given is wrong."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        prompts = _prompts(args)
+        config = EngineConfig.from_options(**given(args, EngineConfig))
+        params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | given(args, SamplingParams))
+        return _run(args, prompts, config, params)
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"jaxvllm generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxvllm generate",
+        description="Complete prompts in one continuous batch. Without --model: the embedded one.",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to complete")
+    parser.add_argument("--prompts-file", help="a file with one prompt a line, or - for standard input")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message: use the chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a request, and one of totals")
+    parser.add_argument("--show-batch", action="store_true", help="draw which request was in which step")
+    add_flags(parser, SamplingParams, "sampling", skip=_HIDDEN_SAMPLING)
+    add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
+    return parser
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompts)
+    if args.prompts_file == "-":
+        prompts += [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    elif args.prompts_file is not None:
+        prompts += [line for line in Path(args.prompts_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError("there is no prompt: give some, or --prompts-file")
+    return prompts
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The closing line."""
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    seconds: float
+    first_token_seconds: float  # from the first request's submission
+    since_process_start: float | None  # the same moment, from the start of the process
+
+    def __str__(self) -> str:
+        rate = self.num_output_tokens / self.seconds
+        line = (
+            f"{self.num_requests} requests, {self.num_prompt_tokens} tokens in, {self.num_output_tokens} tokens out, "
+            f"{self.seconds:.2f} s, {rate:.1f} tokens per second; first token after {self.first_token_seconds:.2f} s"
+        )
+        if self.since_process_start is None:
+            return line
+        return f"{line}, {self.since_process_start:.2f} s after the process started"
+
+
+def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, params: SamplingParams) -> int:
+    from jaxvllm.engine.llm import LLM
+
+    with LLM.from_config(config) as llm:
+        texts = prompts
+        if args.chat:
+            render = llm.get_tokenizer().apply_chat_template
+            texts = [render([{"role": "user", "content": prompt}]) for prompt in prompts]
+        streams = len(prompts) == 1 and params.n == 1 and not args.json
+        kind = RequestOutputKind.DELTA if streams else RequestOutputKind.CUMULATIVE
+        submissions = [
+            llm.engine.check(str(i), text, replace(params, output_kind=kind), add_special_tokens=not args.chat)
+            for i, text in enumerate(texts)
+        ]
+        if streams and not args.chat:
+            print(prompts[0], end="", flush=True)
+        timeline = Timeline(llm.engine)
+        outputs, totals = _complete(llm.engine, submissions, timeline, streams)
+        if args.json:
+            for output in outputs:
+                print(json.dumps(asdict(output), ensure_ascii=False))
+            print(json.dumps(asdict(totals)))
+            return 0
+        print() if streams else _print_texts(prompts, outputs, joined=not args.chat)
+        if args.show_batch:
+            print(timeline.draw(prompts))
+        print(f"\n{totals}", flush=True)
+    return 0
+
+
+def _complete(
+    engine: "Engine", submissions: list["Submission"], timeline: "Timeline", streams: bool
+) -> tuple[list["RequestOutput"], Totals]:
+    start = time.monotonic()
+    first: float | None = None
+    started: float | None = None
+    last: dict[str, RequestOutput] = {}
+    num_output_tokens = 0
+    for submission in submissions:
+        engine.submit(submission)
+    while engine.has_work:
+        for output in engine.step():
+            if first is None:
+                first, started = time.monotonic(), seconds_since_process_start()
+            last[output.request_id] = output
+            if streams:
+                num_output_tokens += len(output.outputs[0].token_ids)
+                print(output.outputs[0].text, end="", flush=True)
+        timeline.record()
+    seconds = time.monotonic() - start
+    outputs = [last[submission.request_id] for submission in submissions]
+    if not streams:
+        num_output_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    assert first is not None, "every request yields at least one token"
+    return outputs, Totals(len(outputs), num_prompt_tokens, num_output_tokens, seconds, first - start, started)
+
+
+def _print_texts(prompts: list[str], outputs: list["RequestOutput"], joined: bool) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for completion in output.outputs:
+            number = (
+                f"[{output.request_id}.{completion.index}]" if len(output.outputs) > 1 else f"[{output.request_id}]"
+            )
+            text = prompt + completion.text if joined else f"{prompt}\n  {completion.text}"
+            print(f"{number} {text}\n")
+
+
+class Timeline:
+    """Which requests were in which step: the batch at work, as text."""
+
+    def __init__(self, engine: "Engine"):
+        self._engine = engine
+        self._steps: list[dict[str, str]] = []
+
+    def record(self) -> None:
+        """Notes who is in the batch after a step: `P` computes its prompt, `#` decodes."""
+        scheduler = self._engine.scheduler
+        slots = scheduler.slots
+        self._steps.append(
+            {
+                request.request_id: "P" if slots.num_known[slot] == slots.num_prompt[slot] else "#"
+                for slot, request in scheduler.running()
+            }
+        )
+
+    def draw(self, prompts: list[str], width: int = 64) -> str:
+        """One line a request; a column is one step, or several when there are many."""
+        stride = max(1, -(-len(self._steps) // width))
+        columns = [_merged(self._steps[i : i + stride]) for i in range(0, len(self._steps), stride)]
+        lines = [f"the batch at work: P prompt, # decode; a column is {stride} of {len(self._steps)} steps"]
+        for index, prompt in enumerate(prompts):
+            marks = (next((m for i, m in step.items() if i.split("#")[0] == str(index)), " ") for step in columns)
+            lines.append(f"  {prompt[:20]:20} |{''.join(marks)}")
+        lines.append(f"  {'requests':20} |{''.join(_digit(len(step)) for step in columns)}")
+        return "\n".join(lines)
+
+
+def _merged(steps: list[dict[str, str]]) -> dict[str, str]:
+    """Several steps in one column: what each request did first in them."""
+    return {request_id: mark for step in reversed(steps) for request_id, mark in step.items()}
+
+
+def _digit(count: int) -> str:
+    return str(count) if count < 10 else "+"
+
+
+def seconds_since_process_start() -> float | None:
+    """How long this process has lived, as the operating system counts; None where it does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return None
+    return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,96 @@
+"""Realistic ragged batches, one list of them: tests, deviceless compilation, benchmarks and tuning all read it.
+
+Heads and pages are those of real models or of one tensor-parallel shard of them; contexts stay short enough for a
+float64 oracle on a laptop, and lie around what implementations split at: pages, chunks of 256, tiles of 64.
+"""
+
+from dataclasses import dataclass
+
+from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """A row that computes the last `query_len` of `kv_len` tokens. Both 0: a padding row."""
+
+    query_len: int
+    kv_len: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.query_len <= self.kv_len or (self.query_len == 0 < self.kv_len):
+            raise ValueError(f"a row needs 0 < query_len <= kv_len or zeros, got {self.query_len} of {self.kv_len}")
+
+
+@dataclass(frozen=True)
+class RaggedCase:
+    """One call. With as many tokens as rows it is the decode form, where row r owns token r."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    page_size: int
+    num_tokens: int  # padding included
+    rows: tuple[RowCase, ...]
+    window: int = NO_WINDOW
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        used = sum(row.query_len for row in self.rows)
+        if self.num_tokens < max(used, len(self.rows)) or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"case {self.name}: {used} queries in {len(self.rows)} rows, {self.num_tokens} tokens")
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == len(self.rows)
+
+    @property
+    def scale(self) -> float:
+        """Multiplies q . k."""
+        return self.head_size**-0.5
+
+    @property
+    def max_pages(self) -> int:
+        """Columns of the page table: one more than the longest row fills."""
+        return max(-(-row.kv_len // self.page_size) for row in self.rows) + 1
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool: the trash page, those that rows own, and one that nobody owns."""
+        return 2 + sum(-(-row.kv_len // self.page_size) for row in self.rows)
+
+    def first_token(self, row: int) -> int:
+        """The number of the first query of `row`."""
+        return row if self.is_decode else sum(r.query_len for r in self.rows[:row])
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _rows(*lengths: tuple[int, int]) -> tuple[RowCase, ...]:
+    return tuple(RowCase(query_len, kv_len) for query_len, kv_len in lengths)
+
+
+CASES = (
+    # The demo model: 7 heads over one, a head size that fills no vector register.
+    RaggedCase("decode-mqa", 7, 1, 12, 16, 8,
+               _rows((1, 3), (1, 256), (1, 700), (0, 0), (1, 1), (1, 257), (0, 0), (1, 65))),
+    # Llama 3 8B on four devices.
+    RaggedCase("decode-gqa", 8, 2, 128, 16, 4, _rows((1, 17), (1, 512), (1, 16), (1, 1025))),
+    RaggedCase("decode-window", 8, 4, 64, 16, 6,
+               _rows((1, 900), (1, 32), (1, 33), (1, 1), (0, 0), (1, 320)), window=32),
+    # Decode rows first, as the scheduler makes them.
+    RaggedCase("mixed-mqa", 7, 1, 12, 16, 256, _rows((1, 3), (1, 500), (5, 40), (70, 70), (64, 300), (0, 0))),
+    # In any order, with empty rows between, filling the bucket to the last token.
+    RaggedCase("mixed-any-order", 6, 2, 16, 32, 136,
+               _rows((0, 0), (65, 65), (1, 256), (2, 260), (0, 0), (63, 400), (1, 1), (4, 4))),
+    RaggedCase("mixed-window", 8, 4, 32, 16, 128, _rows((1, 700), (40, 600), (1, 5), (50, 50)), window=20),
+    # A window longer than a chunk, not a multiple of anything, and Gemma 2's soft cap.
+    RaggedCase("mixed-soft-cap", 8, 4, 32, 64, 96,
+               _rows((1, 777), (30, 640), (1, 301), (33, 33)), window=300, soft_cap=5.0),
+    RaggedCase("prefill-whole", 14, 2, 64, 16, 200, _rows((200, 200))),
+    RaggedCase("prefill-chunk", 8, 8, 16, 128, 192, _rows((130, 900), (0, 0), (0, 0), (0, 0))),
+    # A few drafts a row to verify.
+    RaggedCase("verify-drafts", 4, 1, 64, 128, 16, _rows((4, 300), (3, 129), (4, 4), (4, 256))),
+    RaggedCase("one-token-in-a-large-bucket", 4, 2, 16, 16, 64, _rows((1, 100), (0, 0))),
+)  # fmt: skip

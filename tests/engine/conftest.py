@@ -1,0 +1,50 @@
+"""Engines that several files share: building one costs seconds. Each test must leave them idle."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxvllm import LLM
+from tests.engine.tiny import Recomputation, assert_idle, tiny_llm, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def recomputation(tiny_checkpoint: Path) -> Recomputation:
+    return Recomputation(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def shared_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
+    with tiny_llm(tiny_checkpoint) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def shared_wide_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
+    wide = dict(max_num_seqs=32, max_num_batched_tokens=64, token_buckets=(64,), num_pages=257)
+    with tiny_llm(tiny_checkpoint, **wide, warm_up="background") as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """8 running requests, 16 tokens a step: a prompt takes several steps."""
+    yield from _watched(shared_llm)
+
+
+@pytest.fixture
+def wide_llm(shared_wide_llm: LLM) -> Iterator[LLM]:
+    """32 running requests, 64 tokens a step, and compiled programs for 8 and 32 rows."""
+    yield from _watched(shared_wide_llm)
+
+
+def _watched(llm: LLM) -> Iterator[LLM]:
+    llm.engine.scheduler.pool.reset_prefix_cache()
+    yield llm
+    assert_idle(llm)

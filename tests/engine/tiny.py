@@ -1,0 +1,106 @@
+"""A tiny random Llama that speaks text, engines over it, and a naive recomputation to compare them with."""
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm import LLM, SamplingParams
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from tests.engine.small_tokenizers import TEMPLATE, byte_level_backend, save
+from tests.models.dense import dense_logits
+from tests.models.fixture import Fixture
+
+MAX_MODEL_LEN = 128
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def write_tiny_checkpoint(directory: Path, **generation_config: Any) -> Path:
+    """The `llama` fixture with a byte-level tokenizer: <s> is its BOS, <|end|> its EOS."""
+    backend = byte_level_backend()
+    vocab_size = backend.get_vocab_size()
+    small = Fixture.load("llama")
+    shapes = {
+        name: [vocab_size, *shape[1:]] if shape[0] == small.config["vocab_size"] else shape
+        for name, shape in small.shapes.items()
+    }
+    replace(small, config=small.config | {"vocab_size": vocab_size}, shapes=shapes).write_checkpoint(directory)
+    save(backend, directory, bos_token="<s>", eos_token="<|end|>", chat_template=TEMPLATE)
+    (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    return directory
+
+
+def tiny_llm(directory: Path, **options: Any) -> LLM:
+    """An LLM of two programs: 8 running requests, 16 tokens a step, 64 pages; `options` change what they name."""
+    small = dict(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        row_buckets=(8,),
+        token_buckets=(16,),
+        num_pages=65,
+        compilation_cache=None,
+        warm_up="full",
+    )
+    return LLM(model=str(directory), **small | options)
+
+
+@contextmanager
+def few_pages(llm: LLM, count: int) -> Any:
+    """Leaves the engine `count` pages, none of them with a cached prefix: somebody else holds the others."""
+    pool = llm.engine.scheduler.pool
+    pool.reset_prefix_cache()
+    held = pool.allocate(pool.num_available - count)
+    try:
+        yield
+    finally:
+        pool.release(held)
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing runs, waits or is remembered, and every page is free."""
+    engine = llm.engine
+    assert not engine.has_work
+    assert engine.outputs.num_requests == 0
+    engine.scheduler.check_invariants()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_pages_owned) == (0, 0, 0)
+
+
+def greedy_tokens(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int = 24) -> list[list[int]]:
+    """The greedy tokens after each prompt, all prompts in one call."""
+    outputs = llm.generate([list(p) for p in prompts], replace(GREEDY, max_tokens=max_tokens), use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+class Recomputation:
+    """The model without pages, batches and caches: every call computes the whole sequence by dense attention."""
+
+    def __init__(self, directory: Path) -> None:
+        spec = model_spec(checkpoint.read_config(directory), MAX_MODEL_LEN)
+        self._params = checkpoint.load(directory, spec, dtype=jnp.float32, layout="separate")
+        self._logits = jax.jit(lambda params, tokens: dense_logits(params, spec, tokens))
+
+    def logits(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+        """f32[len(output), V]: the logits that each token of `output` was chosen from."""
+        padded = np.zeros(MAX_MODEL_LEN, np.int32)
+        tokens = [*prompt, *output]
+        padded[: len(tokens)] = tokens
+        return np.asarray(self._logits(self._params, padded))[len(prompt) - 1 :][: len(output)]
+
+    def is_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        """Whether each token of `output` is the best one after those before it."""
+        return self.logits(prompt, output).argmax(-1).tolist() == list(output)
+
+
+def random_prompts(count: int, longest: int, seed: int, vocab_size: int = 256) -> list[list[int]]:
+    """Prompts of random tokens, 1 to `longest` of them. Ids below 2 are special."""
+    random = np.random.default_rng(seed)
+    return [random.integers(2, vocab_size, random.integers(1, longest + 1)).tolist() for _ in range(count)]

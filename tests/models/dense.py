@@ -1,0 +1,34 @@
+"""Attention of one sequence over itself, dense: the plainest `attend` there is, to check the decoder with."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.decoder import forward, project_logits
+from jaxvllm.models.spec import ModelSpec
+
+
+def dense_attend(spec: ModelSpec) -> Any:
+    """An `attend` for one whole sequence at positions 0, 1, ...; it needs no cache."""
+
+    def attend(kv: tuple, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
+        G = spec.group_size
+        q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.attention_scale
+        if spec.attention_soft_cap is not None:
+            scores = jnp.tanh(scores / spec.attention_soft_cap) * spec.attention_soft_cap
+        behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
+        seen = (behind >= 0) & (behind < window)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, v), kv
+
+    return attend
+
+
+def dense_logits(params: Any, spec: ModelSpec, tokens: list[int]) -> jax.Array:
+    """f32[T, V]: the logits at every position of one sequence."""
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    ids = jnp.asarray(tokens, jnp.int32)
+    hidden, _ = forward(params, spec, ids, positions, (), dense_attend(spec))
+    return project_logits(params, spec, hidden)

@@ -1,0 +1,94 @@
+"""What the decoder promises besides the numbers: both layouts agree, and windows cost nothing unless used."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.models.decoder import NO_WINDOW, forward
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import abstract_params, declare, declare_layer, dummy_params, num_parameters
+from jaxvllm.models.spec import ModelSpec
+from sharding.placement import place_on
+from sharding.rules import partition_spec
+from tests.models.dense import dense_attend, dense_logits
+from tests.models.fixture import NAMES, Fixture
+
+
+def spec_of(name: str) -> ModelSpec:
+    return model_spec(Fixture.load(name).config)
+
+
+def dummy(spec: ModelSpec, layout: Any, dtype: Any = jnp.float32, seed: int = 0) -> Any:
+    return dummy_params(spec, dtype, layout, seed, place_on(jax.devices()[0]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_declared_once(name: str) -> None:
+    spec = spec_of(name)
+    for decl in (declare(spec) | declare_layer(spec)).values():
+        partition_spec(decl.axes)
+    for layout in ("separate", "stacked"):
+        abstract = jax.eval_shape(lambda layout=layout: dummy(spec, layout, jnp.bfloat16))
+        expected = abstract_params(spec, jnp.bfloat16, layout, place_on(jax.devices()[0]))
+        chex.assert_trees_all_equal_shapes_and_dtypes(abstract, expected)
+        assert sum(leaf.size for leaf in jax.tree.leaves(abstract)) == num_parameters(spec)
+
+
+def test_dummy_weights_are_the_same_in_both_layouts_and_differ_by_seed() -> None:
+    spec = spec_of("llama")
+    separate, stacked = dummy(spec, "separate"), dummy(spec, "stacked")
+    restacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *separate["layers"])
+    chex.assert_trees_all_equal(separate | {"layers": restacked}, stacked)
+    assert not np.array_equal(separate["embed"], dummy(spec, "separate", seed=1)["embed"])
+    assert not np.array_equal(separate["layers"][0]["o"], separate["layers"][1]["o"])
+    logits = np.asarray(dense_logits(separate, spec, [1, 2, 3]))
+    assert 0.3 < logits.std() < 3
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_what_attend_is_given(name: str) -> None:
+    spec = spec_of(name)
+    seen = []
+
+    def attend(kv: Any, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
+        seen.append((layer, window, q.shape, k.shape, v.shape))
+        return q, kv
+
+    tokens = jnp.zeros(5, jnp.int32)
+    jax.eval_shape(lambda: forward(dummy(spec, "separate"), spec, tokens, tokens, (), attend))
+    H, K, D = spec.num_heads, spec.num_kv_heads, spec.head_size
+    windows = [NO_WINDOW if window is None else window for window in spec.windows]
+    shapes = ((5, H, D), (5, K, D), (5, K, D))
+    assert seen == [(layer, window, *shapes) for layer, window in enumerate(windows)]
+    seen.clear()
+    jax.eval_shape(lambda: forward(dummy(spec, "stacked"), spec, tokens, tokens, (), attend))
+    [(layer, window, *in_scan)] = set((repr(s[0]), s[1] if isinstance(s[1], int) else None, *s[2:]) for s in seen)
+    assert in_scan == list(shapes)
+    # One window for all layers stays a number that the compiler knows.
+    assert window == (32 if name == "mistral" else None)
+
+
+def test_bfloat16_runs_with_norms_and_logits_in_float32() -> None:
+    spec = spec_of("gemma3")
+    exact = dense_logits(dummy(spec, "separate"), spec, [5, 6, 7])
+    rounded = dense_logits(dummy(spec, "separate", jnp.bfloat16), spec, [5, 6, 7])
+    assert rounded.dtype == jnp.float32
+    assert np.abs(np.asarray(exact - rounded)).max() < 0.1 * np.asarray(exact).std() + 0.05
+
+
+def test_the_cache_is_carried_through_the_layers() -> None:
+    spec = spec_of("llama")
+    inner = dense_attend(spec)
+
+    def attend(kv: jax.Array, layer: Any, *rest: Any) -> Any:
+        out, _ = inner((), layer, *rest)
+        return out, kv.at[layer].add(1)
+
+    tokens = jnp.zeros(5, jnp.int32)
+    for layout in ("separate", "stacked"):
+        _, kv = forward(dummy(spec, layout), spec, tokens, tokens, jnp.zeros(4, jnp.int32), attend)
+        assert kv.tolist() == [1, 1, 1, 0]

@@ -1,0 +1,148 @@
+"""Every family computes what transformers computes, from the config and tensor names that it has there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import Layout
+from tests.models.dense import dense_logits
+from tests.models.fixture import NAMES, Fixture
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite")
+
+
+def load(fixture: Fixture, directory: Path, layout: Layout) -> tuple[Any, Any]:
+    spec = model_spec(fixture.config, fixture.max_model_len)
+    return checkpoint.load(fixture.write_checkpoint(directory), spec, dtype=jnp.float32, layout=layout), spec
+
+
+def test_every_family_has_a_fixture() -> None:
+    assert {name.split("-")[0] for name in NAMES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    fixture = Fixture.load(name)
+    layouts: list[Layout] = ["separate", "stacked"]
+    for layout in layouts:
+        params, spec = load(fixture, tmp_path / layout, layout)
+        # Padded to one length, so that each layout compiles once: what comes after cannot change what was.
+        run = jax.jit(lambda params, tokens, spec=spec: dense_logits(params, spec, tokens))
+        for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
+            padded = np.zeros(fixture.max_model_len, np.int32)
+            padded[: len(prompt)] = prompt
+            logits = run(params, padded)[len(prompt) - 1]
+            chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    fixture = Fixture.load(name)
+    params, spec = load(fixture, tmp_path, "separate")
+    run = jax.jit(lambda params, tokens: dense_logits(params, spec, tokens))
+    # Fed with the expected tokens at once: each must be the best behind those before it.
+    for prompt, greedy in zip(fixture.prompts, fixture.greedy, strict=True):
+        padded = np.zeros(fixture.max_model_len, np.int32)
+        padded[: len(prompt) + len(greedy)] = prompt + greedy
+        best = np.asarray(run(params, padded)).argmax(-1)
+        assert best[len(prompt) - 1 :][: len(greedy)].tolist() == greedy
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_gemma3_inside_the_multimodal_checkpoint(prefix: str, tmp_path: Path) -> None:
+    plain = Fixture.load("gemma3")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+        "torch_dtype": "bfloat16",
+    }
+    weights = {name.replace("model.", prefix, 1): value for name, value in plain.weights().items()}
+    weights["vision_tower.patch.weight"] = np.zeros((2, 2), np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    spec = model_spec(config, plain.max_model_len)
+    assert spec == model_spec(plain.config, plain.max_model_len)
+    params = checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate")
+    logits = dense_logits(params, spec, plain.prompts[2])[-1]
+    chex.assert_trees_all_close(np.asarray(logits), plain.logits[2], atol=1e-4, rtol=0)
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
+    gemma3 = Fixture.load("gemma3").config
+    kinds = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    new = without(gemma3, "rope_theta", "rope_local_base_freq", "rope_scaling") | {
+        "layer_types": kinds,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    }
+    assert model_spec(new) == model_spec(gemma3)
+    llama = Fixture.load("llama-rope").config
+    parameters = dict(llama["rope_parameters"])
+    old = without(llama, "rope_parameters") | {"rope_theta": parameters.pop("rope_theta")}
+    old["rope_scaling"] = without(parameters, "rope_type") | {"type": "llama3"}
+    assert model_spec(old) == model_spec(llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaForCausalLM,"),
+        ("llama", {"architectures": None}, "architecture None is not supported"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act must be one of silu.*not 'relu'"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config.*not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "magic"}}, "rope type 'magic' is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope factor must be a positive number, not None"),
+        ("llama", {"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ("llama", {"hidden_size": None}, "lacks hidden_size"),
+        ("llama", {"hidden_size": "84"}, "hidden_size must be an integer"),
+        ("llama", {"num_key_value_heads": 2}, "num_heads 7 must be a multiple of num_kv_heads 2"),
+        ("llama", {"vocab_size": -1}, "vocab_size must be positive"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 7}, "layer_types must be a list of 7"),
+        ("phi3-longrope", {"rope_scaling": {"type": "longrope"}}, "long_factor must list 6 numbers"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 5 of 0 and 1"),
+    ],
+)
+def test_what_is_not_understood_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_spec(Fixture.load(name).config | change)
+
+
+def test_no_longer_than_the_model_can() -> None:
+    config = Fixture.load("llama-linear").config
+    assert model_spec(config).max_position == 128
+    with pytest.raises(ValueError, match="max_model_len 129 exceeds the 128 positions"):
+        model_spec(config, 129)
+    with pytest.raises(ValueError, match="max_model_len must be at least 1"):
+        model_spec(config, 0)
+
+
+def test_lengths_choose_the_rope() -> None:
+    longrope = Fixture.load("phi3-longrope").config
+    short, long = model_spec(longrope, 32), model_spec(longrope, 33)
+    assert short.ropes != long.ropes
+    assert long.ropes == model_spec(longrope).ropes
+    dynamic = Fixture.load("llama-dynamic").config
+    assert model_spec(dynamic, 64).ropes == model_spec(dynamic, 10).ropes != model_spec(dynamic, 65).ropes
+
+
+def test_specs_are_values() -> None:
+    config = Fixture.load("gemma3").config
+    assert hash(model_spec(config)) == hash(model_spec(config))

@@ -1,0 +1,126 @@
+"""The ladder holds every plan that the scheduler can make, and a plan gets the smallest bucket that holds it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxvllm.core.plan import StepPlan
+from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from tests.runtime.plans import make_plan
+
+COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
+@st.composite
+def ladders(draw: st.DrawFn) -> BucketLadder:
+    rows, tokens = draw(COUNTS), draw(COUNTS)
+    return BucketLadder.build(rows, [*tokens, max(rows) + draw(st.integers(0, 40))])
+
+
+@st.composite
+def ladders_and_plans(draw: st.DrawFn) -> tuple[BucketLadder, StepPlan]:
+    """A ladder, and any plan within its largest rows and tokens."""
+    ladder = draw(ladders())
+    decode_rows = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
+    max_rows = max(decode_rows)
+    # With as many rows as tokens the ladder spends one more token; the scheduler's limit is without it.
+    max_tokens = ladder.largest.num_tokens
+    num_decode = draw(st.integers(0, max_rows))
+    chunks: list[int] = []
+    for _ in range(draw(st.integers(0 if num_decode else 1, max(max_rows - num_decode, 0 if num_decode else 1)))):
+        left = max_tokens - num_decode - sum(chunks)
+        if left > 0:
+            chunks.append(draw(st.integers(1, left)))
+    return ladder, make_plan(num_decode, chunks)
+
+
+@given(ladders())
+def test_smallest_first_and_no_two_alike(ladder: BucketLadder) -> None:
+    sizes = [bucket.num_tokens for bucket in ladder.buckets if not bucket.is_decode]
+    assert sizes == sorted(sizes)
+    assert len(set(ladder.buckets)) == len(ladder.buckets)
+    assert all(bucket.num_rows <= ladder.largest.num_rows for bucket in ladder.buckets)
+    assert not ladder.largest.is_decode
+
+
+@given(ladders_and_plans())
+def test_the_largest_holds_every_plan_within_the_limits(drawn: tuple[BucketLadder, StepPlan]) -> None:
+    ladder, plan = drawn
+    assert ladder.largest.holds(plan)
+
+
+@given(ladders_and_plans())
+def test_chooses_the_cheapest_that_holds(drawn: tuple[BucketLadder, StepPlan]) -> None:
+    ladder, plan = drawn
+    chosen = ladder.choose(plan, ladder.buckets)
+    assert chosen is not None
+    assert chosen.num_rows >= plan.num_rows and chosen.num_tokens >= plan.num_tokens
+    if chosen.is_decode:
+        assert plan.num_decode == plan.num_rows == plan.num_tokens
+    cheaper = [bucket for bucket in ladder.buckets if bucket < chosen]
+    assert not any(bucket.holds(plan) for bucket in cheaper)
+    if plan.num_decode == plan.num_rows:
+        # A batch of decodes never pays for prefill tokens.
+        assert chosen.is_decode
+
+
+@given(ladders_and_plans())
+def test_a_plan_runs_padded_while_smaller_ones_are_not_ready(drawn: tuple[BucketLadder, StepPlan]) -> None:
+    ladder, plan = drawn
+    assert ladder.choose(plan, [ladder.largest]) == ladder.largest
+    assert ladder.choose(plan, []) is None
+
+
+@pytest.mark.parametrize(
+    ("bucket", "num_decode", "chunks", "fits"),
+    [
+        (Bucket(4, 4), 4, [], True),
+        (Bucket(4, 4), 1, [], True),
+        (Bucket(4, 4), 5, [], False),
+        (Bucket(4, 4), 0, [1], False),  # one prefill token is not a decode: its input comes from the host
+        (Bucket(4, 4), 1, [1], False),
+        (Bucket(5, 4), 4, [], True),
+        (Bucket(5, 4), 3, [2], True),
+        (Bucket(5, 4), 3, [3], False),
+        (Bucket(16, 2), 1, [1, 1], False),
+    ],
+)
+def test_what_a_bucket_holds(bucket: Bucket, num_decode: int, chunks: list[int], fits: bool) -> None:
+    assert bucket.holds(make_plan(num_decode, chunks)) is fits
+
+
+def test_the_default_ladder_is_short() -> None:
+    # 256 rows and 2048 tokens, as on an accelerator: each bucket is a compilation.
+    ladder = BucketLadder.build(powers_of_two(1, 256), powers_of_two(16, 2048))
+    assert [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [str(bucket) for bucket in ladder.buckets if not bucket.is_decode] == [
+        *(f"{tokens} tokens x 8 rows" for tokens in (16, 32, 64, 128, 256)),
+        *(f"{tokens} tokens x {rows} rows" for tokens in (512, 1024, 2048) for rows in (8, 256)),
+    ]
+    assert str(ladder.buckets[3]) == "decode 8"
+
+
+def test_as_many_rows_as_tokens_gets_one_token_more() -> None:
+    ladder = BucketLadder.build([4], [4])
+    assert ladder.largest == Bucket(5, 4)
+    assert ladder.choose(make_plan(1, [1, 1, 1]), ladder.buckets) == Bucket(5, 4)
+
+
+@given(st.integers(1, 100), st.integers(0, 3000))
+def test_powers_of_two(smallest: int, more: int) -> None:
+    counts = powers_of_two(smallest, smallest + more)
+    assert (counts[0], counts[-1]) == (smallest, smallest + more)
+    assert all(a < b <= 2 * a for a, b in zip(counts, counts[1:], strict=False))
+    assert all(b == 2 * a for a, b in zip(counts[:-1], counts[1:-1], strict=False))
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (4, 0), (3, 4), (-1, -1)])
+def test_a_bucket_that_cannot_be(tokens: int, rows: int) -> None:
+    with pytest.raises(ValueError, match="a bucket needs 0 < rows <= tokens"):
+        Bucket(tokens, rows)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [([], [4]), ([4], []), ([8], [4]), ([4, 8], [7, 4])])
+def test_a_ladder_that_cannot_be(rows: list[int], tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="buckets need rows and at least as many tokens"):
+        BucketLadder.build(rows, tokens)

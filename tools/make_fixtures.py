@@ -1,0 +1,232 @@
+"""Writes tests/fixtures: tiny random models of every family and what transformers computes with them.
+
+Run by `make fixtures` in an environment of its own (torch, transformers): neither the product nor the tests
+import those. Weights are not stored: tests/models/seeded_weights.py makes them again from the seed.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.models.seeded_weights import seeded_weights  # noqa: E402
+
+FIXTURES = ROOT / "tests" / "fixtures"
+PROMPT_LENGTHS = (1, 2, 7, 16, 17, 33, 64, 90)
+NUM_GREEDY = 24
+MAX_MODEL_LEN = 128
+# Two tokens closer than this could swap by rounding alone.
+MIN_MARGIN = 1e-3
+
+# Odd on purpose: a vocabulary that is no multiple of 128, 7 query heads for 1 KV head, heads of 12.
+ODD = {
+    "vocab_size": 131,
+    "hidden_size": 84,
+    "intermediate_size": 116,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+}
+EVEN = {
+    "vocab_size": 139,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+NO_SPECIAL = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 20, "hidden_size": 48}
+LONG = [1.0, 1.3, 1.9, 2.6, 3.9, 5.2]
+SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
+
+# Both spellings of a config occur: that of transformers 5, and those before it.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
+    "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "llama-rope": (
+        "Llama",
+        {
+            **EVEN,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 20_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama-linear": (
+        "Llama",
+        {**EVEN, "max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {
+            **EVEN,
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+        },
+    ),
+    "llama-yarn": (
+        "Llama",
+        {
+            **EVEN,
+            "rope_theta": 10_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "mistral": ("Mistral", {**EVEN, "sliding_window": 32, "rope_theta": 1e6, "head_dim": 20}),
+    "qwen2": (
+        "Qwen2",
+        {**EVEN, "rope_theta": 1e6, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3", {**EVEN, "head_dim": 16, "rope_theta": 1e6, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {**EVEN, **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0}),
+    "gemma3": (
+        "Gemma3",
+        {
+            **EVEN,
+            **GEMMA,
+            "num_hidden_layers": 7,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10_000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {**EVEN, "sliding_window": 48, "rope_theta": 10_000.0, "original_max_position_embeddings": 128},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            **EVEN,
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {"type": "longrope", "long_factor": LONG, "short_factor": SHORT},
+        },
+    ),
+    "olmo2": ("Olmo2", {**EVEN, "rms_norm_eps": 1e-6}),
+    "smollm3": ("SmolLM3", {**EVEN, "num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "granite": (
+        "Granite",
+        {
+            **EVEN,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def make(name: str) -> None:
+    """Writes one fixture: the first seed that leaves no two best tokens close to each other."""
+    family, values = CONFIGS[name]
+    directory = FIXTURES / name
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": "gemma3_text" if family == "Gemma3" else family.lower(),
+        **values,
+        **NO_SPECIAL,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    norm_offset = 1.0 if family.startswith("Gemma") else 0.0
+    stream = np.random.Generator(np.random.PCG64(len(name)))
+    prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
+    # SDPA has no soft cap.
+    attention = "eager" if family.startswith("Gemma") else "sdpa"
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
+    ).eval()
+    fix_rope(model)
+    tied = model.config.tie_word_embeddings
+    shapes = {
+        key: list(value.shape) for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")
+    }
+    for seed in range(100):
+        weights = {key: torch.from_numpy(value) for key, value in seeded_weights(shapes, seed, norm_offset).items()}
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        model.tie_weights()
+        logits, greedy, margin = expected(model, prompts)
+        if margin >= MIN_MARGIN:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed keeps the best tokens {MIN_MARGIN} apart")
+    record = {
+        "max_model_len": MAX_MODEL_LEN,
+        "seed": seed,
+        "norm_offset": norm_offset,
+        "shapes": shapes,
+        "prompts": prompts,
+        "greedy": greedy,
+    }
+    (directory / "expected.json").write_text(json.dumps(record) + "\n")
+    np.savez_compressed(directory / "expected.npz", logits=logits)
+    distinct = len({token for tokens in greedy for token in tokens})
+    print(f"{name}: seed {seed}, margin {margin:.4f}, logits {logits.std():.2f}, {distinct} tokens", flush=True)
+
+
+def fix_rope(model: Any) -> None:
+    """Decides once, from MAX_MODEL_LEN, what transformers would decide for each sequence anew."""
+    rotary = model.model.rotary_emb
+    if rotary.rope_type in ("dynamic", "longrope"):
+        make_frequencies = ROPE_INIT_FUNCTIONS[rotary.rope_type]
+        rotary.inv_freq, rotary.attention_scaling = make_frequencies(model.config, seq_len=MAX_MODEL_LEN)
+        rotary.rope_type = "default"
+
+
+@torch.no_grad()
+def expected(model: Any, prompts: list[list[int]]) -> tuple[np.ndarray, list[list[int]], float]:
+    """Logits behind each prompt, the greedy tokens, and the least distance between two best logits."""
+    first, greedy, margin = [], [], float("inf")
+    for prompt in prompts:
+        tokens = list(prompt)
+        for step in range(NUM_GREEDY):
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+            if step == 0:
+                first.append(logits.numpy())
+            best = torch.topk(logits, 2).values
+            margin = min(margin, float(best[0] - best[1]))
+            if margin < MIN_MARGIN:
+                return np.empty(0), [], margin
+            tokens.append(int(logits.argmax()))
+        greedy.append(tokens[len(prompt) :])
+    return np.stack(first), greedy, margin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes tests/fixtures from transformers.")
+    parser.add_argument("names", nargs="*", default=list(CONFIGS), help="fixtures to write; all by default")
+    torch.set_num_threads(1)
+    for name in parser.parse_args().names:
+        make(name)
+
+
+if __name__ == "__main__":
+    main()
