@@ -201,7 +201,7 @@ def fix_rope(model: Any) -> None:
         rotary.rope_type = "default"
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def expected(model: Any, prompts: list[list[int]]) -> tuple[np.ndarray, list[list[int]], float]:
     """Logits behind each prompt, the greedy tokens, and the least distance between two best logits."""
     first, greedy, margin = [], [], float("inf")

@@ -25,7 +25,7 @@ _HIDDEN_SAMPLING = ("output_kind", "detokenize", "spaces_between_special_tokens"
 def main(argv: Sequence[str] | None = None) -> int:
     """Completes the prompts; exit code 0, or 2 with one line on standard error when something given is wrong."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # options may stand between prompts
     try:
         prompts = _prompts(args)
         config = EngineConfig.from_options(**given(args, EngineConfig))

@@ -11,8 +11,10 @@ import jaxvllm
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import PagePool
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.engine.default_params import default_params
 from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
@@ -40,6 +42,7 @@ class EngineParts:
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams
 
 
 def build(config: EngineConfig) -> EngineParts:
@@ -88,6 +91,7 @@ def build(config: EngineConfig) -> EngineParts:
         spec=spec,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
+        default_params=default_params(directory),
     )
 
 

@@ -55,6 +55,7 @@ class Engine:
         self.config = config
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
+        self.default_params = parts.default_params
         self.scheduler = parts.scheduler
         self.runner = parts.runner
         self.outputs = OutputProcessor(parts.tokenizer)

@@ -93,8 +93,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none."""
-        return SamplingParams()
+        """What `generate` uses when it is given none: what the checkpoint recommends."""
+        return self.engine.default_params
 
     def pages(self) -> PoolView:
         """The page pool and the pages of every running request, as they are now; print it for a picture."""
@@ -141,6 +141,10 @@ class LLM:
                 raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return submissions
 
+    def _require_idle(self) -> None:
+        if self.engine.has_work:
+            raise RuntimeError("a stream of this LLM is still open: read it to its end or close it first")
+
     def _complete(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         with tqdm(total=len(submissions), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -155,6 +159,7 @@ class LLM:
 
     def _run(self, submissions: list[Submission]) -> Iterator[RequestOutput]:
         """Queues and steps until all are finished; whatever interrupts it, nothing stays behind in the engine."""
+        self._require_idle()
         try:
             for submission in submissions:
                 self.engine.submit(submission)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,9 +48,9 @@ class PromptReader:
                 raise ValueError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._check(ids), salt)
-        if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
-            return Prompt(None, self._check(prompt), salt)
-        raise ValueError(f"a prompt is a string, token ids or a mapping of one, not {type(prompt).__name__}")
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+            raise ValueError(f"a prompt is a string, token ids or a mapping of one, not {type(prompt).__name__}")
+        return Prompt(None, self._check(cast(Sequence[int], prompt)), salt)
 
     def _unpack(self, mapping: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:
         unknown = [key for key in mapping if key not in FIELDS]

@@ -25,8 +25,9 @@ class Attend[Kv](Protocol):
 
     q  # [T, H, D]: normed and rotated, not yet scaled by spec.attention_scale; head h reads KV head h // G
     k, v  # [T, K, D]
-    layer, window: ints, or i32 scalars inside a scan; a token sees the last `window` positions, itself
-    included, and all of them when that is NO_WINDOW
+    layer: an i32 scalar
+    window: an int, or an i32 scalar inside a scan over layers that differ in it; a token sees the last
+    `window` positions, itself included, and all of them when that is NO_WINDOW
     -> [T, H, D] and the new cache
     """
 

@@ -9,10 +9,12 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxvllm.models.spec import ModelSpec
@@ -122,29 +124,33 @@ def abstract_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, place: Pl
 def dummy_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, seed: int, place: Place) -> Params:
     """Random weights, the same for the same seed in either layout, made where they will live."""
     key = jax.random.key(seed)
+    # One program for each declared array, not for each layer.
+    programs: dict[str, Callable[[jax.Array, np.ndarray], jax.Array]] = {}
 
     def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.Array:
-        # Layer -1 is outside the layers; + 1 because fold_in takes unsigned numbers.
-        rows = jnp.asarray([layer + 1 for layer in layers or (-1,)], jnp.uint32)
         stack = layers is not None and layout == "stacked"
-        axes = stacked(decl, spec.num_layers).axes if stack else decl.axes
-        name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        make = jax.jit(_dummy, static_argnames=("decl", "dtype", "stack"), out_shardings=place(axes))
-        return make(name_key, rows, decl=decl, dtype=jnp.dtype(dtype), stack=stack)
+        if name not in programs:
+            axes = stacked(decl, spec.num_layers).axes if stack else decl.axes
+            make = partial(_dummy, name=name, decl=decl, dtype=dtype, stack=stack)
+            programs[name] = jax.jit(make, out_shardings=place(axes))
+        return programs[name](key, np.asarray(layers or (0,), np.uint32))
 
     return build(spec, layout, leaf)
 
 
-def _dummy(key: jax.Array, rows: jax.Array, *, decl: ParamDecl, dtype: DTypeLike, stack: bool) -> jax.Array:
-    def one(row: jax.Array) -> jax.Array:
+def _dummy(
+    key: jax.Array, layers: jax.Array, *, name: str, decl: ParamDecl, dtype: DTypeLike, stack: bool
+) -> jax.Array:
+    def one(layer: jax.Array) -> jax.Array:
         if decl.init == "ones":
             return jnp.ones(decl.shape, dtype)
         if decl.init == "zeros":
             return jnp.zeros(decl.shape, dtype)
-        values = jax.random.normal(jax.random.fold_in(key, row), decl.shape, jnp.float32)
+        stream = jax.random.fold_in(jax.random.fold_in(key, zlib.crc32(name.encode())), layer)
+        values = jax.random.normal(stream, decl.shape, jnp.float32)
         return (values * decl.shape[-1] ** -0.5).astype(dtype)
 
-    return jax.vmap(one)(rows) if stack else one(rows[0])
+    return jax.vmap(one)(layers) if stack else one(layers[0])
 
 
 def _norm(spec: ModelSpec, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamDecl:

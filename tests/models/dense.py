@@ -14,6 +14,7 @@ def dense_attend(spec: ModelSpec) -> Any:
 
     def attend(kv: tuple, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
         G = spec.group_size
+        dtype = q.dtype
         q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.attention_scale
         if spec.attention_soft_cap is not None:
@@ -21,7 +22,7 @@ def dense_attend(spec: ModelSpec) -> Any:
         behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
         seen = (behind >= 0) & (behind < window)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("hqk,khd->qhd", weights, v), kv
+        return jnp.einsum("hqk,khd->qhd", weights, v).astype(dtype), kv
 
     return attend
 

@@ -10,7 +10,14 @@ import pytest
 
 from jaxvllm.models.decoder import NO_WINDOW, forward
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.params import abstract_params, declare, declare_layer, dummy_params, num_parameters
+from jaxvllm.models.params import (
+    Layout,
+    abstract_params,
+    declare,
+    declare_layer,
+    dummy_params,
+    num_parameters,
+)
 from jaxvllm.models.spec import ModelSpec
 from sharding.placement import place_on
 from sharding.rules import partition_spec
@@ -49,27 +56,26 @@ def test_dummy_weights_are_the_same_in_both_layouts_and_differ_by_seed() -> None
     assert 0.3 < logits.std() < 3
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_what_attend_is_given(name: str) -> None:
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_what_attend_is_given(name: str, layout: Layout) -> None:
     spec = spec_of(name)
-    seen = []
+    shapes, windows = set(), set()
 
     def attend(kv: Any, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
-        seen.append((layer, window, q.shape, k.shape, v.shape))
+        chex.assert_rank(layer, 0)
+        shapes.add((q.shape, k.shape, v.shape))
+        windows.add(window if isinstance(window, int) else None)
         return q, kv
 
     tokens = jnp.zeros(5, jnp.int32)
-    jax.eval_shape(lambda: forward(dummy(spec, "separate"), spec, tokens, tokens, (), attend))
+    params = abstract_params(spec, jnp.float32, layout, place_on(jax.devices()[0]))
+    jax.eval_shape(lambda params: forward(params, spec, tokens, tokens, (), attend), params)
     H, K, D = spec.num_heads, spec.num_kv_heads, spec.head_size
-    windows = [NO_WINDOW if window is None else window for window in spec.windows]
-    shapes = ((5, H, D), (5, K, D), (5, K, D))
-    assert seen == [(layer, window, *shapes) for layer, window in enumerate(windows)]
-    seen.clear()
-    jax.eval_shape(lambda: forward(dummy(spec, "stacked"), spec, tokens, tokens, (), attend))
-    [(layer, window, *in_scan)] = set((repr(s[0]), s[1] if isinstance(s[1], int) else None, *s[2:]) for s in seen)
-    assert in_scan == list(shapes)
-    # One window for all layers stays a number that the compiler knows.
-    assert window == (32 if name == "mistral" else None)
+    assert shapes == {((5, H, D), (5, K, D), (5, K, D))}
+    # A window is a number that the compiler knows, save in a scan over layers that differ in it.
+    known = {NO_WINDOW if window is None else window for window in spec.windows}
+    assert windows == ({None} if layout == "stacked" and len(known) > 1 else known)
 
 
 def test_bfloat16_runs_with_norms_and_logits_in_float32() -> None:

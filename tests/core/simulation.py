@@ -1,0 +1,386 @@
+"""The scheduler beside a brute-force oracle: one plain object a request, and loops instead of arrays.
+
+`Simulation` drives a real `Scheduler` the way `Engine.step` does, over a `FakeDevice`, and predicts each plan
+and each update from its own counters. It raises where the two differ.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxvllm.core.page_pool import PagePool
+from jaxvllm.core.plan import Admission, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.request import FinishReason, QueueKey, Request
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.slots import SlotTable
+from tests.core.fake_device import FakeDevice, next_token
+
+EOS = 4  # a stop id that the caller did not ask for
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine without a model. `depth` is how many steps may be dispatched before one is read."""
+
+    policy: str = "v1"
+    num_slots: int = 4
+    num_pages: int = 32
+    page_size: int = 4
+    budget: int = 16
+    caching: bool = True
+    depth: int = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a caller asks for."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 4
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = True
+    salt: str | None = None
+    priority: int = 0
+    watched: bool = False
+
+    @property
+    def limit(self) -> int:
+        return len(self.prompt) + self.max_tokens
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return self.stop_token_ids if self.ignore_eos else (EOS, *self.stop_token_ids)
+
+    def answer(self) -> tuple[list[int], FinishReason, int | None]:
+        """Output, finish reason and stop reason, computed alone and without a cache."""
+        outputs: list[int] = []
+        while True:
+            token = next_token([*self.prompt, *outputs])
+            outputs.append(token)
+            if token in self.stops and len(outputs) > self.min_tokens:
+                return outputs, FinishReason.STOP, token if token in self.stop_token_ids else None
+            if len(self.prompt) + len(outputs) == self.limit:
+                return outputs, FinishReason.LENGTH, None
+
+
+@dataclass(eq=False)
+class Shadow:
+    """What the oracle knows of one request. `tokens` is the truth: the prompt and the whole answer."""
+
+    job: Job
+    request: Request
+    tokens: list[int]
+    state: str = "waiting"  # then running, waiting again after a preemption, ended or aborted
+    tenancy: int = 0  # counts its stays in a slot
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    prefill_len: int = 0
+    computed: int = 0
+    planned: int = 0  # tokens it has, those in flight included
+    known: int = 0
+    emitted: list[int] = field(default_factory=list)
+    num_started: int = 0
+
+    @property
+    def key(self) -> QueueKey:
+        return self.request.key
+
+    @property
+    def decoding(self) -> bool:
+        return self.state == "running" and self.computed >= self.prefill_len and self.planned < self.job.limit
+
+    @property
+    def prefilling(self) -> bool:
+        return self.state == "running" and self.computed < self.prefill_len
+
+    def leave(self, state: str) -> None:
+        self.state, self.slot, self.pages = state, None, []
+        self.tenancy += 1
+        self.planned = self.known
+
+
+@dataclass(frozen=True)
+class InFlight:
+    plan: StepPlan
+    output: StepOutput
+    rows: list[tuple[Shadow, int]]  # with the tenancy they were planned in
+
+
+class Simulation:
+    """Scheduler, fake device and oracle in step. `add`, `step`, `abort` and `drain` check all they do."""
+
+    def __init__(self, setup: Setup, max_model_len: int = 64):
+        self.setup = setup
+        self.policy = POLICIES[setup.policy]
+        self.pool = PagePool(setup.num_pages, setup.page_size, setup.caching)
+        self.slots = SlotTable(setup.num_slots, max_model_len, setup.page_size)
+        self.scheduler = Scheduler(self.slots, self.pool, self.policy, setup.budget)
+        self.device = FakeDevice(setup.num_slots, setup.num_pages, setup.page_size)
+        self.shadows: dict[str, Shadow] = {}
+        self.plans: list[StepPlan] = []
+        self.num_steps = 0
+        self._in_flight: deque[InFlight] = deque()
+
+    def add(self, job: Job) -> Shadow:
+        """Queues `job`. Raises ValueError exactly when the pool could never hold it."""
+        number = len(self.shadows)
+        params = SamplingParams(
+            max_tokens=job.max_tokens, min_tokens=job.min_tokens, stop_token_ids=job.stop_token_ids
+        )
+        request = Request(
+            request_id=f"r{number}",
+            prompt_token_ids=np.array(job.prompt, np.int32),
+            sampling_params=params,
+            seed=0,
+            stop_token_ids=job.stops,
+            limit=job.limit,
+            key=QueueKey(job.priority, number),
+            salt=job.salt,
+        )
+        try:
+            self.scheduler.add(request, watched=job.watched)
+        except ValueError:
+            assert self._pages_for(job.limit - 1) > self.setup.num_pages - 1, "a request that fits was refused"
+            raise
+        assert self._pages_for(job.limit - 1) <= self.setup.num_pages - 1, "a request that never fits was queued"
+        tokens = [*job.prompt, *job.answer()[0]]
+        shadow = Shadow(job, request, tokens, planned=len(job.prompt), known=len(job.prompt))
+        self.shadows[request.request_id] = shadow
+        self._check_state()
+        return shadow
+
+    def abort(self, shadow: Shadow) -> None:
+        """Ends a request wherever it is; a second end changes nothing."""
+        ended = self.scheduler.finish(shadow.request.request_id)
+        if shadow.state in ("ended", "aborted"):
+            assert ended is None
+        else:
+            assert ended is shadow.request
+            assert ended.output_token_ids.tolist() == shadow.tokens[len(shadow.job.prompt) : shadow.known]
+            shadow.leave("aborted")
+        self._check_state()
+
+    def step(self) -> None:
+        """One `Engine.step`: plans and dispatches, and reads the oldest output when enough are in flight."""
+        self.num_steps += 1
+        plan = self._schedule()
+        if plan is not None:
+            rows = [(self._at(slot), self._at(slot).tenancy) for slot in plan.slots.tolist()]
+            self._in_flight.append(InFlight(plan, self.device.run(plan), rows))
+        else:
+            assert self._in_flight or not self.scheduler.has_work, "work, but nothing to do and nothing to wait for"
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.setup.depth):
+            self._update(self._in_flight.popleft())
+
+    def drain(self) -> None:
+        """Steps until all have ended; fails when that takes longer than one at a time would, many times over."""
+        unfinished = [s for s in self.shadows.values() if s.state in ("waiting", "running")]
+        patience = 20 + sum(4 * s.job.limit + 10 for s in unfinished)
+        while self.scheduler.has_work or self._in_flight:
+            self.step()
+            patience -= 1
+            assert patience, "somebody waits for ever"
+        assert all(s.state in ("ended", "aborted") for s in self.shadows.values())
+        assert self.pool.num_owned == self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    # The plan, predicted.
+
+    def _schedule(self) -> StepPlan | None:
+        expected_victims = self._predict_victims()
+        opening = {s for s in self._running() if self._opens(s)} - expected_victims
+        preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
+        plan = self.scheduler.schedule()
+        victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
+        assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
+        for victim in victims:
+            assert victim.request.output_token_ids.tolist() == victim.tokens[len(victim.job.prompt) : victim.known]
+            victim.leave("waiting")
+        if plan is None:
+            assert not any(s.decoding or s.prefilling for s in self._running()), "nothing planned for a running request"
+            assert self._running() or not self._waiting(), "an idle scheduler keeps a request waiting"
+        else:
+            self.plans.append(plan)
+            self._follow(plan, opening, bool(victims))
+        self._check_state()
+        return plan
+
+    def _predict_victims(self) -> set[Shadow]:
+        running = sorted(self._running(), key=lambda s: s.key)
+        victims: set[Shadow] = set()
+        while sum(map(self._opens, running)) > self.setup.num_pages - 1 - len({p for s in running for p in s.pages}):
+            victims.add(running.pop())
+        return victims
+
+    def _opens(self, shadow: Shadow) -> bool:
+        return shadow.decoding and shadow.computed == len(shadow.pages) * self.setup.page_size
+
+    def _follow(self, plan: StepPlan, opening: set[Shadow], preempted: bool) -> None:
+        assert 0 < plan.num_tokens <= self.setup.budget
+        before = self._running()
+        decoding = {s for s in before if s.decoding}
+        prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
+        if plan.admissions:
+            assert not preempted, "pages taken from one request went to a newcomer"
+            assert self.policy.joins_running or not before, "somebody joined a running batch"
+        computed_before = {s: s.computed for s in before}
+        admitted = [self._admit(admission) for admission in plan.admissions]
+        self._check_queue_order(admitted, computed_before)
+
+        rows = [self._at(slot) for slot in plan.slots.tolist()]
+        assert len(set(rows)) == len(rows), "a request has two rows"
+        assert plan.epochs.tolist() == self.slots.epoch[plan.slots].tolist()
+        decodes, chunks = rows[: plan.num_decode], rows[plan.num_decode :]
+        if self.policy.mixes_phases or not chunks:
+            assert set(decodes) == decoding, "decode starves"
+        else:
+            assert not decodes, "two phases in one step"
+        expected_chunks = [*prefilling, *admitted]
+        assert chunks == expected_chunks[: len(chunks)]
+        assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.setup.budget, "budget left unused"
+
+        first = 0
+        for row, shadow in enumerate(rows):
+            start, length = int(plan.starts[row]), int(plan.lengths[row])
+            assert start == shadow.computed
+            if row < plan.num_decode:
+                assert length == 1 and plan.samples[row]
+                assert (plan.new_pages[row] > 0) == (shadow in opening)
+                shadow.pages.extend(plan.new_pages[row : row + 1][plan.new_pages[row : row + 1] > 0].tolist())
+            else:
+                assert 1 <= length <= shadow.prefill_len - start
+                assert plan.samples[row] == (start + length == shadow.prefill_len)
+                assert plan.samples[row] or plan.num_tokens == self.setup.budget, "a chunk cut short for nothing"
+                given = plan.token_ids[first : first + length].tolist()
+                assert given == shadow.tokens[start : start + length]
+                first += length
+            shadow.computed += length
+            shadow.planned += int(plan.samples[row])
+            for position in range(start, start + length):
+                page = shadow.pages[position // self.setup.page_size]
+                assert self.pool.ref_counts[page] == 1, "a shared page is written"
+
+    def _admit(self, admission: Admission) -> Shadow:
+        shadow = self.shadows[admission.request.request_id]
+        assert shadow.state == "waiting"
+        assert all(admission.slot != s.slot for s in self._running()), "a slot has two tenants"
+        first_time = shadow.tenancy == 0
+        shadow.state, shadow.slot, shadow.pages = "running", admission.slot, admission.pages.tolist()
+        shadow.prefill_len = shadow.planned = shadow.known
+        shadow.computed = int(self.slots.num_computed[admission.slot] - self._length_in_last_plan(admission.slot))
+        assert shadow.computed % self.setup.page_size == 0 and shadow.computed < shadow.known
+        assert self.setup.caching or not shadow.computed
+        target = shadow.job.limit - 1 if self.policy.reserves_limit else shadow.known
+        assert len(shadow.pages) == self._pages_for(target)
+        if first_time:
+            assert shadow.request.num_cached_tokens == shadow.computed
+        return shadow
+
+    def _length_in_last_plan(self, slot: int) -> int:
+        plan = self.plans[-1]
+        return int(plan.lengths[plan.slots == slot].sum())
+
+    def _check_queue_order(self, admitted: list[Shadow], computed_before: dict[Shadow, int]) -> None:
+        """Whoever was overtaken shares a page of prefix with a running request that had not computed it."""
+        assert [s.key for s in admitted] == sorted(s.key for s in admitted)
+        for waiting in self._waiting():
+            for overtaker in admitted:
+                if waiting.key < overtaker.key:
+                    runners = {**dict.fromkeys(admitted, 0), **computed_before}
+                    assert self.setup.caching and any(
+                        self._common_pages(waiting, s) * self.setup.page_size > computed
+                        for s, computed in runners.items()
+                    ), "overtaken without a reason"
+
+    def _common_pages(self, a: Shadow, b: Shadow) -> int:
+        if a.job.salt != b.job.salt:
+            return 0
+        length = 0
+        while length < min(a.known, b.known) and a.tokens[length] == b.tokens[length]:
+            length += 1
+        return length // self.setup.page_size
+
+    # The update, predicted.
+
+    def _update(self, done: InFlight) -> None:
+        live = [
+            (row, shadow)
+            for row, (shadow, tenancy) in enumerate(done.rows)
+            if done.plan.samples[row] and shadow.tenancy == tenancy
+        ]
+        update = self.scheduler.update(done.plan, done.output)
+        assert update.num_new_tokens == len(live)
+        emitted, started, finished = [], [], {}
+        for row, shadow in live:
+            token = shadow.tokens[shadow.known]
+            assert int(done.output.token_ids[row]) == token, "a token that the request alone would not get"
+            if shadow.known == len(shadow.job.prompt):
+                started.append(shadow.request)
+                shadow.num_started += 1
+            shadow.known += 1
+            if shadow.job.watched:
+                emitted.append((shadow.request, row, token))
+                shadow.emitted.append(token)
+            if shadow.known == len(shadow.tokens):
+                finished[shadow.request] = shadow
+        assert list(update.started) == started
+        assert [(e.request, e.row, e.token_id) for e in update.emitted] == emitted
+        self._check_finished(update, finished)
+        self._check_state()
+
+    def _check_finished(self, update: StepUpdate, expected: dict[Request, Shadow]) -> None:
+        assert {end.request for end in update.finished} == expected.keys()
+        for end in update.finished:
+            shadow = expected[end.request]
+            outputs, reason, stop_reason = shadow.job.answer()
+            assert end.request.output_token_ids.tolist() == outputs
+            assert (end.reason, end.stop_reason) == (reason, stop_reason)
+            assert shadow.state == "running" and shadow.num_started == 1
+            assert shadow.emitted == (outputs if shadow.job.watched else [])
+            shadow.leave("ended")
+
+    # The state, compared after every operation.
+
+    def _check_state(self) -> None:
+        self.scheduler.check_invariants()
+        running = self._running()
+        assert self.scheduler.num_running == len(running)
+        assert self.scheduler.num_waiting == len(self._waiting())
+        assert [request for _, request in self.scheduler.running()] == [
+            s.request for s in sorted(running, key=lambda s: s.key)
+        ]
+        assert self.pool.num_owned == len({page for s in running for page in s.pages})
+        for shadow in running:
+            at, slots = shadow.slot, self.slots
+            assert at is not None and slots.tenants[at] is shadow.request
+            assert (slots.num_computed[at], slots.num_known[at]) == (shadow.computed, shadow.known)
+            assert (slots.num_tokens[at], slots.prefill_len[at]) == (shadow.planned, shadow.prefill_len)
+            assert slots.pages(at).tolist() == shadow.pages == self.device.page_tables[at][: len(shadow.pages)] or (
+                self.plans and at in self.plans[-1].slots  # planned, not dispatched yet
+            )
+            assert slots.outputs(at).tolist() == shadow.tokens[len(shadow.job.prompt) : shadow.known]
+        self._check_sharing(running)
+
+    def _check_sharing(self, running: list[Shadow]) -> None:
+        for i, a in enumerate(running):
+            for b in running[:i]:
+                for page in set(a.pages) & set(b.pages):
+                    index = a.pages.index(page)
+                    assert b.pages.index(page) == index, "a page has two places"
+                    end = (index + 1) * self.setup.page_size
+                    assert a.job.salt == b.job.salt and a.tokens[:end] == b.tokens[:end], "a page of other tokens"
+
+    def _running(self) -> list[Shadow]:
+        return [s for s in self.shadows.values() if s.state == "running"]
+
+    def _waiting(self) -> list[Shadow]:
+        return [s for s in self.shadows.values() if s.state == "waiting"]
+
+    def _at(self, slot: int) -> Shadow:
+        return next(s for s in self._running() if s.slot == slot)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.setup.page_size)

@@ -1,0 +1,251 @@
+"""The sampler against NumPy: what is kept by sorting, what is drawn from the documented noise, and how often."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxvllm.core.sampling_params import MAX_LOGPROBS
+from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
+from jaxvllm.runtime.sampler import logprobs, sample
+from jaxvllm.runtime.state import SamplingState
+
+jitted_sample, jitted_logprobs = jax.jit(sample), jax.jit(logprobs)
+ROWS, VOCAB = 6, 40
+# Sums of probabilities within this of top_p, and logits of min_p's floor, may fall on either side.
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sampling parameters of one row."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: tuple[int, int] = (5, 6)
+    min_length: int = 0
+    stop_ids: tuple[int, ...] = ()
+    num_logprobs: int = -1
+
+
+def state_of(rows: list[Row]) -> SamplingState:
+    stop_ids = np.full((len(rows), MAX_STOP_IDS), NO_TOKEN, np.int32)
+    for index, row in enumerate(rows):
+        stop_ids[index, : len(row.stop_ids)] = row.stop_ids
+    return SamplingState(
+        temperature=np.asarray([row.temperature for row in rows], np.float32),
+        top_k=np.asarray([row.top_k for row in rows], np.int32),
+        top_p=np.asarray([row.top_p for row in rows], np.float32),
+        min_p=np.asarray([row.min_p for row in rows], np.float32),
+        seed=np.asarray([row.seed for row in rows], np.uint32),
+        min_length=np.asarray([row.min_length for row in rows], np.int32),
+        stop_ids=stop_ids,
+        num_logprobs=np.asarray([row.num_logprobs for row in rows], np.int32),
+    )
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x.astype(np.float64) - x.max())
+    return weights / weights.sum()
+
+
+def kept(scaled: np.ndarray, row: Row) -> tuple[np.ndarray, bool]:
+    """bool[V] of what min_p, then top_k, then top_p leave of f32[V], by sorting; and whether rounding decides."""
+    scaled = scaled.astype(np.float64)
+    unclear = False
+    if row.min_p > 0:
+        floor = scaled.max() + np.log(np.float64(np.float32(row.min_p)))
+        unclear |= bool(np.any((np.abs(scaled - floor) < ROUNDING) & (scaled != floor)))
+        scaled = np.where(scaled >= floor, scaled, -np.inf)
+    if 0 < row.top_k < len(scaled):
+        scaled = np.where(scaled >= np.sort(scaled)[-row.top_k], scaled, -np.inf)
+    if row.top_p < 1:
+        order = np.argsort(-scaled, kind="stable")
+        sums = np.cumsum(softmax(scaled)[order])
+        unclear |= bool(np.any(np.abs(sums - np.float32(row.top_p)) < ROUNDING))
+        last = min(int(np.searchsorted(sums, np.float32(row.top_p))), len(sums) - 1)
+        scaled = np.where(scaled >= scaled[order[last]], scaled, -np.inf)
+    return scaled > -np.inf, unclear
+
+
+@jax.jit
+@jax.vmap
+def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """f32[VOCAB]: what DESIGN promises, counter based on the request's seed and the token's position."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+    return jax.random.gumbel(key, (VOCAB,), jnp.float32)
+
+
+parameter_rows = st.builds(
+    Row,
+    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 1.3, 5.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999999]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.3, 1.0]),
+    seed=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
+)
+
+
+@settings(max_examples=150)
+@given(
+    rows=st.lists(parameter_rows, min_size=ROWS, max_size=ROWS),
+    logits_seed=st.integers(0, 2**32),
+    step=st.sampled_from([0.0, 0.5, 2.0]),
+    forbidden=st.integers(0, VOCAB - 1),
+)
+@example(rows=[Row(top_p=0.5)] * ROWS, logits_seed=0, step=2.0, forbidden=0)
+@example(rows=[Row(top_k=3), Row(temperature=0.0)] * (ROWS // 2), logits_seed=1, step=0.5, forbidden=38)
+def test_draws_what_the_oracle_draws(rows: list[Row], logits_seed: int, step: float, forbidden: int) -> None:
+    rng = np.random.default_rng(logits_seed)
+    logits = rng.normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
+    if step:  # many ties, zeros of both signs among them
+        logits = (np.round(logits / step) * step).astype(np.float32)
+    for row in logits:
+        row[rng.permutation(VOCAB)[:forbidden]] = -np.inf
+    positions = rng.integers(0, 5000, ROWS).astype(np.int32)
+    params = state_of(rows)
+    tokens = np.asarray(jitted_sample(logits, params, positions))
+    assert tokens.dtype == np.int32
+    gumbel = np.asarray(noise(params.seed, positions))
+    for index, row in enumerate(rows):
+        if row.temperature == 0:
+            assert tokens[index] == np.argmax(logits[index])
+            continue
+        scaled = logits[index] / np.float32(row.temperature)
+        keep, unclear = kept(scaled, row)
+        if not unclear:
+            assert tokens[index] == np.argmax(np.where(keep, scaled + gumbel[index], -np.inf)), row
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (Row(), {0, 1, 2, 3, 4, 5}),
+        (Row(top_k=1), {0}),
+        (Row(top_k=2), {0, 1, 2}),  # 1 and 2 are equal: both stay
+        (Row(top_k=4), {0, 1, 2, 3}),
+        (Row(top_k=100), {0, 1, 2, 3, 4, 5}),
+        (Row(top_p=1e-9), {0}),
+        (Row(top_p=0.39), {0}),
+        (Row(top_p=0.41), {0, 1, 2}),
+        (Row(top_p=0.79), {0, 1, 2}),
+        (Row(top_p=0.81), {0, 1, 2, 3}),
+        (Row(min_p=0.6), {0}),
+        (Row(min_p=0.4), {0, 1, 2}),
+        (Row(min_p=1.0), {0}),
+        (Row(top_k=3, top_p=0.49), {0}),  # of what top_k left: 0.4 of 0.8
+        (Row(min_p=0.2, top_p=0.9), {0, 1, 2, 3}),  # of what min_p left: 0.9 would need all four
+        (Row(temperature=0.0), {0}),
+    ],
+    ids=str,
+)
+def test_which_tokens_can_come(row: Row, expected: set[int]) -> None:
+    # Token 6 is impossible whatever is asked.
+    logits = np.log(np.asarray([0.4, 0.2, 0.2, 0.1, 0.06, 0.04, 0.0], np.float32), where=np.arange(7) < 6,
+                    out=np.full(7, -np.inf, np.float32))  # fmt: skip
+    count = 512
+    tokens = jitted_sample(np.tile(logits, (count, 1)), state_of([row] * count), np.arange(count, dtype=np.int32))
+    assert set(np.asarray(tokens).tolist()) == expected
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    count, temperature = 4096, 1.7
+    logits = np.asarray([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, -9.0], np.float32)
+    rows = [Row(temperature=temperature, top_k=7)] * count
+    expected = count * softmax(np.where(np.arange(8) < 7, logits / temperature, -np.inf))
+    run = np.tile(logits, (count, 1))
+    over_positions = np.asarray(jitted_sample(run, state_of(rows), np.arange(count, dtype=np.int32)))
+    seeds = [Row(temperature=temperature, top_k=7, seed=(number, 0)) for number in range(count)]
+    over_seeds = np.asarray(jitted_sample(run, state_of(seeds), np.zeros(count, np.int32)))
+    for tokens in (over_positions, over_seeds):
+        counts = np.bincount(tokens, minlength=8)
+        assert counts[7] == 0
+        chi_square = ((counts - expected)[:7] ** 2 / expected[:7]).sum()
+        assert chi_square < 22.5  # 6 degrees of freedom: 0.1 % lie beyond
+    # One token says nothing about the next: of 49 pairs, 36 degrees of freedom.
+    pairs = np.bincount(over_positions[:-1] * 7 + over_positions[1:], minlength=49).reshape(7, 7)
+    product = np.outer(pairs.sum(1), pairs.sum(0)) / pairs.sum()
+    assert ((pairs - product) ** 2 / product).sum() < 68
+
+
+def test_a_seeded_row_draws_the_same_whatever_it_is_batched_with() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(20, VOCAB)).astype(np.float32)
+    mine = Row(temperature=0.9, top_p=0.95, seed=(11, 12))
+    company = [Row(temperature=0.0), Row(top_k=3, seed=(1, 1)), Row(min_p=0.1, seed=(2, 2)), Row(seed=(3, 3))]
+
+    def tokens(place: int, size: int) -> list[int]:
+        rows = [company[index % 4] for index in range(size)]
+        rows[place] = mine
+        drawn = []
+        for position, row_logits in enumerate(logits):
+            batch = rng.normal(size=(size, VOCAB)).astype(np.float32)
+            batch[place] = row_logits
+            positions = rng.integers(0, 999, size).astype(np.int32)
+            positions[place] = position
+            drawn.append(int(jitted_sample(batch, state_of(rows), positions)[place]))
+        return drawn
+
+    alone = tokens(0, 1)
+    assert len(set(alone)) > 5
+    assert alone == tokens(0, 3) == tokens(2, 3) == tokens(6, 7)
+
+
+def test_stop_ids_wait_for_min_tokens() -> None:
+    logits = np.zeros((5, 8), np.float32)
+    logits[:, 3], logits[:, 5] = 9, 8
+    stops = (3, 5, 1000)  # an id beyond the vocabulary forbids nothing
+    rows = [
+        Row(temperature=0.0, stop_ids=stops, min_length=10),
+        Row(temperature=0.0, stop_ids=stops, min_length=9),
+        Row(temperature=0.0, stop_ids=(), min_length=10),
+        Row(temperature=0.01, stop_ids=(3,), min_length=10),
+        Row(temperature=0.0, stop_ids=stops, min_length=0),
+    ]
+    tokens = jitted_sample(logits, state_of(rows), np.full(5, 9, np.int32))
+    # The position that the token will have, 9, is below 10 and not below 9.
+    assert np.asarray(tokens).tolist() == [0, 3, 3, 5, 3]
+
+
+def test_equal_zeros_of_both_signs_are_a_tie() -> None:
+    logits = np.full((256, 4), -5, np.float32)
+    logits[:, 0], logits[:, 1] = 0.0, -0.0
+    for row in (Row(top_k=1), Row(top_p=0.3)):
+        tokens = jitted_sample(logits, state_of([row] * 256), np.arange(256, dtype=np.int32))
+        assert set(np.asarray(tokens).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("vocab", [7, 50])
+def test_logprobs_are_those_of_the_unmodified_distribution(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 2, (4, vocab)).astype(np.float32)
+    logits[1, :3] = -np.inf
+    logits[2, :4] = 1.5  # ties
+    tokens = np.asarray([0, 4, 1, vocab - 1], np.int32)
+    rows = [Row(temperature=0.0), Row(top_k=1, num_logprobs=5), Row(min_length=99, stop_ids=(1,)), Row(top_p=0.1)]
+    got: Any = jax.tree.map(np.asarray, jitted_logprobs(logits, tokens, state_of(rows)))
+    count = min(MAX_LOGPROBS, vocab)
+    assert got.top.shape == got.top_ids.shape == (4, count)
+    for index, row_logits in enumerate(logits):
+        with np.errstate(divide="ignore"):
+            expected = np.log(softmax(row_logits))
+        np.testing.assert_allclose(got.sampled[index], expected[tokens[index]], rtol=1e-5)
+        np.testing.assert_allclose(got.top[index], np.sort(expected)[::-1][:count], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got.top[index], expected[got.top_ids[index]], rtol=1e-5, atol=1e-6)
+        assert len(set(got.top_ids[index].tolist())) == count
+        assert got.ranks[index] == (row_logits >= row_logits[tokens[index]]).sum()
+
+
+def test_no_logprobs_unless_a_row_wants_them() -> None:
+    logits = np.random.default_rng(0).normal(size=(3, 30)).astype(np.float32)
+    got = jitted_logprobs(logits, np.zeros(3, np.int32), state_of([Row()] * 3))
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got))
+    wanted = jitted_logprobs(logits, np.zeros(3, np.int32), state_of([Row(), Row(num_logprobs=0), Row()]))
+    assert np.asarray(wanted.sampled).all()
