@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("docs/structure.md", "docs/glossary.md", "CONTRIBUTING.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/structure.md",
+    "docs/glossary.md",
+    "docs/log.md",
+    "docs/decisions/0001-plain-arrays-one-state-one-transfer.md",
+)
 PACKAGES = ("jaxvllm", "pallas_kernels", "sharding")
 
 DOTTED = re.compile(r"(?:jaxvllm|pallas_kernels|sharding)(?:\.\w+)+")

@@ -22,7 +22,8 @@ CHAT_TEMPLATE = """\
 {{- 'Tools:' }}
 {%- for tool in tools %}
 {%- set function = tool.function if tool.function is defined else tool %}
-{{- '\\n' + function.name + '(' + (function.parameters.properties | default({}, true) | join(', ')) + '): ' \
+{%- set parameters = function.parameters | default({}, true) %}
+{{- '\\n' + function.name + '(' + (parameters.properties | default({}, true) | join(', ')) + '): ' \
 + (function.description | default('', true)) }}
 {%- endfor %}
 {{- '<|end|>' }}

@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -11,17 +11,24 @@ from typing import Any, Literal, get_args, get_origin
 _FIELD = re.compile(r"^    (\w+): [^#]*?(?:#\s*(.*))?$")
 
 
-def add_flags(parser: argparse.ArgumentParser, source: type, title: str, skip: Collection[str] = ()) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    source: type,
+    title: str,
+    skip: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Adds `--name-of-field` for every field of the dataclass `source` that is not in `skip`.
 
-    A flag that is not given stays out of the namespace, so that the dataclass's own default holds.
+    A flag that is not given stays out of the namespace, so that the dataclass's own default holds, unless
+    `defaults` has another.
     """
     group = parser.add_argument_group(title)
     helps = _comments(source)
     for field in fields(source):
         if field.name in skip:
             continue
-        default = field.default if field.default is not MISSING else None
+        default = (defaults or {}).get(field.name, None if field.default is MISSING else field.default)
         text = f"{helps.get(field.name, '')} (default: {default})".strip().replace("%", "%%")
         group.add_argument(
             f"--{field.name.replace('_', '-')}",

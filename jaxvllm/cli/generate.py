@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jaxvllm.engine.engine import Engine, Submission
     from jaxvllm.engine.outputs import RequestOutput
 
-DEFAULT_MAX_TOKENS = 128
+# vLLM's 16 tokens are enough for an API's smoke test, not for somebody who reads.
+DEFAULTS = {"max_tokens": 128}
 _HIDDEN_SAMPLING = ("output_kind", "detokenize", "spaces_between_special_tokens")
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prompts = _prompts(args)
         config = EngineConfig.from_options(**given(args, EngineConfig))
-        params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | given(args, SamplingParams))
+        params = SamplingParams(**DEFAULTS | given(args, SamplingParams))
         return _run(args, prompts, config, params)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm generate: {error}", file=sys.stderr)
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message: use the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object a request, and one of totals")
     parser.add_argument("--show-batch", action="store_true", help="draw which request was in which step")
-    add_flags(parser, SamplingParams, "sampling", skip=_HIDDEN_SAMPLING)
+    add_flags(parser, SamplingParams, "sampling", _HIDDEN_SAMPLING, DEFAULTS)
     add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
     return parser
 

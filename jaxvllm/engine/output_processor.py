@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxvllm.core.plan import Emitted, Finished, StepOutput, StepPlan, StepUpdate
-from jaxvllm.core.request import FinishReason
+from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.prompts import Prompt
@@ -31,10 +31,13 @@ class _Completion:
     stream: TextStream | None  # None: the engine has no tokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
     num_taken: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    def cumulative_logprob(self) -> float:
+        chosen = zip(self.logprobs, self.token_ids, strict=True)
+        return sum((ranked[token_id].logprob for ranked, token_id in chosen), start=0.0)
 
 
 @dataclass(slots=True)
@@ -108,7 +111,7 @@ class OutputProcessor:
         """Outputs that callers should see now, and the ids of requests that a stop string has ended."""
         now = time.monotonic()
         touched: dict[str, _Group] = {}
-        stopped: list[str] = []
+        stopped: dict[str, Request] = {}
         for request in update.started:
             group = self._group_of[request.request_id]
             if group.metrics.first_token_time is None:
@@ -120,13 +123,13 @@ class OutputProcessor:
             match = self._take_token(group, emitted, ends.get(request_id), output)
             if match is not None:
                 self._stop_at(group.completions[request_id], match)
-                stopped.append(request_id)
+                stopped[request_id] = emitted.request
         for end in update.finished:
             request_id = end.request.request_id
             group = touched[request_id] = self._group_of[request_id]
             self._finish(group, group.completions[request_id], end)
-        for request_id in (*stopped, *ends):
-            self._note_preemptions(touched[request_id], ends.get(request_id))
+        for request_id, request in (stopped | {name: end.request for name, end in ends.items()}).items():
+            self._note_preemptions(touched[request_id], request)
         groups = {group.request_id: group for group in touched.values()}
         outputs = [self._emit(group) for group in groups.values() if self._is_due(group)]
         return outputs, [request_id for request_id in stopped if request_id not in ends]
@@ -167,10 +170,9 @@ class OutputProcessor:
         sampled = float(values.sampled[row])
         ranked.setdefault(emitted.token_id, Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id)))
         completion.logprobs.append(ranked)
-        completion.cumulative_logprob += sampled
 
     def _spell(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def _stop_at(self, completion: _Completion, match: StopMatch) -> None:
         del completion.token_ids[match.num_tokens :]
@@ -188,14 +190,16 @@ class OutputProcessor:
                 shown = shown[:-1]
             if completion.stream is not None:
                 completion.stream.push(shown)
-        if completion.stream is not None:
-            completion.stream.finish()
+        match = completion.stream.finish() if completion.stream is not None else None
+        if match is not None:  # bytes that waited for their run to end were a stop string
+            self._stop_at(completion, match)
+            return
         completion.finish_reason = end.reason
         completion.stop_reason = end.stop_reason
 
-    def _note_preemptions(self, group: _Group, end: Finished | None) -> None:
-        if end is not None and end.request.num_preemptions:
-            total = group.metrics.num_preemptions + end.request.num_preemptions
+    def _note_preemptions(self, group: _Group, ended: Request) -> None:
+        if ended.num_preemptions:
+            total = group.metrics.num_preemptions + ended.num_preemptions
             group.metrics = replace(group.metrics, num_preemptions=total)
 
     def _is_due(self, group: _Group) -> bool:
@@ -229,7 +233,7 @@ class OutputProcessor:
             index=completion.index,
             text=text,
             token_ids=completion.token_ids[first:],
-            cumulative_logprob=completion.cumulative_logprob if wants else None,
+            cumulative_logprob=completion.cumulative_logprob() if wants else None,
             logprobs=completion.logprobs[first:] if wants else None,
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,

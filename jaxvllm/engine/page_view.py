@@ -43,7 +43,10 @@ class PageView:
 
 @dataclass(frozen=True)
 class PoolView:
-    """All pages, and those of each running request in order. `str()` draws them, one character a page."""
+    """All pages, and those of each running request in order.
+
+    `str()` draws them, one character a page, up to the line of the last that is not free.
+    """
 
     page_size: int  # tokens
     states: tuple[PageState, ...]  # one a page
@@ -92,4 +95,6 @@ class PoolView:
         counts = Counter(marks)
         legend += [f"{mark} {words} ({counts[mark]})" for mark, words in _LEGEND.values() if counts[mark]]
         lines = ["".join(marks[start : start + WIDTH]) for start in range(0, len(marks), WIDTH)]
+        while set(lines[-1]) == {_LEGEND[PageState.FREE][0]}:  # ends at page 0, which is never free
+            lines.pop()
         return "\n".join([*lines, *legend])

@@ -9,7 +9,6 @@ import numpy as np
 from jaxvllm.core.request import TokenIds
 from jaxvllm.engine.tokenizer import Tokenizer
 
-
 # What a prompt given as a mapping may hold, as in vLLM: one of the first two, and perhaps a salt.
 FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 

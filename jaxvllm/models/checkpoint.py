@@ -5,7 +5,7 @@ No code of a checkpoint is ever executed: config.json is JSON, weights are safet
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.families import find_family
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.params import Layout, ParamDecl, Params, build, dummy_params, stacked
+from jaxvllm.models.params import Layout, ParamDecl, Params, build, dummy_array, stacked
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_files import WeightFiles, open_weights
 from jaxvllm.models.weight_names import Source, outer_sources
@@ -98,7 +98,11 @@ def load(
     """
     place = place or place_on(jax.devices()[0])
     if load_format == "dummy":
-        return dummy_params(spec, dtype, layout, seed, place)
+
+        def dummy(name: str, decl: ParamDecl, layer: int | None) -> np.ndarray:
+            return dummy_array(name, decl, layer, dtype, seed)
+
+        return _place_all(spec, layout, dtype, place, dummy)
     if load_format != "auto":
         raise ValueError(f"load_format must be auto or dummy, not {load_format!r}")
     family = find_family(read_config(path))
@@ -108,21 +112,35 @@ def load(
         layers = [family.layer_sources(spec, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
         _check_names(files, family, spec, [outer, *layers])
 
-        def leaf(name: str, decl: ParamDecl, held: tuple[int, ...] | None) -> jax.Array:
-            if held is None or layout == "separate":
-                sources = outer[name] if held is None else layers[held[0]][name]
-                return jax.device_put(_read(files, sources, decl, dtype), place(decl.axes))
-            whole = stacked(decl, spec.num_layers)
-            stack = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place(whole.axes))(
-                whole.shape, jnp.dtype(dtype)
-            )
-            put = jax.jit(_put_layer, donate_argnums=0, out_shardings=place(whole.axes))
-            for layer in held:
-                value = jax.device_put(_read(files, layers[layer][name], decl, dtype), place(decl.axes))
-                stack = put(stack, value, np.int32(layer))
-            return stack
+        def stored(name: str, decl: ParamDecl, layer: int | None) -> np.ndarray:
+            sources = outer[name] if layer is None else layers[layer][name]
+            return _read(files, sources, decl, dtype)
 
-        return build(spec, layout, leaf)
+        return _place_all(spec, layout, dtype, place, stored)
+
+
+def _place_all(
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: DTypeLike,
+    place: Place,
+    read: Callable[[str, ParamDecl, int | None], np.ndarray],
+) -> Params:
+    """The tree, on its devices, of the arrays that `read(name, decl, layer)` gives one after the other."""
+
+    def leaf(name: str, decl: ParamDecl, held: tuple[int, ...] | None) -> jax.Array:
+        if held is None or layout == "separate":
+            return jax.device_put(read(name, decl, held[0] if held else None), place(decl.axes))
+        whole = stacked(decl, spec.num_layers)
+        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place(whole.axes))
+        put = jax.jit(_put_layer, donate_argnums=0, out_shardings=place(whole.axes))
+        stack = zeros(whole.shape, jnp.dtype(dtype))
+        for layer in held:
+            value = jax.device_put(read(name, decl, layer), place(decl.axes))
+            stack = put(stack, value, np.int32(layer))
+        return stack
+
+    return build(spec, layout, leaf)
 
 
 def _put_layer(stack: jax.Array, value: jax.Array, layer: jax.Array) -> jax.Array:

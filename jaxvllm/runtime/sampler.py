@@ -112,8 +112,8 @@ def _top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of the float32 values."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
+    """int32 keys in the order of the float32 values; equal values, 0.0 and -0.0 among them, have one key."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 

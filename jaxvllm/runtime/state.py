@@ -84,10 +84,11 @@ _PAGES = _STOP_IDS + MAX_STOP_IDS
 
 
 def pack_admissions(admissions: Sequence[Admission], num_slots: int, max_pages: int) -> NDArray[np.int32]:
-    """i32[ADMISSION_BATCH, words] for `admit`; unused rows go to the trash slot."""
+    """i32[ADMISSION_BATCH, words] for `admit`; unused rows go to no slot."""
     assert len(admissions) <= ADMISSION_BATCH
     packed = np.zeros((ADMISSION_BATCH, _PAGES + max_pages), np.int32)
-    packed[:, 0] = num_slots
+    # Past the trash slot, so dropped: that one must never want log-probabilities or top_p, for padding rows read it.
+    packed[:, 0] = num_slots + 1
     floats = packed.view(np.float32)
     for row, admission in enumerate(admissions):
         request, params = admission.request, admission.request.sampling_params
@@ -117,6 +118,6 @@ def admit(state: DeviceState, packed: jax.Array) -> DeviceState:
     olds = {field.name: getattr(state.sampling, field.name) for field in fields(SamplingState)}
     return replace(
         state,
-        page_table=state.page_table.at[slots].set(packed[:, _PAGES:]),
-        sampling=SamplingState(**{name: olds[name].at[slots].set(news[name]) for name in olds}),
+        page_table=state.page_table.at[slots].set(packed[:, _PAGES:], mode="drop"),
+        sampling=SamplingState(**{name: olds[name].at[slots].set(news[name], mode="drop") for name in olds}),
     )

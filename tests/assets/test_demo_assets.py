@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,7 +80,7 @@ def test_weights_are_finite_and_have_the_declared_shapes(name: str) -> None:
         found = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
     assert {key: value.shape for key, value in found.items()} == declared(config)
     for key, value in found.items():
-        assert value.dtype.name == config["torch_dtype"], key
+        assert value.dtype == np.dtype(getattr(ml_dtypes, config["torch_dtype"])), key
         assert np.isfinite(value.astype(np.float32)).all(), key
         assert value.astype(np.float32).std() > 0 or value.ndim == 1, key
 

@@ -95,3 +95,12 @@ def test_picture(scheduler: Scheduler) -> None:
     assert picture[0] == "#"
     assert legend[:2] == ["a request first: 41 tokens in 3 pages", "b request second: 40 tokens in 3 pages"]
     assert [line[0] for line in legend[2:]] == ["*", ".", "#"]
+
+
+def test_picture_ends_where_only_free_pages_follow() -> None:
+    states = [PageState.FREE] * 1000
+    states[0], states[70] = PageState.TRASH, PageState.CACHED
+    lines = str(PoolView(PAGE_SIZE, tuple(states), {})).splitlines()
+    assert lines[:2] == ["#" + "." * 63, "." * 6 + "+" + "." * 57]
+    assert [line[0] for line in lines[2:]] == ["+", ".", "#"]
+    assert "(998)" in lines[3]

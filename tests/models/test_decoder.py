@@ -1,5 +1,6 @@
 """What the decoder promises besides the numbers: both layouts agree, and windows cost nothing unless used."""
 
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvllm.models import checkpoint
 from jaxvllm.models.decoder import NO_WINDOW, forward
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import (
@@ -15,7 +17,6 @@ from jaxvllm.models.params import (
     abstract_params,
     declare,
     declare_layer,
-    dummy_params,
     num_parameters,
 )
 from jaxvllm.models.spec import ModelSpec
@@ -30,7 +31,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def dummy(spec: ModelSpec, layout: Any, dtype: Any = jnp.float32, seed: int = 0) -> Any:
-    return dummy_params(spec, dtype, layout, seed, place_on(jax.devices()[0]))
+    return checkpoint.load(Path(), spec, dtype=dtype, layout=layout, load_format="dummy", seed=seed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,11 +39,20 @@ def test_parameters_are_declared_once(name: str) -> None:
     spec = spec_of(name)
     for decl in (declare(spec) | declare_layer(spec)).values():
         partition_spec(decl.axes)
-    for layout in ("separate", "stacked"):
-        abstract = jax.eval_shape(lambda layout=layout: dummy(spec, layout, jnp.bfloat16))
-        expected = abstract_params(spec, jnp.bfloat16, layout, place_on(jax.devices()[0]))
-        chex.assert_trees_all_equal_shapes_and_dtypes(abstract, expected)
+    layouts: list[Layout] = ["separate", "stacked"]
+    for layout in layouts:
+        abstract = abstract_params(spec, jnp.bfloat16, layout, place_on(jax.devices()[0]))
         assert sum(leaf.size for leaf in jax.tree.leaves(abstract)) == num_parameters(spec)
+
+
+def test_abstract_parameters_are_like_real_ones() -> None:
+    spec = spec_of("gemma3")
+    layouts: list[Layout] = ["separate", "stacked"]
+    for layout in layouts:
+        abstract = abstract_params(spec, jnp.bfloat16, layout, place_on(jax.devices()[0]))
+        real = dummy(spec, layout, jnp.bfloat16)
+        chex.assert_trees_all_equal_shapes_and_dtypes(abstract, real)
+        chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x.sharding, tree) for tree in (abstract, real)))
 
 
 def test_dummy_weights_are_the_same_in_both_layouts_and_differ_by_seed() -> None:

@@ -1,6 +1,6 @@
 """The sampler against NumPy: what is kept by sorting, what is drawn from the documented noise, and how often."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -33,6 +33,10 @@ class Row:
     min_length: int = 0
     stop_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
+
+    def __str__(self) -> str:
+        changed = (f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default)
+        return ",".join(changed) or "plain"
 
 
 def state_of(rows: list[Row]) -> SamplingState:

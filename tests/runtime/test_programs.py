@@ -1,0 +1,151 @@
+"""Programs compile behind the engine's back: plans run at once in what is ready, and nothing is left running."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.programs import Compiled, Programs, use_persistent_cache
+from tests.runtime.plans import make_plan
+
+LADDER = BucketLadder.build([1, 4], [8, 32])
+LARGEST = LADDER.largest
+SECONDS = 30  # to wait for what must come
+
+
+class Compiler:
+    """Compiles when it is told to, one bucket at a time. A program is a function that returns its bucket."""
+
+    def __init__(self, failing: tuple[Bucket, ...] = ()) -> None:
+        self.failing = failing
+        self.asked: list[Bucket] = []
+        self.permits = threading.Semaphore(1)  # the largest bucket compiles in the constructor
+        self.started = threading.Semaphore(0)
+
+    def __call__(self, bucket: Bucket) -> Compiled:
+        self.asked.append(bucket)
+        self.started.release()
+        assert self.permits.acquire(timeout=SECONDS)
+        if bucket in self.failing:
+            raise RuntimeError(f"no {bucket} on this chip")
+        return lambda: bucket
+
+    def compile(self, count: int) -> None:
+        """Lets `count` more buckets compile."""
+        for _ in range(count):
+            self.permits.release()
+
+    def wait_until_asked(self, count: int) -> None:
+        for _ in range(count):
+            assert self.started.acquire(timeout=SECONDS)
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler()
+    yield compiler
+    compiler.compile(100)  # whatever a failed test has left waiting
+
+
+def test_serves_from_the_largest_while_the_rest_compiles(compiler: Compiler) -> None:
+    programs = Programs(LADDER, compiler)
+    assert compiler.asked[0] == LARGEST
+    for plan in (make_plan(1), make_plan(4), make_plan(1, [5]), make_plan(3, [29])):
+        bucket, program = programs.choose(plan)
+        assert bucket == LARGEST == program()
+    compiler.wait_until_asked(2)
+    assert programs.num_compiled == 1
+    compiler.compile(len(LADDER.buckets))
+    programs.wait()
+    assert programs.num_compiled == len(LADDER.buckets)
+    for plan, expected in [
+        (make_plan(1), Bucket(1, 1)),
+        (make_plan(2), Bucket(4, 4)),
+        (make_plan(1, [5]), Bucket(8, 4)),
+        (make_plan(3, [29]), Bucket(32, 4)),
+    ]:
+        bucket, program = programs.choose(plan)
+        assert bucket == expected == program()
+
+
+def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
+    programs = Programs(LADDER, compiler)
+    compiler.compile(1)
+    compiler.wait_until_asked(3)  # the largest, the first of the rest, and the one after it
+    assert programs.num_compiled == 2
+    assert programs.choose(make_plan(1))[0] == Bucket(1, 1)
+    assert programs.choose(make_plan(2))[0] == LARGEST
+    compiler.compile(100)
+    programs.wait()
+
+
+def test_each_bucket_compiles_once(compiler: Compiler) -> None:
+    compiler.compile(100)
+    programs = Programs(LADDER, compiler)
+    programs.wait()
+    assert sorted(compiler.asked) == sorted(LADDER.buckets)
+
+
+def test_close_stops_after_the_bucket_at_hand(compiler: Compiler) -> None:
+    programs = Programs(LADDER, compiler)
+    compiler.wait_until_asked(2)
+    closer = threading.Thread(target=programs.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()  # XLA cannot be interrupted
+    compiler.compile(100)
+    closer.join(SECONDS)
+    assert not closer.is_alive()
+    assert len(compiler.asked) == 2
+    programs.close()  # again does no harm
+
+
+def test_a_bucket_that_fails_is_logged_and_the_others_serve(caplog: pytest.LogCaptureFixture) -> None:
+    compiler = Compiler(failing=(Bucket(4, 4),))
+    compiler.compile(100)
+    with caplog.at_level(logging.ERROR):
+        programs = Programs(LADDER, compiler)
+        programs.wait()
+    [record] = caplog.records
+    assert "bucket decode 4 did not compile" in record.getMessage()
+    assert "no decode 4 on this chip" in caplog.text
+    assert programs.num_compiled == len(LADDER.buckets) - 1
+    # Behind it all others compiled; its plans run padded in the next larger one.
+    assert programs.choose(make_plan(4))[0] == Bucket(8, 4)
+
+
+def test_without_the_largest_there_is_no_engine() -> None:
+    compiler = Compiler(failing=(LARGEST,))
+    running = threading.active_count()
+    with pytest.raises(RuntimeError, match="no 32 tokens x 4 rows on this chip"):
+        Programs(LADDER, compiler)
+    assert threading.active_count() == running
+
+
+def test_a_plan_beyond_the_ladder_is_our_bug(compiler: Compiler) -> None:
+    compiler.compile(100)
+    programs = Programs(LADDER, compiler)
+    with pytest.raises(AssertionError, match="no bucket holds 33 tokens in 4 rows"):
+        programs.choose(make_plan(3, [30]))
+    programs.wait()
+
+
+def test_a_cache_directory_that_the_user_chose_stays(tmp_path: Path) -> None:
+    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
+    names.append("jax_persistent_cache_min_entry_size_bytes")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        use_persistent_cache(tmp_path / "ours")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "ours")
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+        use_persistent_cache(tmp_path / "ours")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
