@@ -35,8 +35,9 @@ format: .venv/.stamp
 
 check: lint test  ## exactly what CI runs
 
-bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle` was run
-	$(PY) benchmarks/cpu.py
+bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle` was run, and the host's cost of a step
+	$(PY) -m benchmarks.cpu
+	$(PY) -m benchmarks.host_step
 
 fixtures: .oracle/.stamp  ## expected logits and tokens, from transformers in an environment of its own
 	.oracle/bin/python tools/make_fixtures.py

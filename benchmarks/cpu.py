@@ -7,7 +7,7 @@ memory and the arithmetic of this machine would allow, measured here, and writes
 benchmarks/results/cpu-DATE-COMMIT.json. Other load on the machine makes such figures several times worse: the
 load average is part of the record.
 
-    python benchmarks/cpu.py [--rounds 5] [--peer-python .oracle/bin/python]
+    python -m benchmarks.cpu [--rounds 5] [--peer-python .oracle/bin/python]
 """
 
 import os
@@ -17,7 +17,6 @@ os.environ["OPENBLAS_NUM_THREADS"] = "2"
 os.environ["OMP_NUM_THREADS"] = "2"
 
 import argparse
-import datetime
 import importlib.metadata
 import json
 import platform
@@ -34,9 +33,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks.provenance import ROOT, machine, spread, write_record
+
 THREADS = 2
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PEER = ROOT / "benchmarks" / "peers" / "transformers_cpu.py"
 
 MODEL_S: dict[str, Any] = {
@@ -241,27 +240,6 @@ def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, lis
     return runs
 
 
-def spread(values: list[float], digits: int = 1) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
-
-def machine() -> dict[str, Any]:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average_at_start": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    """The short commit, with `-dirty` when the tree differs from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "uncommitted"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
@@ -316,11 +294,7 @@ def main() -> None:
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     for engine in engines:
         versions |= engine.versions
-    now = datetime.datetime.now(datetime.UTC)
     record = {
-        "date": now.isoformat(timespec="seconds"),
-        "commit": commit(),
-        "device": device,
         "threads": THREADS,
         "versions": versions,
         "model": MODEL_S,
@@ -329,9 +303,7 @@ def main() -> None:
         "roofline": asdict(roofline) | {load.name: roofline.tokens_per_second(load) for load in WORKLOADS},
         "results": results,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"cpu-{now:%Y-%m-%d}-{commit()}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path = write_record("cpu", device, record)
     print(f"\nwritten to {path.relative_to(ROOT)}")
 
 

@@ -33,11 +33,7 @@ class Scheduler:
     """Owns the queue, the slots and the pages. Calls are `add`, `schedule`, `update`, `finish`; none blocks."""
 
     def __init__(self, slots: SlotTable, pool: PagePool, policy: Policy, max_num_batched_tokens: int):
-        if max_num_batched_tokens < slots.num_slots:
-            raise ValueError(
-                f"max_num_batched_tokens {max_num_batched_tokens} must be at least max_num_seqs {slots.num_slots}, "
-                "so that every running request can decode in every step: raise the one or lower the other"
-            )
+        check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
         self.pool = pool
         self.policy = policy
@@ -92,6 +88,7 @@ class Scheduler:
         """
         decode = self.slots.decoding()
         new_pages = self._grow(decode)
+        preempts = new_pages is None
         if new_pages is None:
             decode, new_pages = self._grow_by_preemption()
         chunks: list[_Chunk] = []
@@ -100,7 +97,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens - (len(decode) if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.num_running):
             budget = self._continue_prefills(chunks, budget)
-            self._admit(chunks, admissions, budget)
+            if not preempts:
+                # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
+                self._admit(chunks, admissions, budget)
         if chunks and not mixes:
             self._shrink(decode, new_pages)
             decode, new_pages = decode[:0], new_pages[:0]
@@ -119,8 +118,12 @@ class Scheduler:
         stops = (slots.stop_ids[at] == token_ids[:, None]).any(axis=1) & (num_outputs >= slots.min_tokens[at])
         ends = stops | (slots.num_known[at] >= slots.limit[at])
         started = tuple(self._tenant(slot) for slot in at[num_outputs == 0])
+        watched = slots.watched[at]
         emitted = tuple(
-            Emitted(self._tenant(at[i]), int(rows[i]), int(token_ids[i])) for i in np.flatnonzero(slots.watched[at])
+            Emitted(self._tenant(slot), row, token)
+            for slot, row, token in zip(
+                at[watched].tolist(), rows[watched].tolist(), token_ids[watched].tolist(), strict=True
+            )
         )
         finished = tuple(
             Finished(
@@ -236,8 +239,11 @@ class Scheduler:
         """Whether a running request is computing this one's next page now: waiting for it saves the work.
 
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
+        Not where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.pool.enable_prefix_caching or num_hits >= (request.num_tokens - 1) // self.pool.page_size:
+        if not self.policy.joins_running or not self.pool.enable_prefix_caching:
+            return False
+        if num_hits >= (request.num_tokens - 1) // self.pool.page_size:
             return False
         return request.page_hashes[num_hits] in self._computing
 
@@ -336,3 +342,12 @@ class Scheduler:
         if not self._slot_of:
             assert self.pool.num_owned == 0, "an idle scheduler holds pages"
             assert not self._computing, "an idle scheduler computes pages"
+
+
+def check_token_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raises ValueError for a step that could not hold a token of every running request."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {max_num_batched_tokens} must be at least max_num_seqs {max_num_seqs}, "
+            "so that every running request can decode in every step: raise the one or lower the other"
+        )

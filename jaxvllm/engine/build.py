@@ -12,7 +12,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import PagePool
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.scheduler import Scheduler, check_token_budget
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.default_params import default_params
 from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
@@ -70,6 +70,7 @@ def build(config: EngineConfig) -> EngineParts:
     )
     max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
     max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+    check_token_budget(max_num_batched_tokens, max_num_seqs)  # before buckets of these sizes fail to make sense
     slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
     ladder = BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", 1, max_num_seqs),

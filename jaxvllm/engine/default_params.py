@@ -9,14 +9,9 @@ from jaxvllm.core.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Their name -> ours, and those that would change sampling but are not supported, with the value that changes nothing.
-_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
+# Hugging Face's name -> ours.
+_NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p")} | {"max_new_tokens": "max_tokens"}
+# What would change sampling but is not supported, with the value that changes nothing.
 _NEUTRAL = {"repetition_penalty": 1.0}
 
 

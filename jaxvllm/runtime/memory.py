@@ -31,7 +31,7 @@ def pages_that_fit(num_bytes: int, page_bytes: int, useful: int) -> int:
     count = min(num_bytes // page_bytes, useful)
     if count < 2:
         raise ValueError(
-            f"{num_bytes / 2**20:.1f} MiB are left for KV pages of {page_bytes / 2**20:.2f} MiB each, and two are needed: "
+            f"{num_bytes / 2**20:.1f} MiB are left for KV pages, two of {page_bytes / 2**20:.2f} MiB are needed: "
             "raise memory_utilization, lower max_num_batched_tokens, or use a smaller model"
         )
     return count

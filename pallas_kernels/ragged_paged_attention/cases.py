@@ -85,6 +85,8 @@ CASES = (
     RaggedCase("mixed-any-order", 6, 2, 16, 32, 136,
                _rows((0, 0), (65, 65), (1, 256), (2, 260), (0, 0), (63, 400), (1, 1), (4, 4))),
     RaggedCase("mixed-window", 8, 4, 32, 16, 128, _rows((1, 700), (40, 600), (1, 5), (50, 50)), window=20),
+    # Both windows begin at position 255, the last one of a chunk, and no other row reads that chunk.
+    RaggedCase("mixed-window-from-the-end-of-a-chunk", 4, 2, 32, 16, 48, _rows((1, 295), (30, 324)), window=40),
     # A window longer than a chunk, not a multiple of anything, and Gemma 2's soft cap.
     RaggedCase("mixed-soft-cap", 8, 4, 32, 64, 96,
                _rows((1, 777), (30, 640), (1, 301), (33, 33)), window=300, soft_cap=5.0),

@@ -128,9 +128,7 @@ class Simulation:
     def add(self, job: Job) -> Shadow:
         """Queues `job`. Raises ValueError exactly when the pool could never hold it."""
         number = len(self.shadows)
-        params = SamplingParams(
-            max_tokens=job.max_tokens, min_tokens=job.min_tokens, stop_token_ids=job.stop_token_ids
-        )
+        params = SamplingParams(max_tokens=job.max_tokens, min_tokens=job.min_tokens, stop_token_ids=job.stop_token_ids)
         request = Request(
             request_id=f"r{number}",
             prompt_token_ids=np.array(job.prompt, np.int32),
@@ -224,7 +222,7 @@ class Simulation:
         decoding = {s for s in before if s.decoding}
         prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
         if plan.admissions:
-            #assert not preempted, "pages taken from one request went to a newcomer"
+            assert not preempted, "pages taken from one request went to a newcomer"
             assert self.policy.joins_running or not before, "somebody joined a running batch"
         computed_before = {s: s.computed for s in before}
         admitted = [self._admit(admission, plan) for admission in plan.admissions]

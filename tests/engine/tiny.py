@@ -1,7 +1,7 @@
 """A tiny random Llama that speaks text, engines over it, and a naive recomputation to compare them with."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm import LLM, SamplingParams
+from jaxvllm.core.page_pool import Pages
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from tests.engine.small_tokenizers import TEMPLATE, byte_level_backend, save
@@ -53,13 +54,13 @@ def tiny_llm(directory: Path, **options: Any) -> LLM:
 
 
 @contextmanager
-def few_pages(llm: LLM, count: int) -> Any:
-    """Leaves the engine `count` pages, none of them with a cached prefix: somebody else holds the others."""
+def few_pages(llm: LLM, count: int) -> Iterator[Pages]:
+    """Leaves the engine `count` pages, none of them with a cached prefix: the test holds the others."""
     pool = llm.engine.scheduler.pool
     pool.reset_prefix_cache()
     held = pool.allocate(pool.num_available - count)
     try:
-        yield
+        yield held
     finally:
         pool.release(held)
 

@@ -220,6 +220,25 @@ def test_inside_a_scan_over_layers() -> None:
         np.testing.assert_array_equal(pages[layer, 1:], alone[layer, 1:])
 
 
+def test_which_token_belongs_to_which_row() -> None:
+    table = jnp.zeros((4, 1), jnp.int32)
+    starts, lengths = np.asarray([7, 0, 20, 0], np.int32), jnp.asarray([1, 0, 3, 0], jnp.int32)
+    mixed = RaggedRows.build(table, starts, lengths, 6)
+    assert not mixed.decode_only
+    assert mixed.query_starts.tolist() == [0, 1, 1, 4, 4]
+    assert mixed.query_lens().tolist() == [1, 0, 3, 0]
+    assert mixed.kv_lens.tolist() == [8, 0, 23, 0]
+    assert mixed.token_rows.tolist() == [0, 2, 2, 2, 3, 3]
+    assert mixed.positions.tolist() == [7, 20, 21, 22, 0, 0]
+    assert mixed.is_real().tolist() == [True] * 4 + [False] * 2
+    decode = RaggedRows.build(table, starts, jnp.minimum(lengths, 1), 4)
+    assert decode.decode_only
+    assert decode.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert decode.query_lens().tolist() == [1, 0, 1, 0]
+    assert decode.positions.tolist() == [7, 0, 20, 0]
+    assert decode.is_real().tolist() == [True, False, True, False]
+
+
 def test_pages_struct_is_what_the_call_takes() -> None:
     call = make_call(DECODE)
     struct = kv_pages_struct(LAYERS, DECODE.num_pages, DECODE.page_size, 2, DECODE.head_size, jnp.dtype(jnp.float32))

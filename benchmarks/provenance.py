@@ -1,0 +1,47 @@
+"""Where a figure comes from: machine, commit and date, in every result file."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Median and range, as the tables print them."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def machine() -> dict[str, Any]:
+    """This machine, and how busy it is now: call it before measuring."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average_at_start": os.getloadavg()[0],
+    }
+
+
+def commit() -> str:
+    """The short commit, with `-dirty` when the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "uncommitted"
+
+
+def write_record(name: str, device: dict[str, Any], record: dict[str, Any]) -> Path:
+    """Writes `record`, with its date, commit and `device`, to results/NAME-DATE-COMMIT.json."""
+    now = datetime.datetime.now(datetime.UTC)
+    path = RESULTS / f"{name}-{now:%Y-%m-%d}-{commit()}.json"
+    whole = {"date": now.isoformat(timespec="seconds"), "commit": commit(), "device": device} | record
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    return path
