@@ -230,6 +230,8 @@ def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) 
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in params.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors leaves it readable for its owner only, and an installed package is read by others.
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def load(folder: Path, shape: ModelShape) -> Params:

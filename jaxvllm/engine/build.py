@@ -68,8 +68,7 @@ def build(config: EngineConfig) -> EngineParts:
         seed=config.seed,
         place=place_on(device),
     )
-    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
-    max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+    max_num_seqs, max_num_batched_tokens = _batch_limits(config, on_cpu)
     check_token_budget(max_num_batched_tokens, max_num_seqs)  # before buckets of these sizes fail to make sense
     slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
     ladder = BucketLadder.build(
@@ -100,6 +99,13 @@ def _spec(hf_config: dict[str, object], max_model_len: int | None) -> tuple[Mode
     """The model, and the length it serves: some RoPE scalings depend on it, so it comes first."""
     spec = model_spec(hf_config, max_model_len)
     return spec, max_model_len or spec.max_position
+
+
+def _batch_limits(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
+    """Requests and tokens of a step; the one that the config leaves open makes room for the other."""
+    seqs, tokens = (64, 512) if on_cpu else (256, 2048)
+    max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
+    return max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs)
 
 
 def _dtype(name: str, hf_config: dict[str, object], on_cpu: bool) -> jnp.dtype:

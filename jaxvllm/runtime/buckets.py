@@ -38,19 +38,17 @@ class BucketLadder:
 
     @classmethod
     def build(cls, row_counts: Iterable[int], token_counts: Iterable[int]) -> "BucketLadder":
-        """Decode buckets of each of `row_counts`, and mixed ones of `token_counts` x (few rows, all rows).
+        """Decode buckets of each of `row_counts`, and mixed ones of `token_counts` with few rows and with many.
 
-        Mixed buckets come with at most 8 rows or with all: the rows of a prefill step cost one LM head each,
-        little beside its tokens, and every bucket costs a compilation.
+        Few is at most 8, many half the tokens: a row of a prefill step costs one LM head, little beside its tokens,
+        and every bucket costs a compilation.
         """
         rows, tokens = sorted(set(row_counts)), sorted(set(token_counts))
         if not rows or not tokens or tokens[-1] < rows[-1]:
             raise ValueError(f"buckets need rows and at least as many tokens, got rows {rows} and tokens {tokens}")
-        few = max((r for r in rows if r <= 8), default=rows[0])
-        mixed = {Bucket(t, r) for t in tokens for r in (few, rows[-1]) if r < t}
-        if tokens[-1] == rows[-1]:
-            # Every row and token in use at once, but not one token a row: one spare token tells them apart.
-            mixed.add(Bucket(tokens[-1] + 1, rows[-1]))
+        mixed = {Bucket(t, r) for t in tokens for most in (8, t // 2) if (r := _last(rows, most)) < t}
+        # This one holds everything. With as many rows as tokens, a spare token keeps it from being a decode bucket.
+        mixed.add(Bucket(max(tokens[-1], rows[-1] + 1), rows[-1]))
         return cls((*(Bucket(r, r) for r in rows), *sorted(mixed)))
 
     @property
@@ -60,6 +58,11 @@ class BucketLadder:
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """The cheapest bucket of `ready` that holds `plan`."""
         return min((bucket for bucket in ready if bucket.holds(plan)), default=None)
+
+
+def _last(counts: list[int], most: int) -> int:
+    """The largest of the ascending `counts` that is at most `most`, else the smallest of all."""
+    return max((count for count in counts if count <= most), default=counts[0])
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:

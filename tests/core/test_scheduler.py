@@ -262,6 +262,8 @@ def test_copies_of_one_prompt_cost_one_prefill() -> None:
     simulation.step()
     # The copies wait one step for the first one's pages; whoever is behind them does not.
     assert [shadow.state for shadow in (*shadows, other)] == ["running", "waiting", "waiting", "waiting", "running"]
+    simulation.step()  # two slots are taken, two are left
+    assert [shadow.state for shadow in shadows] == ["running", "running", "running", "waiting"]
     simulation.drain()
     assert [shadow.request.num_cached_tokens for shadow in shadows] == [0, 8, 8, 8]
     assert sum(len(plan.token_ids) for plan in simulation.plans) == 9 + 3 * 1 + 3

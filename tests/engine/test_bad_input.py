@@ -74,7 +74,9 @@ def test_a_request_larger_than_the_pool(tiny_checkpoint: Path) -> None:
         with pytest.raises(ValueError, match="but the pool has 4"):
             llm.generate([GOOD], SamplingParams(max_tokens=None), use_tqdm=False)
         # What just fits is served: the last token needs no KV.
-        [output] = llm.generate([[5] * 60], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+        [output] = llm.generate(
+            [[5] * 60], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False
+        )
         assert len(output.outputs[0].token_ids) == 5
         assert_idle(llm)
 

@@ -1,7 +1,6 @@
 """Every family through pages, scheduler and step: the greedy tokens are those of transformers, on every path."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -63,5 +62,3 @@ def test_preempted(family: tuple[Fixture, LLM]) -> None:
         assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
         assert llm.engine.stats().num_preemptions > before
     assert_idle(llm)
-
-

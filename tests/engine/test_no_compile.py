@@ -42,9 +42,7 @@ def test_200_mixed_requests(wide_llm: LLM, compilations: Count) -> None:
     assert wide_llm.engine.stats().num_preemptions > 0
 
 
-def test_a_compilation_on_the_way_would_be_seen(
-    llm: LLM, compilations: Count, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compilation_on_the_way_would_be_seen(llm: LLM, compilations: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: here is a step that compiles."""
     collect = llm.engine.runner.collect
     monkeypatch.setattr(llm.engine.runner, "collect", lambda step: (jax.jit(jnp.sin)(1.0), collect(step))[1])

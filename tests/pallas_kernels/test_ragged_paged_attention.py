@@ -14,7 +14,7 @@ from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, kv_page
 from pallas_kernels.ragged_paged_attention.cases import CASES, RaggedCase, RowCase
 
 LAYERS, LAYER = 3, 1
-TOLERANCE = 1e-5  # measured: 1.4e-6
+TOLERANCE = 1e-5  # measured: at most 6.2e-7 with XLA on CPU
 # Every mutation must be this much worse than what is allowed.
 VISIBLE = 100 * TOLERANCE
 
@@ -148,7 +148,7 @@ def test_bfloat16(name: str) -> None:
     call = make_call(next(case for case in CASES if case.name == name), jnp.bfloat16)
     out, pages = attention(call.case)(call.q, call.k, call.v, call.pages, call.rows)
     assert out.dtype == pages.dtype == jnp.bfloat16
-    assert call.error(out) < 0.02  # a bfloat16 has 8 bits
+    assert call.error(out) < 0.02  # measured: 0.005; a bfloat16 has 8 bits
 
 
 DECODE = RaggedCase("decode", 4, 2, 16, 16, 3, (RowCase(1, 300), RowCase(1, 40), RowCase(1, 90)), window=33)

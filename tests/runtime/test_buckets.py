@@ -94,7 +94,8 @@ def test_the_default_ladder_is_short() -> None:
     ladder = BucketLadder.build(powers_of_two(1, 256), powers_of_two(16, 2048))
     assert [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert [str(bucket) for bucket in ladder.buckets if not bucket.is_decode] == [
-        *(f"{tokens} tokens x 8 rows" for tokens in (16, 32, 64, 128, 256)),
+        "16 tokens x 8 rows",
+        *(f"{tokens} tokens x {rows} rows" for tokens in (32, 64, 128, 256) for rows in (8, tokens // 2)),
         *(f"{tokens} tokens x {rows} rows" for tokens in (512, 1024, 2048) for rows in (8, 256)),
     ]
     assert str(ladder.buckets[3]) == "decode 8"

@@ -105,5 +105,5 @@ def test_pages_that_fit() -> None:
 
 @pytest.mark.parametrize("room", [199, 0, -5])
 def test_too_little_memory_is_refused(room: int) -> None:
-    with pytest.raises(ValueError, match="left for KV pages .* raise memory_utilization"):
+    with pytest.raises(ValueError, match="left for KV pages.*raise memory_utilization"):
         pages_that_fit(room, 100, useful=50)
