@@ -134,9 +134,8 @@ class Engine:
         """Ends a request now and frees its pages; None when it is unknown or has ended."""
         if request_id not in self.outputs:
             return None
-        for child_id in self.outputs.children(request_id):
-            self.scheduler.finish(child_id)
-        return self.outputs.abort(request_id)
+        children = [self.scheduler.finish(child_id) for child_id in self.outputs.children(request_id)]
+        return self.outputs.abort(request_id, [child for child in children if child is not None])
 
     def stats(self) -> EngineStats:
         """How busy the engine is."""

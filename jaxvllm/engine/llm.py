@@ -123,7 +123,7 @@ class LLM:
         add_special_tokens: bool = True,
         final_only: bool = True,
     ) -> list[Submission]:
-        given = sampling_params or self.get_default_sampling_params()
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         priorities = [0] * len(prompts) if priority is None else list(priority)
         for name, values in (("sampling_params", params), ("priority", priorities)):

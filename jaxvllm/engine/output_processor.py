@@ -134,14 +134,13 @@ class OutputProcessor:
         outputs = [self._emit(group) for group in groups.values() if self._is_due(group)]
         return outputs, [request_id for request_id in stopped if request_id not in ends]
 
-    def abort(self, request_id: str) -> RequestOutput:
-        """Ends `request_id` with what it has; the engine has ended its children already."""
+    def abort(self, request_id: str, children: Sequence[Request]) -> RequestOutput:
+        """Ends `request_id` with what it has; `children` are its requests that the scheduler has just ended."""
         group = self._groups[request_id]
-        for completion in group.completions.values():
-            if completion.finish_reason is None:
-                completion.finish_reason = FinishReason.ABORT
-                if completion.stream is not None:
-                    completion.stream.finish()
+        for child in children:
+            end = Finished(child, FinishReason.ABORT)
+            self._finish(group, group.completions[child.request_id], end)
+            self._note_preemptions(group, child)
         return self._emit(group)
 
     def _take_token(

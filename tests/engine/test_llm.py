@@ -209,6 +209,7 @@ def test_abort_frees_pages_midway(llm: LLM) -> None:
         output = engine.abort(name)
         assert output is not None and output.finished and len(output.outputs) == params.n
         assert {completion.finish_reason for completion in output.outputs} == {"abort"}
+        assert all(completion.token_ids and completion.text for completion in output.outputs), "what it had so far"
         engine.scheduler.check_invariants()
     assert engine.stats().num_pages_owned == 0
     assert engine.has_work  # a step is still on its way; its tokens are nobody's
