@@ -127,6 +127,7 @@ class Ours:
             dtype="float32",
             max_model_len=512,
             max_num_seqs=16,
+            warm_up="full",  # compiling in the background would take the cores from both engines
         )
         self.versions = {"jaxvllm": __version__, "jax": importlib.metadata.version("jax")}
 

@@ -1,6 +1,8 @@
 """Compiled programs: one per bucket, compiled ahead of time, largest first, the rest while the engine serves."""
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from jaxvllm.core.plan import StepPlan
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 
 logger = logging.getLogger(__name__)
+
+COMPILE_NICENESS = 15
 
 type Compiled = Callable[..., Any]
 
@@ -60,6 +64,9 @@ class Programs:
         self._thread.join()
 
     def _compile_rest(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            # Steps go first: on 2 cores they ran at 609 tokens per second and not at 496 while this compiled.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         for bucket in self.ladder.buckets:
             if self._closed.is_set() or not threading.main_thread().is_alive():
                 return
