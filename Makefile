@@ -19,7 +19,9 @@ export UV_HTTP_TIMEOUT ?= 180
 .PHONY: demo test lint format check bench fixtures oracle venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
-	$(PY) -m jaxvllm.generate "Once upon a time" "One morning" "Tom and Lily" "The little dog"
+	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
+	  "One morning in a village on an island," "Long ago, in a castle," "Tom and Lily lived in a farmhouse" \
+	  "In the forest there was a fox called Rusty." "The capital of France"
 
 test: .venv/.stamp  ## the whole suite
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

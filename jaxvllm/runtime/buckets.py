@@ -55,6 +55,12 @@ class BucketLadder:
     def largest(self) -> Bucket:
         return self.buckets[-1]
 
+    def compile_order(self) -> tuple[Bucket, ...]:
+        """The largest bucket first, since it holds every plan; then the largest for decoding, which is most steps."""
+        most_rows = Bucket(self.largest.num_rows, self.largest.num_rows)
+        first = [bucket for bucket in (self.largest, most_rows) if bucket in self.buckets]
+        return (*first, *(bucket for bucket in self.buckets if bucket not in first))
+
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """The cheapest bucket of `ready` that holds `plan`."""
         return min((bucket for bucket in ready if bucket.holds(plan)), default=None)

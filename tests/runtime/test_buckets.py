@@ -101,6 +101,12 @@ def test_the_default_ladder_is_short() -> None:
     assert str(ladder.buckets[3]) == "decode 8"
 
 
+def test_whatever_holds_everything_is_compiled_first_and_decoding_next() -> None:
+    ladder = BucketLadder.build([1, 4], [16, 32])
+    assert ladder.compile_order()[:3] == (Bucket(32, 4), Bucket(4, 4), Bucket(1, 1))
+    assert sorted(ladder.compile_order()) == sorted(ladder.buckets)
+
+
 def test_as_many_rows_as_tokens_gets_one_token_more() -> None:
     ladder = BucketLadder.build([4], [4])
     assert ladder.largest == Bucket(5, 4)
