@@ -77,8 +77,8 @@ def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
     compiler.compile(1)
     compiler.wait_until_asked(3)  # the largest, the first of the rest, and the one after it
     assert programs.num_compiled == 2
-    assert programs.choose(make_plan(1))[0] == Bucket(1, 1)
-    assert programs.choose(make_plan(2))[0] == LARGEST
+    assert programs.choose(make_plan(1))[0] == Bucket(4, 4)
+    assert programs.choose(make_plan(1, [2]))[0] == LARGEST
     compiler.compile(100)
     programs.wait()
 
