@@ -59,6 +59,8 @@ class EngineConfig:
             value, allowed = getattr(self, field.name), field.type
             if get_origin(allowed) is Literal and value not in get_args(allowed):
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
+            if allowed is bool and type(value) is not bool:
+                raise ValueError(f"{field.name} must be True or False, not {value!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

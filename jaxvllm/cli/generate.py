@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.config import EngineConfig
@@ -30,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prompts = _prompts(args)
         config = EngineConfig.from_options(**given(args, EngineConfig))
-        params = SamplingParams(**DEFAULTS | given(args, SamplingParams))
-        return _run(args, prompts, config, params)
+        chosen = given(args, SamplingParams)
+        SamplingParams(**chosen)  # a mistake is told before a model is loaded
+        return _run(args, prompts, config, DEFAULTS | chosen)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm generate: {error}", file=sys.stderr)
         return 2
@@ -49,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message: use the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object a request, and one of totals")
     parser.add_argument("--show-batch", action="store_true", help="draw which request was in which step")
-    add_flags(parser, SamplingParams, "sampling", _HIDDEN_SAMPLING, DEFAULTS)
+    title = "sampling (generation_config.json of the model comes before these defaults)"
+    add_flags(parser, SamplingParams, title, _HIDDEN_SAMPLING, DEFAULTS)
     add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
     return parser
 
@@ -87,16 +89,17 @@ class Totals:
         return f"{line}, {self.since_process_start:.2f} s after the process started"
 
 
-def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, params: SamplingParams) -> int:
+def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, chosen: dict[str, Any]) -> int:
     from jaxvllm.engine.llm import LLM
 
     with LLM.from_config(config) as llm:
+        params = replace(llm.get_default_sampling_params(), **chosen)
         texts = prompts
         if args.chat:
             render = llm.get_tokenizer().apply_chat_template
             texts = [render([{"role": "user", "content": prompt}]) for prompt in prompts]
         streams = len(prompts) == 1 and params.n == 1 and not args.json
-        kind = RequestOutputKind.DELTA if streams else RequestOutputKind.CUMULATIVE
+        kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
         submissions = [
             llm.engine.check(str(i), text, replace(params, output_kind=kind), add_special_tokens=not args.chat)
             for i, text in enumerate(texts)
@@ -121,28 +124,25 @@ def _complete(
     engine: "Engine", submissions: list["Submission"], timeline: "Timeline", streams: bool
 ) -> tuple[list["RequestOutput"], Totals]:
     start = time.monotonic()
-    first: float | None = None
-    started: float | None = None
-    last: dict[str, RequestOutput] = {}
+    finished: dict[str, RequestOutput] = {}
     num_output_tokens = 0
     for submission in submissions:
         engine.submit(submission)
     while engine.has_work:
         for output in engine.step():
-            if first is None:
-                first, started = time.monotonic(), seconds_since_process_start()
-            last[output.request_id] = output
+            num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
             if streams:
-                num_output_tokens += len(output.outputs[0].token_ids)
                 print(output.outputs[0].text, end="", flush=True)
+            if output.finished:
+                finished[output.request_id] = output
         timeline.record()
-    seconds = time.monotonic() - start
-    outputs = [last[submission.request_id] for submission in submissions]
-    if not streams:
-        num_output_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    end = time.monotonic()
+    outputs = [finished[submission.request_id] for submission in submissions]
     num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    assert first is not None, "every request yields at least one token"
-    return outputs, Totals(len(outputs), num_prompt_tokens, num_output_tokens, seconds, first - start, started)
+    first = min(output.metrics.first_token_time or end for output in outputs if output.metrics)
+    lived = seconds_since_process_start()
+    since_start = None if lived is None else lived - (time.monotonic() - first)
+    return outputs, Totals(len(outputs), num_prompt_tokens, num_output_tokens, end - start, first - start, since_start)
 
 
 def _print_texts(prompts: list[str], outputs: list["RequestOutput"], joined: bool) -> None:

@@ -68,7 +68,7 @@ class SamplingParams:
     top_p: float = 1.0  # smallest set of tokens with this much probability; 1 = off
     top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
     min_p: float = 0.0  # tokens with at least this share of the best one's probability; 0 = off
-    seed: int | None = None  # int64; None = the engine draws one
+    seed: int | None = None  # int64; None or -1 = the engine draws one
     stop: tuple[str, ...] = ()  # a string, a list or None also do
     stop_token_ids: tuple[int, ...] = ()  # a list or None also do
     ignore_eos: bool = False
@@ -95,7 +95,9 @@ class SamplingParams:
             raise ValueError("top_p must be above 0 and at most 1, not 0: for greedy set temperature=0")
         put(self, "top_k", max(_integer("top_k", self.top_k, -1, MAX_INT32), 0))
         put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        if self.seed is not None:
+        if self.seed == -1:  # as in vLLM
+            put(self, "seed", None)
+        elif self.seed is not None:
             put(self, "seed", _integer("seed", self.seed, MIN_SEED, MAX_SEED))
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))

@@ -203,8 +203,9 @@ class Scheduler:
     def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int) -> None:
         if self._slot_of and not self.policy.joins_running:
             return
-        postponed = []
-        while budget > 0 and self.slots.num_free and self._waiting:
+        postponed: list[tuple[QueueKey, Request, bool]] = []
+        # No more are looked past than there are slots: thousands may wait for one new system prompt.
+        while budget > 0 and self.slots.num_free and self._waiting and len(postponed) < self.slots.num_slots:
             key, request, watched = self._waiting[0]
             if self._waiting_ids.get(request.request_id) is not request:  # ended while it waited
                 heapq.heappop(self._waiting)

@@ -1,7 +1,8 @@
 """From an EngineConfig to the parts of an engine: tokenizer, weights, pages, scheduler, runner."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 import jaxvllm
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.page_pool import PagePool
+from jaxvllm.core.page_pool import PagePool, pages_for
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler, check_token_budget
@@ -37,7 +38,7 @@ class EngineParts:
     """What `Engine` is made of."""
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
-    scheduler: Scheduler
+    make_scheduler: Callable[[], Scheduler]  # with its own slots and pages, all free
     runner: Runner
     spec: ModelSpec
     max_model_len: int
@@ -70,23 +71,27 @@ def build(config: EngineConfig) -> EngineParts:
     )
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, on_cpu)
     check_token_budget(max_num_batched_tokens, max_num_seqs)  # before buckets of these sizes fail to make sense
-    slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
     ladder = BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", 1, max_num_seqs),
         _buckets(config.token_buckets, "token_buckets", min(16, max_num_batched_tokens), max_num_batched_tokens),
     )
-    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, slots, dtype, device)
-    pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
-    scheduler = Scheduler(slots, pool, POLICIES[config.scheduler], max_num_batched_tokens)
-    shape = CacheShape(num_pages, config.page_size, max_num_seqs, slots.max_pages)
-    runner = Runner(params, spec, shape, ladder, dtype)
+    max_pages = pages_for(max_model_len, config.page_size)
+    smallest = CacheShape(num_pages=2, page_size=config.page_size, num_slots=max_num_seqs, max_pages=max_pages)
+    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, smallest, dtype, device)
+    runner = Runner(params, spec, replace(smallest, num_pages=num_pages), ladder, dtype)
     if config.warm_up == "full":
         runner.programs.wait()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
+
+    def make_scheduler() -> Scheduler:
+        slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
+        pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
+        return Scheduler(slots, pool, POLICIES[config.scheduler], max_num_batched_tokens)
+
     tokenizer = _tokenizer(config, directory)
     return EngineParts(
         tokenizer=tokenizer,
-        scheduler=scheduler,
+        make_scheduler=make_scheduler,
         runner=runner,
         spec=spec,
         max_model_len=max_model_len,
@@ -128,18 +133,19 @@ def _num_pages(
     params: Params,
     spec: ModelSpec,
     ladder: BucketLadder,
-    slots: SlotTable,
+    smallest: CacheShape,
     dtype: jnp.dtype,
     device: jax.Device,
 ) -> int:
     """Pages for what the device has left. On an accelerator XLA tells what the largest step needs; a host pages."""
-    struct = kv_pages_struct(spec.num_layers, 2, config.page_size, spec.num_kv_heads, spec.head_size, dtype)
+    struct = kv_pages_struct(
+        spec.num_layers, smallest.num_pages, config.page_size, spec.num_kv_heads, spec.head_size, dtype
+    )
     room = free_bytes(device, config.memory_utilization)
     if device.platform != "cpu":
-        nominal = CacheShape(2, config.page_size, slots.num_slots, slots.max_pages)
-        room -= step_bytes(compile_step(params, struct, spec, nominal, ladder.largest))
-    page_bytes = struct.size * dtype.itemsize // 2
-    return pages_that_fit(room, page_bytes, useful=slots.num_slots * slots.max_pages + 1)
+        room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest))
+    page_bytes = struct.size * dtype.itemsize // smallest.num_pages
+    return pages_that_fit(room, page_bytes, useful=smallest.num_slots * smallest.max_pages + 1)
 
 
 def _tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:

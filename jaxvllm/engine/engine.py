@@ -56,7 +56,8 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.default_params = parts.default_params
-        self.scheduler = parts.scheduler
+        self._make_scheduler = parts.make_scheduler
+        self.scheduler = parts.make_scheduler()
         self.runner = parts.runner
         self.outputs = OutputProcessor(parts.tokenizer)
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
@@ -64,6 +65,7 @@ class Engine:
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._in_flight: deque[InFlight] = deque()
+        self._closed = False
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
 
     @property
@@ -82,6 +84,8 @@ class Engine:
 
         Raises ValueError with the rule, the value and the way out.
         """
+        if type(priority) is not int:
+            raise ValueError(f"priority must be an integer, not {priority!r}")
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority {priority} needs an engine with scheduling_policy='priority'")
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens)
@@ -91,11 +95,14 @@ class Engine:
         return Submission(request_id, read, params, priority)
 
     def submit(self, submission: Submission) -> None:
-        """Queues a checked request. Raises ValueError when its id is in use."""
+        """Queues a checked request. Raises ValueError when its id is in use, RuntimeError after `close`."""
+        if self._closed:
+            raise RuntimeError("this engine is closed: build another")
         request_id, prompt, params = submission.request_id, submission.prompt, submission.params
-        if request_id in self.outputs:
-            raise ValueError(f"request id {request_id!r} is in use: choose another")
         children = child_request_ids(request_id, params.n)
+        for name in (request_id, *children):
+            if self.outputs.is_known(name):
+                raise ValueError(f"request id {name!r} is in use: choose another")
         self.outputs.add(request_id, prompt, params, children, time.monotonic())
         self._num_prompt_tokens += len(prompt.token_ids)
         for index, child_id in enumerate(children):
@@ -113,7 +120,18 @@ class Engine:
             self.scheduler.add(request, watched=is_watched(params))
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches the next step, and reads the one before it. Returns what its tokens mean to callers."""
+        """Dispatches the next step, and reads the one before it. Returns what its tokens mean to callers.
+
+        When anything breaks it off, Ctrl-C included, every request is dropped and the prefix cache with them: host and
+        device may have stopped at different points, and a page must never be found that was not computed.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._reset()
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.outputs.scheduled(plan)
@@ -152,9 +170,20 @@ class Engine:
             num_programs=self.runner.programs.num_compiled,
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix; running requests keep their pages."""
+        self.scheduler.pool.reset_prefix_cache()
+
     def close(self) -> None:
-        """Stops background work and frees the device's memory. The engine is of no use afterwards."""
+        """Stops background work and frees the device's memory. The engine takes no request afterwards."""
+        self._closed = True
         self.runner.close()
+
+    def _reset(self) -> None:
+        self._in_flight.clear()
+        self.scheduler = self._make_scheduler()
+        self.outputs = OutputProcessor(self.tokenizer)
+        self.runner.reset()
 
     def _limit(self, prompt: Prompt, params: SamplingParams) -> int:
         longest = self.max_model_len

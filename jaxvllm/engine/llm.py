@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from numbers import Integral
 from typing import Any, Self, cast
 
 from tqdm import tqdm
@@ -104,6 +105,10 @@ class LLM:
         """Blocks until every bucket is compiled; nothing compiles after."""
         self.engine.runner.programs.wait()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix: the next prompts are computed from their first token."""
+        self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""
         self.engine.close()
@@ -131,6 +136,8 @@ class LLM:
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all")
         submissions = []
         for index, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling_params must be SamplingParams, not {type(one).__name__}")
             if final_only:
                 one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
             try:
@@ -176,7 +183,7 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """One prompt or several: a text, a mapping and a flat list of ids are one."""
     if isinstance(prompts, str | Mapping):
         return [cast(PromptLike, prompts)]
-    if len(prompts) and all(isinstance(item, int) for item in prompts):
+    if len(prompts) and all(isinstance(item, Integral) for item in prompts):
         return [cast(PromptLike, prompts)]
     return cast(list[PromptLike], list(prompts))
 

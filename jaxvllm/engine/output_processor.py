@@ -31,13 +31,10 @@ class _Completion:
     stream: TextStream | None  # None: the engine has no tokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     num_taken: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-
-    def cumulative_logprob(self) -> float:
-        chosen = zip(self.logprobs, self.token_ids, strict=True)
-        return sum((ranked[token_id].logprob for ranked, token_id in chosen), start=0.0)
 
 
 @dataclass(slots=True)
@@ -46,6 +43,7 @@ class _Group:
 
     request_id: str
     prompt: Prompt
+    prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics
     completions: dict[str, _Completion]  # by the id of the scheduler's request
@@ -67,6 +65,10 @@ class OutputProcessor:
     @property
     def num_requests(self) -> int:
         return len(self._groups)
+
+    def is_known(self, name: str) -> bool:
+        """Whether a live request, or one of the scheduler's that works for it, has this id."""
+        return name in self._groups or name in self._group_of
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -94,7 +96,7 @@ class OutputProcessor:
             )
             for index, child_id in enumerate(child_ids)
         }
-        group = _Group(request_id, prompt, params, RequestMetrics(arrival_time), completions)
+        group = _Group(request_id, prompt, prompt_ids, params, RequestMetrics(arrival_time), completions)
         self._groups[request_id] = group
         for child_id in child_ids:
             self._group_of[child_id] = group
@@ -130,8 +132,11 @@ class OutputProcessor:
             self._finish(group, group.completions[request_id], end)
         for request_id, request in (stopped | {name: end.request for name, end in ends.items()}).items():
             self._note_preemptions(touched[request_id], request)
-        groups = {group.request_id: group for group in touched.values()}
-        outputs = [self._emit(group) for group in groups.values() if self._is_due(group)]
+        news: dict[str, list[str]] = {}
+        for child_id, group in touched.items():
+            news.setdefault(group.request_id, []).append(child_id)
+        due = [(group, child_ids) for name, child_ids in news.items() if self._is_due(group := self._groups[name])]
+        outputs = [self._emit(group, child_ids) for group, child_ids in due]
         return outputs, [request_id for request_id in stopped if request_id not in ends]
 
     def abort(self, request_id: str, children: Sequence[Request]) -> RequestOutput:
@@ -141,7 +146,7 @@ class OutputProcessor:
             end = Finished(child, FinishReason.ABORT)
             self._finish(group, group.completions[child.request_id], end)
             self._note_preemptions(group, child)
-        return self._emit(group)
+        return self._emit(group, [child.request_id for child in children])
 
     def _take_token(
         self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
@@ -160,20 +165,23 @@ class OutputProcessor:
     def _take_logprobs(self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput) -> None:
         assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
         values, row = output.logprobs, emitted.row
-        ranked = {
+        sampled = float(values.sampled[row])
+        # The chosen token comes first, as in vLLM: a caller takes it with next(iter(...)).
+        ranked = {emitted.token_id: Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id))} | {
             int(token): Logprob(float(value), rank, self._spell(int(token)))
             for rank, (token, value) in enumerate(
                 zip(values.top_ids[row, :count], values.top[row, :count], strict=True), 1
             )
         }
-        sampled = float(values.sampled[row])
-        ranked.setdefault(emitted.token_id, Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id)))
         completion.logprobs.append(ranked)
+        completion.cumulative_logprob += sampled
 
     def _spell(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def _stop_at(self, completion: _Completion, match: StopMatch) -> None:
+        dropped = zip(completion.logprobs[match.num_tokens :], completion.token_ids[match.num_tokens :], strict=False)
+        completion.cumulative_logprob -= sum(ranked[token_id].logprob for ranked, token_id in dropped)
         del completion.token_ids[match.num_tokens :]
         del completion.logprobs[match.num_tokens :]
         completion.finish_reason = FinishReason.STOP
@@ -204,7 +212,10 @@ class OutputProcessor:
     def _is_due(self, group: _Group) -> bool:
         return group.finished or group.params.output_kind != RequestOutputKind.FINAL_ONLY
 
-    def _emit(self, group: _Group) -> RequestOutput:
+    def _emit(self, group: _Group, news: Sequence[str]) -> RequestOutput:
+        """The output of `group`; as a delta it has the completions in `news` alone, so that each ends once."""
+        delta = group.params.output_kind == RequestOutputKind.DELTA
+        completions = [c for name, c in group.completions.items() if not delta or name in news]
         finished = group.finished
         if finished:
             group.metrics = replace(group.metrics, finished_time=time.monotonic())
@@ -214,8 +225,8 @@ class OutputProcessor:
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt.text,
-            prompt_token_ids=group.prompt.token_ids.tolist(),
-            outputs=[self._completion_output(group.params, c) for c in group.completions.values()],
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=[self._completion_output(group.params, c) for c in completions],
             finished=finished,
             metrics=group.metrics,
             num_cached_tokens=group.num_cached_tokens,
@@ -232,7 +243,7 @@ class OutputProcessor:
             index=completion.index,
             text=text,
             token_ids=completion.token_ids[first:],
-            cumulative_logprob=completion.cumulative_logprob() if wants else None,
+            cumulative_logprob=completion.cumulative_logprob if wants else None,
             logprobs=completion.logprobs[first:] if wants else None,
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,

@@ -59,7 +59,7 @@ class PromptReader:
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ValueError(f"cache_salt must be a string that is not empty, not {salt!r}")
         given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
-        if not given:
+        if not given or isinstance(mapping.get("prompt_token_ids"), str):
             raise ValueError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
         return given[0], salt
 

@@ -1,11 +1,14 @@
 """Memory: how many KV pages fit beside the weights and the largest step."""
 
 import os
+from pathlib import Path
 
 import jax
 
 # The host's memory is shared with everything else on it. vLLM's CPU backend stops at 4 GiB by default too.
 CPU_KV_LIMIT = 4 * 2**30
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def free_bytes(device: jax.Device, utilization: float) -> int:
@@ -38,4 +41,12 @@ def pages_that_fit(num_bytes: int, page_bytes: int, useful: int) -> int:
 
 
 def _host_bytes_available() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """What programs may still take: on Linux the page cache counts as free, and a container's limit holds."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    bounds = [total]
+    if MEMINFO.is_file():
+        fields = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        bounds.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text(encoding="ascii").strip()) != "max":
+        bounds.append(int(limit))
+    return min(bounds)

@@ -65,11 +65,19 @@ class Runner:
         struct = kv_pages_struct(
             spec.num_layers, shape.num_pages, shape.page_size, spec.num_kv_heads, spec.head_size, dtype
         )
-        self._kv_pages: KVPages = jnp.zeros(struct.shape, struct.dtype)
-        self._state = DeviceState.create(shape.num_slots, shape.max_pages)
+        self._struct = struct
+        self._kv_pages: KVPages
+        self._state: DeviceState
+        self.reset()
         packed = pack_admissions((), shape.num_slots, shape.max_pages)
         self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(self._state, packed).compile()
         self.programs = Programs(ladder, lambda bucket: compile_step(params, struct, spec, shape, bucket))
+
+    def reset(self) -> None:
+        """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
+        self._kv_pages = self._state = None  # type: ignore[assignment]  # freed before there are new ones
+        self._kv_pages = jnp.zeros(self._struct.shape, self._struct.dtype)
+        self._state = DeviceState.create(self.shape.num_slots, self.shape.max_pages)
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Starts the step and returns at once: the next may be dispatched before this one's output is read."""
@@ -79,6 +87,7 @@ class Runner:
         bucket, program = self.programs.choose(plan)
         packed = pack(plan, bucket, trash_slot=self.shape.num_slots)
         self._kv_pages, self._state, output = program(self._params, self._kv_pages, self._state, packed)
+        output.token_ids.copy_to_host_async()
         return InFlight(plan, output)
 
     def collect(self, step: InFlight) -> StepOutput:
@@ -95,6 +104,6 @@ class Runner:
         return np.asarray(self._kv_pages[:, pages])
 
     def close(self) -> None:
-        """Stops compiling and lets go of the device's memory."""
+        """Stops compiling and lets go of the device's memory. Nothing may be dispatched afterwards."""
         self.programs.close()
-        del self._params, self._kv_pages, self._state
+        self._params = self._kv_pages = self._state = None  # type: ignore[assignment]

@@ -110,3 +110,7 @@ def test_children_draw_apart() -> None:
     assert SamplingParams(n=2).child(1).seed is None
     alone = SamplingParams(seed=4)
     assert alone.child(0) is alone
+
+
+def test_seed_minus_one_is_none() -> None:
+    assert SamplingParams(seed=-1).seed is None

@@ -1,6 +1,7 @@
 """Bad input is a ValueError that names the rule, before anything is queued; the engine serves on."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ def test_lists_that_do_not_match(llm: LLM) -> None:
         llm.generate([GOOD, GOOD], [GREEDY] * 3, use_tqdm=False)
     with pytest.raises(ValueError, match="1 priority for 2 prompts"):
         llm.generate([GOOD, GOOD], GREEDY, priority=[1], use_tqdm=False)
+    with pytest.raises(ValueError, match="priority must be an integer, not None"):
+        llm.generate([GOOD], GREEDY, priority=[None], use_tqdm=False)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="must be SamplingParams, not dict"):
+        llm.generate([GOOD], [{"temperature": 0}], use_tqdm=False)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="priority 1 needs an engine with scheduling_policy='priority'"):
         llm.generate([GOOD], GREEDY, priority=[1], use_tqdm=False)
     assert llm.generate([], GREEDY, use_tqdm=False) == []
@@ -98,6 +103,19 @@ def test_a_request_id_in_use(llm: LLM) -> None:
         engine.submit(engine.check("twice", GOOD, GREEDY))
     assert engine.abort("twice") is not None
     assert engine.abort("twice") is None
+
+
+@pytest.mark.parametrize("names", [("a", "a#0"), ("a#0", "a")])
+def test_an_id_that_one_of_several_completions_has(llm: LLM, names: tuple[str, str]) -> None:
+    engine = llm.engine
+    params = {"a": replace(GREEDY, n=2), "a#0": GREEDY}
+    engine.submit(engine.check(names[0], GOOD, params[names[0]]))
+    with pytest.raises(ValueError, match="request id 'a#0' is in use: choose another"):
+        engine.submit(engine.check(names[1], GOOD, params[names[1]]))
+    finished = []
+    while engine.has_work:
+        finished += [output.request_id for output in engine.step() if output.finished]
+    assert finished == [names[0]]
 
 
 def test_bad_messages(llm: LLM) -> None:

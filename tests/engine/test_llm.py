@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 from tqdm import tqdm
 
 from jaxvllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from tests.engine.tiny import GREEDY, Recomputation, assert_idle, few_pages, greedy_tokens, random_prompts
+from tests.engine.tiny import (
+    GREEDY,
+    Recomputation,
+    assert_idle,
+    few_pages,
+    greedy_tokens,
+    random_prompts,
+    tiny_llm,
+)
 
 PROMPTS = random_prompts(20, longest=60, seed=3)
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
@@ -142,7 +151,10 @@ def test_a_stream_adds_up_to_the_final_text(llm: LLM, options: dict[str, Any]) -
         assert [output.finished for output in cumulative] == [False] * (len(cumulative) - 1) + [True]
         assert cumulative[-1].outputs == whole.outputs
         for index, completion in enumerate(whole.outputs):
-            parts = [output.outputs[index] for output in deltas]
+            parts = [part for output in deltas for part in output.outputs if part.index == index]
+            assert [part.finish_reason is not None for part in parts] == [False] * (len(parts) - 1) + [True], (
+                "ends once"
+            )
             assert "".join(part.text for part in parts) == completion.text
             assert [token for part in parts for token in part.token_ids] == completion.token_ids
             assert parts[-1].finish_reason == completion.finish_reason
@@ -242,6 +254,51 @@ def test_ctrl_c_leaves_the_engine_idle(llm: LLM, monkeypatch: pytest.MonkeyPatch
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_idle(llm)
     assert len(greedy_tokens(llm, PROMPTS[:1])[0]) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["before the program", "after it took the pages along"])
+def test_a_step_that_breaks_off_leaves_no_wrong_prefix(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, computed: bool
+) -> None:
+    expected = greedy_tokens(llm, PROMPTS)
+    llm.reset_prefix_cache()
+    llm.generate([prompt[::-1] for prompt in PROMPTS], GREEDY, use_tqdm=False)  # other keys and values in the pages
+    llm.reset_prefix_cache()
+    choose = llm.engine.runner.programs.choose
+
+    def broken(plan: Any) -> Any:
+        bucket, program = choose(plan)
+
+        def call(*args: Any) -> None:
+            if computed:
+                program(*args)
+            raise KeyboardInterrupt
+
+        return bucket, call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.programs, "choose", broken)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert_idle(llm)
+    assert greedy_tokens(llm, PROMPTS) == expected
+
+
+def test_closed_is_closed(tiny_checkpoint: Path) -> None:
+    with tiny_llm(tiny_checkpoint, warm_up="background") as llm:
+        pass
+    llm.close()  # again does no harm
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+
+
+def test_the_chosen_token_comes_first_among_logprobs(llm: LLM) -> None:
+    [output] = llm.generate(PROMPTS[:1], replace(SAMPLED, logprobs=2), use_tqdm=False)
+    [completion] = output.outputs
+    assert completion.logprobs is not None
+    assert [next(iter(ranked)) for ranked in completion.logprobs] == completion.token_ids
+    chosen = [ranked[token].logprob for ranked, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
 
 
 # Measures.
