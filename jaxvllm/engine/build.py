@@ -19,6 +19,7 @@ from jaxvllm.engine.default_params import default_params
 from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
@@ -69,6 +70,8 @@ def build(config: EngineConfig) -> EngineParts:
         seed=config.seed,
         place=place_on(device),
     )
+    if on_cpu and prefers_in_out():
+        params = to_in_out(params)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, on_cpu)
     check_token_budget(max_num_batched_tokens, max_num_seqs)  # before buckets of these sizes fail to make sense
     ladder = BucketLadder.build(

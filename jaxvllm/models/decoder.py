@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxvllm.models.orientation import InOut
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import Activation, ModelSpec, RopeSpec
 
@@ -89,7 +91,7 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
     """
     with jax.named_scope("logits"):
         head = params["embed"] if spec.tie_embeddings else params["lm_head"]
-        logits = jnp.einsum("re,ve->rv", hidden, head, preferred_element_type=jnp.float32)
+        logits = _project(hidden, head, dtype=jnp.float32)
         if spec.logit_scale != 1:
             logits = logits * spec.logit_scale
         if spec.logit_soft_cap is not None:
@@ -142,10 +144,17 @@ def _project_qkv(
     return _rotate(q, cos, sin).reshape(T, K * G, D), _rotate(k, cos, sin).reshape(T, K, D), v
 
 
-def _project(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """x [T, in] by weight [..., in] to [T, ...]."""
-    flat = weight.reshape(-1, weight.shape[-1])
-    y = jax.lax.dot_general(x, flat, (((1,), (1,)), ((), ()))).reshape(x.shape[0], *weight.shape[:-1])
+def _project(
+    x: jax.Array, weight: jax.Array | InOut, bias: jax.Array | None = None, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """x [T, in] by weight [..., in] to [T, ...], in `dtype` (None: that of x)."""
+    if isinstance(weight, InOut):
+        matrix, contracted, out_shape = weight.array, 0, weight.out_shape
+    else:
+        # XLA CPU's fast matmul takes two dimensions only: 23 ms a step with three, 6 ms with two.
+        matrix, contracted, out_shape = weight.reshape(-1, weight.shape[-1]), 1, weight.shape[:-1]
+    y = jax.lax.dot_general(x, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=dtype)
+    y = y.reshape(x.shape[0], *out_shape)
     return y if bias is None else y + bias
 
 

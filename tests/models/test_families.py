@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.orientation import MATRICES, InOut, to_in_out
 from jaxvllm.models.params import Layout
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
@@ -32,9 +33,10 @@ def test_every_family_has_a_fixture() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     fixture = Fixture.load(name)
-    layouts: list[Layout] = ["separate", "stacked"]
-    for layout in layouts:
+    forms: list[tuple[Layout, bool]] = [("separate", False), ("stacked", False), ("separate", True)]
+    for layout, turned in forms:
         params, spec = load(fixture, tmp_path / layout, layout)
+        params = to_in_out(params) if turned else params
         # Padded to one length, so that each layout compiles once: what comes after cannot change what was.
         run = jax.jit(lambda params, tokens, spec=spec: dense_logits(params, spec, tokens))
         for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
@@ -42,6 +44,16 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             padded[: len(prompt)] = prompt
             logits = run(params, padded)[len(prompt) - 1]
             chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
+
+
+def test_turning_round_takes_every_matrix_and_nothing_else(tmp_path: Path) -> None:
+    params, spec = load(Fixture.load("llama"), tmp_path, "separate")
+    before = dict(params["layers"][0])
+    turned = to_in_out(params)["layers"][0]
+    assert {name for name, value in turned.items() if isinstance(value, InOut)} == MATRICES & before.keys()
+    again = turned["gate_up"].array.T.reshape(before["gate_up"].shape)
+    chex.assert_trees_all_equal(again, before["gate_up"])
+    assert turned["gate_up"].out_shape == (2, spec.ffn_size)
 
 
 @pytest.mark.parametrize("name", NAMES)

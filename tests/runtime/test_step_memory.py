@@ -1,13 +1,16 @@
 """What XLA says about the compiled step: pages and state in place, and no copy of them or of a weight."""
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.orientation import to_in_out
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
@@ -74,6 +77,12 @@ def test_no_copy_of_the_pages(bucket: Bucket) -> None:
 def test_no_copy_of_a_weight() -> None:
     assert compiled(DECODE, "separate").memory_analysis().temp_size_in_bytes < smallest_matrix("separate")
     assert step_bytes(compiled(DECODE, "separate")) < smallest_matrix("separate")
+
+
+def test_no_copy_of_a_weight_that_was_turned_round() -> None:
+    params = checkpoint.load(Path(), SPEC, dtype=jnp.float32, layout="separate", load_format="dummy")
+    turned = compile_step(to_in_out(params), KV, SPEC, SHAPE, DECODE)
+    assert step_bytes(turned) < smallest_matrix("separate")
 
 
 def test_a_copy_of_weights_would_be_seen() -> None:

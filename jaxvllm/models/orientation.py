@@ -1,0 +1,50 @@
+"""Which way round a matrix lies in memory. Checkpoints store `[out, in]`; some CPUs multiply by `[in, out]` faster."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxvllm.models.params import Params
+
+# What `decoder` multiplies by. The embedding is looked up by row and stays as it is, as the LM head too when tied.
+MATRICES = frozenset({"qkv", "o", "gate_up", "down", "lm_head"})
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["out_shape"])
+@dataclass(frozen=True)
+class InOut:
+    """A matrix `[in, out]`, where `out` is `out_shape` flattened."""
+
+    array: jax.Array
+    out_shape: tuple[int, ...]
+
+
+def prefers_in_out() -> bool:
+    """Whether this host's CPU multiplies faster by `[in, out]`.
+
+    All matmuls of a decode step of 25M parameters, `[out, in]` against `[in, out]`: with AVX-512 8.8 / 6.0 ms at 4
+    rows, 12.7 / 9.6 at 16, 125 / 122 at 512; with AVX2 alone `[in, out]` is a third slower between 4 and 32 rows.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and " avx512f " in cpuinfo.read_text(encoding="utf-8")
+
+
+def to_in_out(params: Params) -> Params:
+    """`params` in the `separate` layout with every matrix turned round, one at a time, on the device it was on."""
+    outer = {name: _turned(name, array) for name, array in params.items() if name != "layers"}
+    layers = params["layers"]
+    for layer in layers:
+        for name in layer:
+            layer[name] = _turned(name, layer[name])  # in place: the old array is freed before the next is made
+    return {**outer, "layers": layers}
+
+
+def _turned(name: str, array: jax.Array) -> jax.Array | InOut:
+    if name not in MATRICES:
+        return array
+    *out_shape, size = array.shape
+    turned = np.ascontiguousarray(np.asarray(array).reshape(-1, size).T)
+    return InOut(jax.device_put(turned, array.sharding), tuple(out_shape))
