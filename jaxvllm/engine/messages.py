@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# The common ones, and what Llama 3.1 calls the author of a tool result.
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 
 type Message = dict[str, Any]
 
