@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
         ]
         if streams and not args.chat:
             print(prompts[0], end="", flush=True)
-        timeline = Timeline(llm.engine)
+        timeline = Timeline(llm.engine) if args.show_batch else None
         outputs, totals = _complete(llm.engine, submissions, timeline, streams)
         if args.json:
             for output in outputs:
@@ -114,14 +114,14 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
             print(json.dumps(asdict(totals)))
             return 0
         print() if streams else _print_texts(prompts, outputs, joined=not args.chat)
-        if args.show_batch:
+        if timeline is not None:
             print(timeline.draw(prompts))
         print(f"\n{totals}", flush=True)
     return 0
 
 
 def _complete(
-    engine: "Engine", submissions: list["Submission"], timeline: "Timeline", streams: bool
+    engine: "Engine", submissions: list["Submission"], timeline: "Timeline | None", streams: bool
 ) -> tuple[list["RequestOutput"], Totals]:
     start = time.monotonic()
     finished: dict[str, RequestOutput] = {}
@@ -135,7 +135,8 @@ def _complete(
                 print(output.outputs[0].text, end="", flush=True)
             if output.finished:
                 finished[output.request_id] = output
-        timeline.record()
+        if timeline is not None:
+            timeline.record()
     end = time.monotonic()
     outputs = [finished[submission.request_id] for submission in submissions]
     num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)

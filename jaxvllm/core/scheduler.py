@@ -56,10 +56,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting_ids or self._slot_of)
 
-    def pages_needed(self, request: Request) -> int:
-        """Pages of `request` at its longest; the KV of its last token is never computed."""
-        return pages_for(request.limit - 1, self.pool.page_size)
-
     def add(self, request: Request, watched: bool = False) -> None:
         """Queues `request`. `watched`: `update` reports each of its tokens, not only the end.
 
@@ -125,14 +121,7 @@ class Scheduler:
                 at[watched].tolist(), rows[watched].tolist(), token_ids[watched].tolist(), strict=True
             )
         )
-        finished = tuple(
-            Finished(
-                request := self._tenant(at[i]),
-                FinishReason.STOP if stops[i] else FinishReason.LENGTH,
-                token if stops[i] and (token := int(token_ids[i])) in request.sampling_params.stop_token_ids else None,
-            )
-            for i in np.flatnonzero(ends)
-        )
+        finished = tuple(_ended(self._tenant(at[i]), int(token_ids[i]), bool(stops[i])) for i in np.flatnonzero(ends))
         for end in finished:
             self.finish(end.request.request_id)
         return StepUpdate(len(rows), started, emitted, finished)
@@ -343,6 +332,14 @@ class Scheduler:
         if not self._slot_of:
             assert self.pool.num_owned == 0, "an idle scheduler holds pages"
             assert not self._computing, "an idle scheduler computes pages"
+
+
+def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
+    """The end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
+    if not stopped:
+        return Finished(request, FinishReason.LENGTH)
+    asked_for = last_token in request.sampling_params.stop_token_ids
+    return Finished(request, FinishReason.STOP, last_token if asked_for else None)
 
 
 def check_token_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:

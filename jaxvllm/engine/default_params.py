@@ -1,11 +1,10 @@
 """The sampling parameters that a checkpoint's authors recommend: generation_config.json."""
 
-import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.json_file import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +20,10 @@ def default_params(directory: Path) -> SamplingParams:
     Raises ValueError for a file that is not JSON or has impossible values.
     """
     file = directory / "generation_config.json"
-    if not file.is_file():
-        return SamplingParams()
+    config = read_json_object(file)
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         params = SamplingParams(**{ours: config[name] for name, ours in _NAMES.items() if config.get(name) is not None})
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     for name, neutral in _NEUTRAL.items():
         if config.get(name, neutral) != neutral:

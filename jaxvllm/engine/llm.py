@@ -85,7 +85,7 @@ class LLM:
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields its output so far after every step (`output_kind` CUMULATIVE or DELTA)."""
         [submission] = self._check([prompt], sampling_params, None, final_only=False)
-        return self._stream(submission)
+        return self._run([submission])
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ValueError when its directory has none."""
@@ -154,15 +154,15 @@ class LLM:
 
     def _complete(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
+        tokens_in = tokens_out = 0
         with tqdm(total=len(submissions), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
             for result in self._run(submissions):
                 outputs[result.request_id] = result
+                tokens_in += len(result.prompt_token_ids)
+                tokens_out += sum(len(completion.token_ids) for completion in result.outputs)
                 bar.update()
-                _show_rates(bar, outputs.values())
+                _show_rates(bar, tokens_in, tokens_out)
         return [outputs[submission.request_id] for submission in submissions]
-
-    def _stream(self, submission: Submission) -> Iterator[RequestOutput]:
-        yield from self._run([submission])
 
     def _run(self, submissions: list[Submission]) -> Iterator[RequestOutput]:
         """Queues and steps until all are finished; whatever interrupts it, nothing stays behind in the engine."""
@@ -188,10 +188,7 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     return cast(list[PromptLike], list(prompts))
 
 
-def _show_rates(bar: "tqdm[Any]", outputs: Any) -> None:
+def _show_rates(bar: "tqdm[Any]", tokens_in: int, tokens_out: int) -> None:
     elapsed = bar.format_dict["elapsed"] or 1e-9
-    tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
-    tokens_out = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    bar.set_postfix_str(
-        f"input {tokens_in / elapsed:.0f} tok/s, output {tokens_out / elapsed:.0f} tok/s", refresh=False
-    )
+    rates = f"input {tokens_in / elapsed:.0f} tok/s, output {tokens_out / elapsed:.0f} tok/s"
+    bar.set_postfix_str(rates, refresh=False)

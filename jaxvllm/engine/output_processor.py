@@ -135,8 +135,8 @@ class OutputProcessor:
         news: dict[str, list[str]] = {}
         for child_id, group in touched.items():
             news.setdefault(group.request_id, []).append(child_id)
-        due = [(group, child_ids) for name, child_ids in news.items() if self._is_due(group := self._groups[name])]
-        outputs = [self._emit(group, child_ids) for group, child_ids in due]
+        due = [name for name in news if self._is_due(self._groups[name])]
+        outputs = [self._emit(self._groups[name], news[name]) for name in due]
         return outputs, [request_id for request_id in stopped if request_id not in ends]
 
     def abort(self, request_id: str, children: Sequence[Request]) -> RequestOutput:

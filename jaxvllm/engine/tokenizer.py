@@ -16,6 +16,7 @@ from jaxvllm.engine.detokenizer import (
     Detokenizer,
     WindowDetokenizer,
 )
+from jaxvllm.engine.json_file import read_json_object
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -36,9 +37,9 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> "Tokenizer":
         """Reads a Hugging Face checkpoint directory: tokenizer.json and the small files beside it."""
         directory = Path(path)
-        config = _json_object(directory / "tokenizer_config.json")
+        config = read_json_object(directory / "tokenizer_config.json")
         backend = _backend(directory)
-        special = _special_tokens(config, _json_object(directory / "special_tokens_map.json"))
+        special = _special_tokens(config, read_json_object(directory / "special_tokens_map.json"))
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
         return cls(
             backend=backend,
@@ -188,7 +189,7 @@ def eos_token_ids(directory: Path, own: int | None = None) -> tuple[int, ...]:
     """The tokenizer's EOS and generation_config's; config.json's only when these say nothing."""
     ids = [] if own is None else [own]
     for name in ("generation_config.json", "config.json"):
-        value = _json_object(directory / name).get("eos_token_id")
+        value = read_json_object(directory / name).get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
             raise ValueError(f"{directory / name}: eos_token_id must be a token id or a list, not {value!r}")
@@ -205,23 +206,10 @@ def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, s
         sources[DEFAULT] = listed
     elif isinstance(listed, list):
         sources |= {entry["name"]: entry["template"] for entry in listed}
-    if (legacy := _json_object(directory / "chat_template.json").get("chat_template")) is not None:
+    if (legacy := read_json_object(directory / "chat_template.json").get("chat_template")) is not None:
         sources[DEFAULT] = legacy
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         sources[file.stem] = file.read_text(encoding="utf-8")
     if (file := directory / "chat_template.jinja").is_file():
         sources[DEFAULT] = file.read_text(encoding="utf-8")
     return sources
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value

@@ -14,9 +14,7 @@ from jax.typing import DTypeLike
 from jaxvllm.models.orientation import InOut
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import Activation, ModelSpec, RopeSpec
-
-# The window of a layer that has none: larger than any position, and still an int32 when added to one.
-NO_WINDOW = 2**30
+from pallas_kernels.ragged_paged_attention import NO_WINDOW
 
 # A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a scan.
 Scalar = int | jax.Array
