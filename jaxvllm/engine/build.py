@@ -26,6 +26,7 @@ from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
 from jaxvllm.runtime.memory import free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.programs import use_persistent_cache
 from jaxvllm.runtime.runner import CacheShape, Runner, compile_step
+from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import kv_pages_struct
 from sharding.placement import place_on
 
@@ -72,6 +73,7 @@ def build(config: EngineConfig) -> EngineParts:
     )
     if on_cpu and prefers_in_out():
         params = to_in_out(params)
+    backend = Backend.of_device(config.attention_backend, device)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, on_cpu)
     check_token_budget(max_num_batched_tokens, max_num_seqs)  # before buckets of these sizes fail to make sense
     ladder = BucketLadder.build(
@@ -80,8 +82,8 @@ def build(config: EngineConfig) -> EngineParts:
     )
     max_pages = pages_for(max_model_len, config.page_size)
     smallest = CacheShape(num_pages=2, page_size=config.page_size, num_slots=max_num_seqs, max_pages=max_pages)
-    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, smallest, dtype, device)
-    runner = Runner(params, spec, replace(smallest, num_pages=num_pages), ladder, dtype)
+    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, smallest, dtype, backend, device)
+    runner = Runner(params, spec, replace(smallest, num_pages=num_pages), ladder, dtype, backend)
     if config.warm_up == "full":
         runner.programs.wait()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
@@ -138,15 +140,16 @@ def _num_pages(
     ladder: BucketLadder,
     smallest: CacheShape,
     dtype: jnp.dtype,
+    backend: Backend,
     device: jax.Device,
 ) -> int:
     """Pages for what the device has left. On an accelerator XLA tells what the largest step needs; a host pages."""
     struct = kv_pages_struct(
-        spec.num_layers, smallest.num_pages, config.page_size, spec.num_kv_heads, spec.head_size, dtype
+        spec.num_layers, smallest.num_pages, config.page_size, spec.num_kv_heads, spec.head_size, dtype, backend
     )
     room = free_bytes(device, config.memory_utilization)
     if device.platform != "cpu":
-        room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest))
+        room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest, backend, device.platform))
     page_bytes = struct.size * dtype.itemsize // smallest.num_pages
     return pages_that_fit(room, page_bytes, useful=smallest.num_slots * smallest.max_pages + 1)
 

@@ -17,6 +17,7 @@ from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.programs import Compiled, Programs
 from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admissions
 from jaxvllm.runtime.step import DeviceOutput, step
+from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import KVPages, kv_pages_struct
 
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -47,23 +48,37 @@ class InFlight:
     output: DeviceOutput
 
 
-def compile_step(params: Params, kv: Any, spec: ModelSpec, shape: CacheShape, bucket: Bucket) -> jax.stages.Compiled:
-    """The step of `bucket`, compiled ahead of time. `params` and `kv` may be arrays or their abstract shapes."""
+def compile_step(
+    params: Params, kv: Any, spec: ModelSpec, shape: CacheShape, bucket: Bucket, backend: Backend, platform: str
+) -> jax.stages.Compiled:
+    """The step of `bucket` for devices of `platform`, compiled ahead of time, with the kernels of `backend`.
+
+    `params` and `kv` may be arrays or their abstract shapes.
+    """
     state = jax.eval_shape(partial(DeviceState.create, shape.num_slots, shape.max_pages))
     packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
-    program = jax.jit(partial(step, spec=spec, bucket=bucket, page_size=shape.page_size), donate_argnums=(1, 2))
-    return program.lower(params, kv, state, packed).compile(COMPILER_OPTIONS.get(jax.default_backend()))
+    pure = partial(step, spec=spec, bucket=bucket, page_size=shape.page_size, backend=backend)
+    program = jax.jit(pure, donate_argnums=(1, 2))
+    return program.lower(params, kv, state, packed).compile(COMPILER_OPTIONS.get(platform))
 
 
 class Runner:
     """Parameters, pages and slot state on the device, and the compiled steps over them."""
 
-    def __init__(self, params: Params, spec: ModelSpec, shape: CacheShape, ladder: BucketLadder, dtype: jnp.dtype):
+    def __init__(
+        self,
+        params: Params,
+        spec: ModelSpec,
+        shape: CacheShape,
+        ladder: BucketLadder,
+        dtype: jnp.dtype,
+        backend: Backend,
+    ):
         """Allocates pages and state and compiles the largest bucket; the others follow in the background."""
         self.shape = shape
         self._params = params
         struct = kv_pages_struct(
-            spec.num_layers, shape.num_pages, shape.page_size, spec.num_kv_heads, spec.head_size, dtype
+            spec.num_layers, shape.num_pages, shape.page_size, spec.num_kv_heads, spec.head_size, dtype, backend
         )
         self._struct = struct
         self._kv_pages: KVPages
@@ -71,7 +86,10 @@ class Runner:
         self.reset()
         packed = pack_admissions((), shape.num_slots, shape.max_pages)
         self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(self._state, packed).compile()
-        self.programs = Programs(ladder, lambda bucket: compile_step(params, struct, spec, shape, bucket))
+        platform = jax.default_backend()
+        self.programs = Programs(
+            ladder, lambda bucket: compile_step(params, struct, spec, shape, bucket, backend, platform)
+        )
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""

@@ -16,6 +16,7 @@ from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.state import DeviceState
+from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, ragged_paged_attention
 
 
@@ -37,6 +38,7 @@ def step(
     spec: ModelSpec,
     bucket: Bucket,
     page_size: int,
+    backend: Backend,
 ) -> tuple[KVPages, DeviceState, DeviceOutput]:
     """Computes the tokens of a packed batch, writes their KV, and samples. `kv_pages` and `state` are donated.
 
@@ -60,6 +62,7 @@ def step(
             scale=spec.attention_scale,
             soft_cap=spec.attention_soft_cap,
             window=window,
+            backend=backend,
         )
 
     hidden, kv_pages = forward(params, spec, token_ids, rows.positions, kv_pages, attend)

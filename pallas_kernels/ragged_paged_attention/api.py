@@ -1,20 +1,15 @@
-"""Ragged paged attention: checks the arguments, writes the new KV, attends."""
+"""Ragged paged attention: checks the arguments, fits them to the backend, writes the new KV, attends."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import GpuChip, TpuChip
 from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention.layout import KVPages, padded_head_size
+from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
-
-# f[L, P, 2 (k, v), K, S, D]: head-major inside a page, so that one head's tokens are contiguous to read.
-type KVPages = jax.Array
-
-
-def kv_pages_struct(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: jnp.dtype
-) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the pages of a whole model. Page 0 is the trash page that padding tokens write to."""
-    return jax.ShapeDtypeStruct((num_layers, num_pages, 2, num_kv_heads, page_size, head_size), dtype)
+from pallas_kernels.ragged_paged_attention.write import write_kv
 
 
 def ragged_paged_attention(
@@ -28,29 +23,106 @@ def ragged_paged_attention(
     scale: float,
     soft_cap: float | None = None,
     window: jax.Array | int,
+    sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+    backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
     """Causal attention of every token to its row's KV up to itself, after this step's KV is in the pages.
 
     q f[T, H, D], k and v f[T, K, D] with H a multiple of K; query head h reads KV head h // (H // K).
     A query sees the `window` positions that end at its own (`NO_WINDOW`: all). `soft_cap` c bends the scaled logits
-    to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). Returns f[T, H, D], with arbitrary finite values for padding
-    tokens, and the pages; donate `kv_pages` for the write to be in place.
+    to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit a head, which takes weight
+    and has no value (gpt-oss, arXiv 2508.10925). Pages of int8 or float8 hold keys and values divided by
+    `kv_scales` f32[2, K], keys first (None: by one).
+    Returns f[T, H, D], with arbitrary finite values for padding tokens, and the pages; donate `kv_pages` for the write
+    to be in place.
 
-    Raises ValueError for shapes and dtypes that do not agree.
+    Raises ValueError for shapes and dtypes that do not agree, NotImplementedError for what only another backend can.
     """
+    _check(q, k, v, kv_pages, rows, sinks, kv_scales, backend)
     num_tokens, num_heads, head_size = q.shape
-    _, _, two, num_kv_heads, _, page_head_size = kv_pages.shape
-    if k.shape != (num_tokens, num_kv_heads, head_size) or v.shape != k.shape or page_head_size != head_size:
+    num_kv_heads, dtype = k.shape[1], q.dtype
+    if kv_pages.dtype in QUANTIZED:
+        scales = jnp.ones((2, num_kv_heads)) if kv_scales is None else kv_scales
+        k, v = (quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
+        # The kernels see stored keys and values: what those were divided by is put into the queries and the output.
+        q = _scale_heads(q, scales[0])
+    padding = ((0, 0), (0, 0), (0, kv_pages.shape[-1] // 2 - head_size))
+    q, k, v = (jnp.pad(x, padding) for x in (q, k, v))
+    if backend.kind == "tpu":
+        # Imported where it runs: Pallas is half a second of start-up that the reference does without.
+        from pallas_kernels.ragged_paged_attention import tpu
+
+        assert isinstance(backend.chip, TpuChip)
+        out, kv_pages = tpu.attend(
+            q, k, v, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
+            chip=backend.chip, interpret=backend.interpret,
+        )  # fmt: skip
+    else:
+        kv_pages = write_kv(k, v, kv_pages, layer, rows)
+        if backend.kind == "gpu":
+            from pallas_kernels.ragged_paged_attention import gpu
+
+            assert isinstance(backend.chip, GpuChip)
+            out = gpu.attend(
+                q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
+                chip=backend.chip, interpret=backend.interpret,
+            )  # fmt: skip
+        else:
+            out = reference.attend(q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
+    out = out[..., :head_size]
+    if kv_pages.dtype in QUANTIZED:
+        out = _scale_heads(out, scales[1])
+    return out.astype(dtype), kv_pages
+
+
+def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
+    """x f[T, H, D] times the scale f32[K] of each head's KV head."""
+    return (x * jnp.repeat(scales, x.shape[1] // len(scales))[:, None]).astype(x.dtype)
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: KVPages,
+    rows: RaggedRows,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+    backend: Backend,
+) -> None:
+    num_tokens, num_heads, head_size = q.shape
+    if kv_pages.ndim != 5:
+        raise ValueError(f"pages must be [layers, pages, KV heads, page size, 2 * head size], not {kv_pages.shape}")
+    _, _, num_kv_heads, _, width = kv_pages.shape
+    if k.shape != (num_tokens, num_kv_heads, head_size) or v.shape != k.shape:
         raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads of size {page_head_size}"
+            f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}"
         )
-    if two != 2:
-        raise ValueError(f"pages must hold keys and values, 2 along axis 2, not {two}")
+    if width != 2 * (padded := padded_head_size(head_size, backend)):
+        raise ValueError(
+            f"pages must be {2 * padded} wide, keys and values of heads of size {head_size} as the backend "
+            f"{backend.kind} pads them, not {width}: make them with kv_pages_struct"
+        )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    if not q.dtype == k.dtype == v.dtype == kv_pages.dtype:
-        raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}, pages {kv_pages.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if kv_pages.dtype != q.dtype and kv_pages.dtype not in QUANTIZED:
+        known = ", ".join(str(dtype) for dtype in QUANTIZED)
+        raise ValueError(f"pages must be of q's dtype {q.dtype} or one of {known}, not {kv_pages.dtype}")
     if rows.token_rows.shape != (num_tokens,):
         raise ValueError(f"rows describe {rows.token_rows.shape[0]} tokens, q has {num_tokens}")
-    kv_pages = reference.write_kv(k, v, kv_pages, layer, rows)
-    return reference.attend(q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window), kv_pages
+    num_rows = len(rows.kv_lens)
+    if rows.page_table.ndim != 2 or rows.page_table.shape[0] != num_rows or len(rows.query_starts) != num_rows + 1:
+        raise ValueError(
+            f"a page table {rows.page_table.shape} and {len(rows.query_starts)} query starts do not fit {num_rows} rows"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must be one logit for each of {num_heads} query heads, not {sinks.shape}")
+    if kv_scales is not None and kv_pages.dtype not in QUANTIZED:
+        raise ValueError(f"kv_scales are for quantized pages, these are {kv_pages.dtype}: leave them out")
+    if kv_scales is not None and kv_scales.shape != (2, num_kv_heads):
+        raise ValueError(
+            f"kv_scales must be [2, {num_kv_heads}], one for each KV head's keys and values, not {kv_scales.shape}"
+        )

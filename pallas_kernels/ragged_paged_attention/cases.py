@@ -34,6 +34,8 @@ class RaggedCase:
     rows: tuple[RowCase, ...]
     window: int = NO_WINDOW
     soft_cap: float | None = None
+    sinks: bool = False
+    kv_dtype: str | None = None  # of the pages; None: that of the queries
 
     def __post_init__(self) -> None:
         used = sum(row.query_len for row in self.rows)
@@ -90,6 +92,14 @@ CASES = (
     # A window longer than a chunk, not a multiple of anything, and Gemma 2's soft cap.
     RaggedCase("mixed-soft-cap", 8, 4, 32, 64, 96,
                _rows((1, 777), (30, 640), (1, 301), (33, 33)), window=300, soft_cap=5.0),
+    # gpt-oss on eight devices: half of its layers have this window, all of them sinks.
+    RaggedCase("decode-sinks", 8, 1, 64, 16, 4, _rows((1, 300), (1, 1), (0, 0), (1, 129)), window=128, sinks=True),
+    RaggedCase("mixed-sinks", 8, 1, 64, 16, 64, _rows((1, 200), (40, 70), (3, 3)), sinks=True),
+    RaggedCase("decode-int8", 8, 2, 128, 32, 3, _rows((1, 17), (1, 300), (1, 64)), kv_dtype="int8"),
+    RaggedCase("mixed-int8", 8, 2, 64, 32, 64, _rows((1, 90), (40, 170), (2, 2)), kv_dtype="int8"),
+    RaggedCase("decode-fp8", 8, 2, 128, 32, 3, _rows((1, 17), (1, 300), (1, 64)), kv_dtype="float8_e4m3fn"),
+    RaggedCase("mixed-fp8", 8, 2, 64, 32, 64, _rows((1, 90), (40, 170), (2, 2)), sinks=True,
+               kv_dtype="float8_e4m3fn"),
     RaggedCase("prefill-whole", 14, 2, 64, 16, 200, _rows((200, 200))),
     RaggedCase("prefill-chunk", 8, 8, 16, 128, 192, _rows((130, 900), (0, 0), (0, 0), (0, 0))),
     # A few drafts a row to verify.

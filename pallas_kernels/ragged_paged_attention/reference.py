@@ -25,15 +25,6 @@ TILE_QUERIES = 64
 MASKED = -1e30  # finite, so that a row with nothing to see yields zeros and not NaN
 
 
-def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
-    """Writes k and v f[T, K, D] at the tokens' positions; padding goes to page 0."""
-    page_size = kv_pages.shape[4]
-    pages = rows.page_table[rows.token_rows, rows.positions // page_size]
-    pages = jnp.where(rows.is_real(), pages, 0)
-    new = jnp.stack([k, v], axis=1)
-    return kv_pages.at[layer, pages, :, :, rows.positions % page_size].set(new)
-
-
 def attend(
     q: jax.Array,
     kv_pages: jax.Array,
@@ -43,15 +34,17 @@ def attend(
     scale: float,
     soft_cap: float | None,
     window: jax.Array | int,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Attention of q f[T, H, D] over the pages, which hold this step's KV already."""
     num_tokens, _, head_size = q.shape
-    num_kv_heads, page_size = kv_pages.shape[3:5]
+    num_kv_heads, page_size = kv_pages.shape[2:4]
     grouped = (q * jnp.asarray(scale, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_size)
     chunk_pages = max(1, min(CHUNK_TOKENS // page_size, rows.page_table.shape[1]))
     padding = -rows.page_table.shape[1] % chunk_pages
     table = jnp.pad(rows.page_table, ((0, 0), (0, padding)))
-    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window)
+    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
+    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks)
     if rows.decode_only:
         return _decode(grouped, rows.kv_lens, context).reshape(q.shape).astype(q.dtype)
     query_lens = rows.query_lens()
@@ -74,8 +67,14 @@ class _Softmax(NamedTuple):
     def start(cls, shape: tuple[int, ...]) -> "_Softmax":
         return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
-    def result(self) -> jax.Array:
-        return self.values / jnp.maximum(self.total, 1e-30)[..., None]
+    def result(self, sinks: jax.Array | None) -> jax.Array:
+        """The weighted mean. `sinks` f32[K, G] are logits that take weight and have no value; M counts G fastest."""
+        if sinks is None:
+            return self.values / jnp.maximum(self.total, 1e-30)[..., None]
+        sinks = jnp.tile(sinks, self.peak.shape[-1] // sinks.shape[-1])
+        peak = jnp.maximum(self.peak, sinks)
+        decay = jnp.exp(self.peak - peak)
+        return self.values * (decay / (self.total * decay + jnp.exp(sinks - peak)))[..., None]
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,12 @@ class _Context:
     chunk_pages: int
     soft_cap: float | None
     window: jax.Array | int
+    sinks: jax.Array | None  # f32[K, G]
 
     @property
     def chunk(self) -> int:
         """Tokens in a chunk."""
-        return self.chunk_pages * self.kv_pages.shape[4]
+        return self.chunk_pages * self.kv_pages.shape[3]
 
     def first_chunk(self, position: jax.Array) -> jax.Array:
         """The first chunk that a query at `position` sees anything of: pages before its window are not read."""
@@ -105,11 +105,12 @@ class _Context:
         of each of the N rows from `row` on."""
         num_rows, num_kv_heads, _, head_size = q.shape
         pages = lax.dynamic_slice(self.table, (row, index * self.chunk_pages), (num_rows, self.chunk_pages))
-        kv = self.kv_pages[self.layer, pages]  # f[N, pages, 2, K, S, D]
-        kv = kv.transpose(2, 0, 3, 1, 4, 5).reshape(2, num_rows, num_kv_heads, self.chunk, head_size)
+        kv = self.kv_pages[self.layer, pages].astype(q.dtype)  # f[N, pages, K, S, 2 D]
+        kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, self.chunk, 2 * head_size)
+        k, v = kv[..., :head_size], kv[..., head_size:]
         at = index * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)
         seen = (at <= positions[:, :, None]) & (at > positions[:, :, None] - self.window)
-        logits = jnp.einsum("nkmd,nksd->nkms", q, kv[0], preferred_element_type=jnp.float32)
+        logits = jnp.einsum("nkmd,nksd->nkms", q, k, preferred_element_type=jnp.float32)
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         logits = jnp.where(seen[:, None], logits, MASKED)
@@ -117,7 +118,7 @@ class _Context:
         weights = jnp.where(seen[:, None], jnp.exp(logits - peak[..., None]), 0.0)
         decay = jnp.exp(state.peak - peak)
         # A page past the context may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where((at <= positions.max(axis=1)[:, None])[:, None, :, None], kv[1], 0)
+        v = jnp.where((at <= positions.max(axis=1)[:, None])[:, None, :, None], v, 0)
         values = jnp.einsum("nkms,nksd->nkmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return _Softmax(peak, state.total * decay + weights.sum(axis=-1), state.values * decay[..., None] + values)
 
@@ -132,7 +133,7 @@ def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
         return context.attend(q, 0, index, positions, state)
 
     chunks = -(-kv_lens.max() // context.chunk)
-    return lax.fori_loop(first_chunk, chunks, fold, _Softmax.start(q.shape)).result()
+    return lax.fori_loop(first_chunk, chunks, fold, _Softmax.start(q.shape)).result(context.sinks)
 
 
 def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Context) -> jax.Array:
@@ -158,7 +159,7 @@ def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Co
         state = lax.fori_loop(
             context.first_chunk(start), last // context.chunk + 1, fold, _Softmax.start(queries.shape)
         )
-        values = state.result().reshape(num_kv_heads, tile, group, head_size).transpose(1, 0, 2, 3)
+        values = state.result(context.sinks).reshape(num_kv_heads, tile, group, head_size).transpose(1, 0, 2, 3)
         # The tile may reach over the row's end; the row behind it is written later and wins.
         return lax.dynamic_update_slice_in_dim(out, values, first, 0)
 

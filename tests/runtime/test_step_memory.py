@@ -18,6 +18,7 @@ from jaxvllm.runtime.memory import pages_that_fit, step_bytes
 from jaxvllm.runtime.runner import CacheShape, compile_step
 from jaxvllm.runtime.state import DeviceState
 from jaxvllm.runtime.step import step
+from pallas_kernels.backend import REFERENCE
 from pallas_kernels.ragged_paged_attention import kv_pages_struct
 from sharding.placement import place_on
 
@@ -37,8 +38,9 @@ SPEC = model_spec(
     }
 )
 SHAPE = CacheShape(num_pages=2048, page_size=16, num_slots=8, max_pages=64)
+F32 = jnp.dtype(jnp.float32)
 KV = kv_pages_struct(
-    SPEC.num_layers, SHAPE.num_pages, SHAPE.page_size, SPEC.num_kv_heads, SPEC.head_size, jnp.dtype(jnp.float32)
+    SPEC.num_layers, SHAPE.num_pages, SHAPE.page_size, SPEC.num_kv_heads, SPEC.head_size, F32, REFERENCE
 )
 KV_BYTES = KV.size * KV.dtype.itemsize  # 128 MiB
 STATE = jax.eval_shape(partial(DeviceState.create, SHAPE.num_slots, SHAPE.max_pages))
@@ -58,7 +60,7 @@ def smallest_matrix(layout: Layout) -> int:
 
 @cache
 def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
-    return compile_step(params_of(layout), KV, SPEC, SHAPE, bucket)
+    return compile_step(params_of(layout), KV, SPEC, SHAPE, bucket, REFERENCE, "cpu")
 
 
 @pytest.mark.parametrize("bucket", [DECODE, MIXED], ids=str)
@@ -81,7 +83,7 @@ def test_no_copy_of_a_weight() -> None:
 
 def test_no_copy_of_a_weight_that_was_turned_round() -> None:
     params = checkpoint.load(Path(), SPEC, dtype=jnp.float32, layout="separate", load_format="dummy")
-    turned = compile_step(to_in_out(params), KV, SPEC, SHAPE, DECODE)
+    turned = compile_step(to_in_out(params), KV, SPEC, SHAPE, DECODE, REFERENCE, "cpu")
     assert step_bytes(turned) < smallest_matrix("separate")
 
 
@@ -93,7 +95,7 @@ def test_a_copy_of_weights_would_be_seen() -> None:
 def test_a_copy_of_the_pages_would_be_seen() -> None:
     # The same step without donation.
     packed = jax.ShapeDtypeStruct((packed_size(DECODE),), jnp.int32)
-    program = jax.jit(partial(step, spec=SPEC, bucket=DECODE, page_size=SHAPE.page_size))
+    program = jax.jit(partial(step, spec=SPEC, bucket=DECODE, page_size=SHAPE.page_size, backend=REFERENCE))
     careless = program.lower(params_of("separate"), KV, STATE, packed).compile()
     assert careless.memory_analysis().alias_size_in_bytes == 0
     assert step_bytes(careless) >= KV_BYTES

@@ -1,0 +1,34 @@
+"""How KV pages lie in memory: one array for all layers, keys beside values."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend
+
+# f[L, P, K, S, 2 * D]: a token's keys, then its values, on the last axis. A page of one head is contiguous, so one copy
+# fetches its keys and values; heads of 64 fill a TPU's 128 lanes exactly, which [.., S, 64] would leave half empty.
+type KVPages = jax.Array
+
+# Heads are padded to a multiple of this: 64 keys and 64 values are the TPU's 128 lanes, and 64 two-byte elements the
+# 128 bytes that a GPU's copy engine swizzles.
+HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64}
+
+
+def padded_head_size(head_size: int, backend: Backend) -> int:
+    """The head size D of the pages that `backend` reads, for a model's `head_size`."""
+    alignment = HEAD_ALIGNMENT[backend.kind]
+    return -(-head_size // alignment) * alignment
+
+
+def kv_pages_struct(
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: jnp.dtype,
+    backend: Backend,
+) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the pages of a whole model. Page 0 is the trash page that padding tokens write to."""
+    width = 2 * padded_head_size(head_size, backend)
+    return jax.ShapeDtypeStruct((num_layers, num_pages, num_kv_heads, page_size, width), dtype)

@@ -1,0 +1,126 @@
+"""One call of ragged paged attention: its arguments, NaN in everything no row owns, and what must come out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import chip_named
+from pallas_kernels.ragged_paged_attention import RaggedRows
+from pallas_kernels.ragged_paged_attention.cases import RaggedCase
+from pallas_kernels.ragged_paged_attention.layout import padded_head_size
+
+LAYERS, LAYER = 3, 1
+BACKENDS = {
+    "reference": REFERENCE,
+    "tpu": Backend("tpu", chip_named("v5e"), interpret=True),
+    "gpu": Backend("gpu", chip_named("h200"), interpret=True),
+}
+# The GPU's matrix units take 16 bits. Errors measured: 6.2e-7 with XLA on CPU in float32.
+DTYPES = {"reference": np.float32, "tpu": np.float32, "gpu": np.float16}
+TOLERANCES = {np.dtype(np.float32): 1e-5, np.dtype(np.float16): 3e-3, np.dtype(ml_dtypes.bfloat16): 0.02}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, the whole context of each row behind it, and what must come out."""
+
+    case: RaggedCase
+    q: np.ndarray  # [T, H, D]
+    k: np.ndarray  # [T, K, D]
+    v: np.ndarray  # [T, K, D]
+    pages: np.ndarray  # [L, P, K, S, 2 * padded D]: LAYER lacks this step's KV
+    written: np.ndarray  # the same with it
+    table: np.ndarray  # [R, max_pages]
+    sinks: np.ndarray | None  # f32[H]
+    kv_scales: np.ndarray | None  # f32[2, K]
+    expected: np.ndarray  # f64[T, H, D]
+    real: np.ndarray  # bool[T]
+
+    @property
+    def rows(self) -> RaggedRows:
+        starts = np.asarray([row.kv_len - row.query_len for row in self.case.rows], np.int32)
+        lengths = np.asarray([row.query_len for row in self.case.rows], np.int32)
+        return RaggedRows.build(jnp.asarray(self.table), starts, jnp.asarray(lengths), self.case.num_tokens)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.q.dtype]
+
+    def error(self, out: Any) -> float:
+        """The worst relative error of a token's head; NaN counts as infinite."""
+        out = np.asarray(out, np.float64)
+        assert out.shape == self.expected.shape
+        difference = np.linalg.norm(out - self.expected, axis=-1)[self.real]
+        worst = (difference / np.linalg.norm(self.expected, axis=-1)[self.real]).max()
+        return float(np.nan_to_num(worst, nan=np.inf))
+
+
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, case: RaggedCase, sinks: np.ndarray | None) -> np.ndarray:
+    """f64[t, H, D] for the last t positions of a context of s: q [t, H, D], k and v [s, K, D]."""
+    group = case.num_heads // case.num_kv_heads
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    logits = np.einsum("thd,shd->hts", q.astype(np.float64), k) * case.scale
+    if case.soft_cap is not None:
+        logits = case.soft_cap * np.tanh(logits / case.soft_cap)
+    at, query = np.arange(len(k)), np.arange(len(k) - len(q), len(k))[:, None]
+    logits = np.where((at <= query) & (at > query - case.window), logits, -np.inf)
+    weights = np.exp(logits)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks.astype(np.float64))[:, None, None]
+    return np.einsum("hts,shd->thd", weights / total, v)
+
+
+def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFERENCE, seed: int = 0) -> Call:
+    rng = np.random.default_rng(seed)
+    T, H, K, D, S = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size, case.page_size
+    padded = padded_head_size(D, backend)
+    dtype = np.dtype(dtype)
+    stored = np.dtype(jnp.dtype(case.kv_dtype or dtype))
+    scales = rng.uniform(0.01, 0.03, (2, K)).astype(np.float32) if case.kv_dtype else None
+    # int8 has no NaN; it has one value that is never stored.
+    poison = -128 if stored == np.int8 else np.nan
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    def store(kv: np.ndarray) -> np.ndarray:
+        """What the pages hold of kv [2, .., K, D]."""
+        if scales is None:
+            return kv
+        scaled = kv.astype(np.float32) / scales.reshape(2, *[1] * (kv.ndim - 3), K, 1)
+        return (np.clip(np.round(scaled), -127, 127) if stored == np.int8 else scaled).astype(stored)
+
+    free = rng.permutation(np.arange(1, case.num_pages)).tolist()
+    unowned = free.pop()
+    pages = np.full((LAYERS, case.num_pages, K, S, 2 * padded), poison, stored)
+    written = pages.copy()
+    table = np.full((len(case.rows), case.max_pages), unowned, np.int32)
+    sinks = rng.standard_normal(H).astype(np.float32) + 1 if case.sinks else None
+    # Queries of padding are finite, as a model's are. Their keys and values are written to the trash page: NaN.
+    q, k, v = normal(T, H, D), np.full((T, K, D), np.nan, dtype), np.full((T, K, D), np.nan, dtype)
+    expected, real = np.zeros((T, H, D)), np.zeros(T, np.bool_)
+    for index, row in enumerate(case.rows):
+        mine = np.asarray([free.pop() for _ in range(-(-row.kv_len // S))], np.int32)
+        table[index, : len(mine)] = mine
+        positions = np.arange(row.kv_len)
+        for layer in range(LAYERS):
+            context = normal(2, row.kv_len, K, D)
+            kept = store(context)
+            slab = np.zeros((row.kv_len, K, 2 * padded), stored)
+            slab[..., :D], slab[..., padded : padded + D] = kept
+            old = row.kv_len if layer != LAYER else row.kv_len - row.query_len
+            for target, end in ((written, row.kv_len), (pages, old)):
+                target[layer, mine[positions[:end] // S], :, positions[:end] % S] = slab[:end]
+            if layer == LAYER and row.query_len:
+                tokens = slice(case.first_token(index), case.first_token(index) + row.query_len)
+                k[tokens], v[tokens] = context[:, row.kv_len - row.query_len :]
+                seen = kept.astype(np.float64) * (1 if scales is None else scales[:, None, :, None])
+                expected[tokens] = dense(q[tokens], *seen, case, sinks)
+                real[tokens] = True
+    assert not free
+    return Call(case, q, k, v, pages, written, table, sinks, scales, expected, real)
