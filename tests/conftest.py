@@ -6,6 +6,7 @@ import os
 # processes that tests start are as strict as the tests.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for meshes; everything else runs on the first
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

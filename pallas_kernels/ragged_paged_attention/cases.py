@@ -1,12 +1,15 @@
 """Realistic ragged batches, one list of them: tests, deviceless compilation, benchmarks and tuning all read it.
 
-Heads and pages are those of real models or of one tensor-parallel shard of them; contexts stay short enough for a
-float64 oracle on a laptop, and lie around what implementations split at: pages, chunks of 256, tiles of 64.
+Heads and pages are those of real models or of one tensor-parallel shard of them. In `CASES`, contexts stay short enough
+for a float64 oracle on a laptop, and lie around what implementations split at: pages, chunks of 256, tiles of 64.
+`SERVING` are the sizes that a GPU or TPU serves, for compilers and clocks.
 """
 
 from dataclasses import dataclass
 
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW
+
+SERVING_PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,27 @@ CASES = (
     RaggedCase("verify-drafts", 4, 1, 64, 128, 16, _rows((4, 300), (3, 129), (4, 4), (4, 256))),
     RaggedCase("one-token-in-a-large-bucket", 4, 2, 16, 16, 64, _rows((1, 100), (0, 0))),
 )  # fmt: skip
+
+
+def _serving() -> tuple[RaggedCase, ...]:
+    """Decode at every batch size and context, and prefill of one prompt, for heads of 8B to 70B models, 8 KV heads."""
+    shapes = [(heads, head_size) for head_size in (128, 64) for heads in (8, 32, 64)]
+    decodes = [(batch, context) for batch in (1, 8, 64, 256) for context in (512, 4096, 32768)]
+    return tuple(
+        RaggedCase(
+            f"decode-{batch}x{context}-q{heads}-d{head_size}", heads, 8, head_size, SERVING_PAGE_SIZE, batch,
+            (RowCase(1, context),) * batch,
+        )
+        for heads, head_size in shapes
+        for batch, context in decodes
+    ) + tuple(
+        RaggedCase(
+            f"prefill-{tokens}-q{heads}-d{head_size}", heads, 8, head_size, SERVING_PAGE_SIZE, tokens,
+            (RowCase(tokens, tokens),),
+        )
+        for heads, head_size in shapes
+        for tokens in (512, 2048, 8192)
+    )  # fmt: skip
+
+
+SERVING = _serving()

@@ -3,11 +3,13 @@
 Both paths are flash attention (online softmax in float32, arXiv 2205.14135) over chunks of pages, with loop bounds
 that come from the data, so the work follows the real context lengths and nothing of shape [rows, max_len] exists:
 
-    decode    all rows with one query at once; loops over the chunks of the longest
+    decode    a work list of (row, chunk) pairs, as many pairs a loop step as there are rows: one long row among
+              short ones takes the steps of its chunks spread over all lanes, not one step for each
     prefill   tiles of one row's queries; loops over tiles, then over the chunks that a tile sees
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -67,6 +69,20 @@ class _Softmax(NamedTuple):
     def start(cls, shape: tuple[int, ...]) -> "_Softmax":
         return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
+    def merge(self, parts: "_Softmax", rows: jax.Array, owned: jax.Array) -> "_Softmax":
+        """With `parts` folded in, each into its row of `rows` i32[lanes]; `owned` bool[N, lanes] says the same.
+
+        Sums by matmul, not by scatter: the order is fixed, so the same bits come out on every device.
+        """
+        peak = jnp.maximum(self.peak, jnp.where(owned[:, :, None, None], parts.peak, MASKED).max(axis=1))
+        decay, parts_decay = jnp.exp(self.peak - peak), jnp.exp(parts.peak - peak[rows])
+        add = partial(jnp.tensordot, owned.astype(jnp.float32), axes=1, precision=lax.Precision.HIGHEST)
+        return _Softmax(
+            peak,
+            self.total * decay + add(parts.total * parts_decay),
+            self.values * decay[..., None] + add(parts.values * parts_decay[..., None]),
+        )
+
     def result(self, sinks: jax.Array | None) -> jax.Array:
         """The weighted mean. `sinks` f32[K, G] are logits that take weight and have no value; M counts G fastest."""
         if sinks is None:
@@ -99,16 +115,17 @@ class _Context:
         return jnp.maximum(position + 1 - self.window, 0) // self.chunk
 
     def attend(
-        self, q: jax.Array, row: int | jax.Array, index: jax.Array, positions: jax.Array, state: _Softmax
+        self, q: jax.Array, rows: jax.Array, chunks: jax.Array, positions: jax.Array, state: _Softmax
     ) -> _Softmax:
-        """Folds chunk `index` into the online softmax `state` of q f[N, K, M, D], M queries at `positions` i32[N, M]
-        of each of the N rows from `row` on."""
-        num_rows, num_kv_heads, _, head_size = q.shape
-        pages = lax.dynamic_slice(self.table, (row, index * self.chunk_pages), (num_rows, self.chunk_pages))
+        """Folds a chunk of one row, `rows` and `chunks` i32[N], into each of the N online softmaxes `state` of
+        q f[N, K, M, D], whose M queries are at `positions` i32[N, M] (-1: sees nothing)."""
+        count, num_kv_heads, _, head_size = q.shape
+        columns = chunks[:, None] * self.chunk_pages + jnp.arange(self.chunk_pages, dtype=jnp.int32)
+        pages = self.table[rows[:, None], columns]
         kv = self.kv_pages[self.layer, pages].astype(q.dtype)  # f[N, pages, K, S, 2 D]
-        kv = kv.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, self.chunk, 2 * head_size)
+        kv = kv.transpose(0, 2, 1, 3, 4).reshape(count, num_kv_heads, self.chunk, 2 * head_size)
         k, v = kv[..., :head_size], kv[..., head_size:]
-        at = index * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)
+        at = (chunks[:, None] * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32))[:, None]
         seen = (at <= positions[:, :, None]) & (at > positions[:, :, None] - self.window)
         logits = jnp.einsum("nkmd,nksd->nkms", q, k, preferred_element_type=jnp.float32)
         if self.soft_cap is not None:
@@ -118,22 +135,34 @@ class _Context:
         weights = jnp.where(seen[:, None], jnp.exp(logits - peak[..., None]), 0.0)
         decay = jnp.exp(state.peak - peak)
         # A page past the context may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where((at <= positions.max(axis=1)[:, None])[:, None, :, None], v, 0)
+        v = jnp.where((at[:, 0] <= positions.max(axis=1)[:, None])[:, None, :, None], v, 0)
         values = jnp.einsum("nkms,nksd->nkmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return _Softmax(peak, state.total * decay + weights.sum(axis=-1), state.values * decay[..., None] + values)
 
 
 def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
     """f32[R, K, G, D] for q f[R, K, G, D], one query a row at the end of `kv_lens` i32[R] positions (0: no row)."""
+    num_rows, _, group, _ = q.shape
     last = kv_lens - 1
-    first_chunk = jnp.where(kv_lens > 0, context.first_chunk(last), NO_WINDOW).min()
-    positions = jnp.broadcast_to(last[:, None], (q.shape[0], q.shape[2]))
+    first_chunks = context.first_chunk(last)
+    counts = jnp.where(kv_lens > 0, last // context.chunk + 1 - first_chunks, 0)
+    ends = jnp.cumsum(counts)
+    lanes = jnp.arange(num_rows, dtype=jnp.int32)
 
-    def fold(index: jax.Array, state: _Softmax) -> _Softmax:
-        return context.attend(q, 0, index, positions, state)
+    def fold(step: jax.Array, state: _Softmax) -> _Softmax:
+        pairs = step * num_rows + lanes
+        rows = jnp.searchsorted(ends, pairs, side="right", method="compare_all").astype(jnp.int32)
+        owned = rows == lanes[:, None]  # bool[R, lanes]; a lane behind the end of the list belongs to nobody
+        rows = jnp.minimum(rows, num_rows - 1)
+        chunks = first_chunks[rows] + pairs - (ends[rows] - counts[rows])
+        positions = jnp.where(pairs < ends[-1], last[rows], -1)
+        queries = q[rows]
+        part = context.attend(
+            queries, rows, chunks, jnp.repeat(positions[:, None], group, axis=1), _Softmax.start(queries.shape)
+        )
+        return state.merge(part, rows, owned)
 
-    chunks = -(-kv_lens.max() // context.chunk)
-    return lax.fori_loop(first_chunk, chunks, fold, _Softmax.start(q.shape)).result(context.sinks)
+    return lax.fori_loop(0, -(-ends[-1] // num_rows), fold, _Softmax.start(q.shape)).result(context.sinks)
 
 
 def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Context) -> jax.Array:
@@ -154,7 +183,7 @@ def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Co
         positions = jnp.minimum(start + jnp.repeat(jnp.arange(tile, dtype=jnp.int32), group), last)
 
         def fold(chunk: jax.Array, state: _Softmax) -> _Softmax:
-            return context.attend(queries, row, chunk, positions[None], state)
+            return context.attend(queries, row[None], chunk[None], positions[None], state)
 
         state = lax.fori_loop(
             context.first_chunk(start), last // context.chunk + 1, fold, _Softmax.start(queries.shape)
