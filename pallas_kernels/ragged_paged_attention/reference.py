@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
+from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 # Tokens of KV per loop step. XLA CPU pays some 10 us per step for its small ops: 16 rows x 256 tokens x 8 layers
 # took 5.1 ms with 256 (one step), 5.7 ms with 64.
