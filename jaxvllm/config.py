@@ -29,6 +29,7 @@ class EngineConfig:
     tokenizer: str | None = None  # a directory or hub name; None: the model's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of the pages; auto: dtype
     seed: int = 0  # of dummy weights, and of the seeds of requests that give none
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: int | None = None  # requests running at once; None: 64 on CPU, 256 elsewhere

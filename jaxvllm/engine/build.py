@@ -27,11 +27,16 @@ from jaxvllm.runtime.memory import free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.programs import use_persistent_cache
 from jaxvllm.runtime.runner import CacheShape, Runner, compile_step
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import kv_pages_struct
 from sharding.placement import place_on
 
 logger = logging.getLogger(__name__)
 
+# As in vLLM: eight bits without scales, for checkpoints' keys and values lie well inside the range of e4m3, 448.
+PAGE_DTYPES = {
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+    "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
+    "fp8_e5m2": jnp.dtype(jnp.float8_e5m2),
+}
 DEMO_MODEL = Path(jaxvllm.__file__).parent / "assets" / "demo"
 
 
@@ -81,9 +86,15 @@ def build(config: EngineConfig) -> EngineParts:
         _buckets(config.token_buckets, "token_buckets", min(16, max_num_batched_tokens), max_num_batched_tokens),
     )
     max_pages = pages_for(max_model_len, config.page_size)
-    smallest = CacheShape(num_pages=2, page_size=config.page_size, num_slots=max_num_seqs, max_pages=max_pages)
-    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, smallest, dtype, backend, device)
-    runner = Runner(params, spec, replace(smallest, num_pages=num_pages), ladder, dtype, backend)
+    smallest = CacheShape(
+        num_pages=2,
+        page_size=config.page_size,
+        num_slots=max_num_seqs,
+        max_pages=max_pages,
+        dtype=PAGE_DTYPES.get(config.kv_cache_dtype, dtype),
+    )
+    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, smallest, backend, device)
+    runner = Runner(params, spec, replace(smallest, num_pages=num_pages), ladder, backend)
     if config.warm_up == "full":
         runner.programs.wait()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
@@ -139,18 +150,15 @@ def _num_pages(
     spec: ModelSpec,
     ladder: BucketLadder,
     smallest: CacheShape,
-    dtype: jnp.dtype,
     backend: Backend,
     device: jax.Device,
 ) -> int:
     """Pages for what the device has left. On an accelerator XLA tells what the largest step needs; a host pages."""
-    struct = kv_pages_struct(
-        spec.num_layers, smallest.num_pages, config.page_size, spec.num_kv_heads, spec.head_size, dtype, backend
-    )
+    struct = smallest.pages(spec, backend)
     room = free_bytes(device, config.memory_utilization)
     if device.platform != "cpu":
         room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest, backend, device.platform))
-    page_bytes = struct.size * dtype.itemsize // smallest.num_pages
+    page_bytes = struct.size * struct.dtype.itemsize // smallest.num_pages
     return pages_that_fit(room, page_bytes, useful=smallest.num_slots * smallest.max_pages + 1)
 
 

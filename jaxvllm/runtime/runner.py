@@ -38,6 +38,13 @@ class CacheShape:
     page_size: int
     num_slots: int
     max_pages: int  # of one slot
+    dtype: jnp.dtype  # of keys and values
+
+    def pages(self, spec: ModelSpec, backend: Backend) -> jax.ShapeDtypeStruct:
+        """The page pool of a model, as `backend` lays it out."""
+        return kv_pages_struct(
+            spec.num_layers, self.num_pages, self.page_size, spec.num_kv_heads, spec.head_size, self.dtype, backend
+        )
 
 
 @dataclass(frozen=True)
@@ -65,21 +72,11 @@ def compile_step(
 class Runner:
     """Parameters, pages and slot state on the device, and the compiled steps over them."""
 
-    def __init__(
-        self,
-        params: Params,
-        spec: ModelSpec,
-        shape: CacheShape,
-        ladder: BucketLadder,
-        dtype: jnp.dtype,
-        backend: Backend,
-    ):
+    def __init__(self, params: Params, spec: ModelSpec, shape: CacheShape, ladder: BucketLadder, backend: Backend):
         """Allocates pages and state and compiles the largest bucket; the others follow in the background."""
         self.shape = shape
         self._params = params
-        struct = kv_pages_struct(
-            spec.num_layers, shape.num_pages, shape.page_size, spec.num_kv_heads, spec.head_size, dtype, backend
-        )
+        struct = shape.pages(spec, backend)
         self._struct = struct
         self._kv_pages: KVPages
         self._state: DeviceState

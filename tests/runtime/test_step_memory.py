@@ -19,7 +19,6 @@ from jaxvllm.runtime.runner import CacheShape, compile_step
 from jaxvllm.runtime.state import DeviceState
 from jaxvllm.runtime.step import step
 from pallas_kernels.backend import REFERENCE
-from pallas_kernels.ragged_paged_attention import kv_pages_struct
 from sharding.placement import place_on
 
 # Chosen so that activations are small beside any matrix of a layer, and those small beside the pages:
@@ -37,11 +36,8 @@ SPEC = model_spec(
         "max_position_embeddings": 1024,
     }
 )
-SHAPE = CacheShape(num_pages=2048, page_size=16, num_slots=8, max_pages=64)
-F32 = jnp.dtype(jnp.float32)
-KV = kv_pages_struct(
-    SPEC.num_layers, SHAPE.num_pages, SHAPE.page_size, SPEC.num_kv_heads, SPEC.head_size, F32, REFERENCE
-)
+SHAPE = CacheShape(num_pages=2048, page_size=16, num_slots=8, max_pages=64, dtype=jnp.dtype(jnp.float32))
+KV = SHAPE.pages(SPEC, REFERENCE)
 KV_BYTES = KV.size * KV.dtype.itemsize  # 128 MiB
 STATE = jax.eval_shape(partial(DeviceState.create, SHAPE.num_slots, SHAPE.max_pages))
 STATE_BYTES = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(STATE))

@@ -1,0 +1,73 @@
+"""The whole engine on interpreted TPU and GPU kernels writes what it writes on the reference."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxvllm import LLM, SamplingParams
+from jaxvllm.config import AttentionBackend, EngineConfig
+from tests.engine.tiny import assert_idle, greedy_tokens, tiny_llm
+from tests.models.fixture import Fixture
+
+# The GPU's matrix units take 16 bits; the TPU's kernel is compared in float32.
+DTYPES = {"interpret": "float32", "interpret-gpu": "float16"}
+PREFIX = "Once upon a time there was a little girl who lived in a small house near the forest. "
+PROMPTS = [PREFIX + "One day", "The capital of France is", "Tom", PREFIX + "She had a dog"]
+
+
+def demo_texts(backend: AttentionBackend, dtype: str) -> tuple[list[str], int]:
+    """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache."""
+    options = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
+    with LLM(attention_backend=backend, dtype=dtype, max_model_len=64, compilation_cache=None, **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        outputs = [*llm.generate(PROMPTS, params, use_tqdm=False), *llm.generate(PROMPTS[:1], params, use_tqdm=False)]
+        assert max(len(output.prompt_token_ids) for output in outputs) > 16  # in several chunks
+        assert_idle(llm)
+        return [output.outputs[0].text for output in outputs], sum(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("backend", list(DTYPES))
+def test_the_demo_model_says_the_same(backend: AttentionBackend) -> None:
+    texts, cached = demo_texts(backend, DTYPES[backend])
+    assert (texts, cached) == demo_texts("reference", DTYPES[backend])
+    assert cached >= 16
+    assert texts[0] == texts[-1]
+
+
+@pytest.mark.parametrize("backend", list(DTYPES))
+def test_layers_with_and_without_a_window(backend: AttentionBackend, tmp_path: Path) -> None:
+    fixture = Fixture.load("gemma3")  # a window of 32 in six of seven layers
+    directory = fixture.write_checkpoint(tmp_path)
+    prompts = [prompt[:40] for prompt in fixture.prompts[-2:]]
+    assert max(map(len, prompts)) == 40
+
+    def tokens(name: AttentionBackend) -> list[list[int]]:
+        options = dict(max_num_seqs=2, max_num_batched_tokens=32, row_buckets=(2,), token_buckets=(32,), num_pages=17)
+        with tiny_llm(directory, attention_backend=name, dtype=DTYPES[backend], max_model_len=64, **options) as llm:
+            return greedy_tokens(llm, prompts, max_tokens=3)
+
+    assert tokens(backend) == tokens("reference")
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+def test_another_devices_kernels_are_refused(name: AttentionBackend) -> None:
+    with pytest.raises(ValueError, match=f"attention backend {name} needs a {name.upper()}, this is a CPU: use auto"):
+        LLM(attention_backend=name)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention_backend must be one of auto, reference, .*, not 'triton'"):
+        EngineConfig(attention_backend="triton")
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str) -> None:
+    options = dict(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(kv_cache_dtype=dtype, **options) as small, LLM(**options) as full:
+        pages = [llm.engine.runner.read_pages(np.arange(1, 3)) for llm in (small, full)]
+        assert pages[0].nbytes * 4 == pages[1].nbytes
+        texts = [llm.generate(PROMPTS[:1], params, use_tqdm=False)[0].outputs[0].text for llm in (small, full)]
+    # Coarser keys and values, the same story: a wrong layout or a missing cast writes noise.
+    assert texts[0].split()[:2] == texts[1].split()[:2]
