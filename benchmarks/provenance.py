@@ -33,7 +33,10 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """The short commit, with `-dirty` when the tree differs from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:  # a lent machine may have no git
+        return "uncommitted"
     return done.stdout.strip() or "uncommitted"
 
 

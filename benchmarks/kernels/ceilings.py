@@ -1,0 +1,66 @@
+"""What the device does at best, measured: the two ceilings of the roofline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels.counts import Work
+from benchmarks.kernels.device import cache_bytes, memory_bytes
+from benchmarks.kernels.timing import time_calls
+from pallas_kernels.chips import GIB
+
+MATMUL_SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reached with nothing else to do. Kernels are judged by these, not by data sheets."""
+
+    copy: float  # bytes/s, read and written
+    matmul: float  # FLOP/s
+
+    def seconds(self, work: Work) -> float:
+        """The least time that `work` can take."""
+        return max(work.bytes / self.copy, work.flops / self.matmul)
+
+    def binding(self, work: Work) -> Literal["copy", "matmul"]:
+        """Which of the two decides that time."""
+        return "copy" if work.bytes / self.copy >= work.flops / self.matmul else "matmul"
+
+
+def measure_ceilings(device: jax.Device, dtype: jnp.dtype) -> Ceilings:
+    """Copies gigabytes (a CPU: some times its last cache) and multiplies large matrices of `dtype`, all random data."""
+    return Ceilings(copy=_copy_bandwidth(device), matmul=_matmul_rate(device, dtype))
+
+
+class _Chain:
+    """A jitted function, applied to its own output by every call."""
+
+    def __init__(self, step: Callable[[jax.Array], jax.Array], start: jax.Array) -> None:
+        self.step, self.array = step, start
+
+    def __call__(self) -> jax.Array:
+        self.array = self.step(self.array)
+        return self.array
+
+
+def _copy_bandwidth(device: jax.Device) -> float:
+    nbytes = 4 * cache_bytes(device) if device.platform == "cpu" else min(4 * GIB, memory_bytes(device) // 8)
+    x = jax.random.normal(jax.random.key(0), (nbytes // 4,), jnp.float32)
+    # The runtime's own copy, and a kernel of XLA's that reads and writes in place: the faster one is the ceiling. On a
+    # CPU that is the second, by ten times: the memory of a new array must be handed out first, page by page.
+    steps = (jax.jit(jnp.copy), jax.jit(jnp.negative, donate_argnums=0))
+    return max(2 * nbytes / time_calls(_Chain(step, x), 1).median for step in steps)
+
+
+def _matmul_rate(device: jax.Device, dtype: jnp.dtype) -> float:
+    size = MATMUL_SIZE[device.platform]
+    keys = jax.random.split(jax.random.key(1))
+    x = jax.random.normal(keys[0], (size, size), dtype)
+    # Of variance 1 / size, so that a chain of products neither grows nor fades.
+    weight = (jax.random.normal(keys[1], (size, size), jnp.float32) * size**-0.5).astype(dtype)
+    multiply = jax.jit(jnp.matmul)
+    return 2 * size**3 / time_calls(_Chain(lambda x: multiply(x, weight), x), 1).median

@@ -1,0 +1,46 @@
+"""What a case of attention must move and compute at least: its place on the roofline, whatever implements it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes to and from the device's memory, and floating-point operations, of one layer's call."""
+
+    bytes: int
+    flops: int
+
+    @classmethod
+    def of(cls, case: RaggedCase, dtype: np.dtype) -> "Work":
+        """The least that `case` takes with queries of `dtype`.
+
+        Bytes: the keys and values that any query of a row sees, once, this step's among them; this step's again,
+        written; queries and outputs. Operations: two matrix products over the pairs of query and position that are
+        seen, so neither the masked half of a tile nor the softmax. Padding, of heads or tokens, counts nothing.
+        """
+        kv_itemsize = np.dtype(case.kv_dtype or dtype).itemsize
+        token_kv_bytes = 2 * case.num_kv_heads * case.head_size * kv_itemsize
+        token_q_bytes = case.num_heads * case.head_size * dtype.itemsize
+        seen = sum(_positions_seen(row, case.window) for row in case.rows)
+        pairs = sum(_pairs_seen(row, case.window) for row in case.rows)
+        queries = sum(row.query_len for row in case.rows)
+        return cls(
+            bytes=(seen + queries) * token_kv_bytes + 2 * queries * token_q_bytes,
+            flops=4 * pairs * case.num_heads * case.head_size,
+        )
+
+
+def _positions_seen(row: RowCase, window: int) -> int:
+    """Positions that at least one query of the row sees: all since the first one's window begins."""
+    return min(row.kv_len, row.query_len + window - 1) if row.query_len else 0
+
+
+def _pairs_seen(row: RowCase, window: int) -> int:
+    """The query at position p sees min(p + 1, window) positions."""
+    first, end = row.kv_len - row.query_len, row.kv_len
+    whole = min(max(window, first), end)  # queries from here on see a full window
+    return (whole * (whole + 1) - first * (first + 1)) // 2 + (end - whole) * window

@@ -1,0 +1,112 @@
+"""The arrays of a case: random, of the sizes that a serving engine has, the same for every paged contender."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.counts import Work
+from benchmarks.kernels.device import cache_bytes, memory_bytes
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import GIB
+from pallas_kernels.ragged_paged_attention import RaggedRows, kv_pages_struct
+from pallas_kernels.ragged_paged_attention.cases import RaggedCase
+
+# Random pages are made once and repeated through the pool, tens of gigabytes at times. Prime: every layer and row has
+# them in another order.
+RANDOM_PAGES = 61
+MAX_LAYERS = 128
+LAYERS_BYTES = {"cpu": 0, "gpu": 2 * GIB, "tpu": 2 * GIB}  # half a millisecond or more of work a dispatch
+MEMORY_SHARE = 0.4  # of the device for pages: peers need room for a copy of them
+QUANTIZED_SCALE = 0.02  # keys and values of int8 and float8 pages then have about the size of others
+
+
+def layers_of(case: RaggedCase, dtype: jnp.dtype, device: jax.Device) -> int:
+    """How many layers' KV to go through in turn, so that none is in a cache when its turn comes.
+
+    Together they are several times the cache, as far as the device's memory goes.
+    """
+    layer_bytes = Work.of(case, dtype).bytes
+    wanted = max(4 * cache_bytes(device), LAYERS_BYTES[device.platform])
+    possible = int(MEMORY_SHARE * memory_bytes(device)) // layer_bytes
+    return max(1, min(math.ceil(wanted / layer_bytes), possible, MAX_LAYERS))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q", "k", "v", "page_table", "starts", "query_lens", "sinks", "kv_scales"],
+    meta_fields=["case"],
+)
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer of `case` is called with beside its pages."""
+
+    case: RaggedCase
+    q: jax.Array  # f[T, H, D]
+    k: jax.Array  # f[T, K, D]
+    v: jax.Array  # f[T, K, D]
+    page_table: jax.Array  # i32[R, max_pages]
+    starts: jax.Array  # i32[R]
+    query_lens: jax.Array  # i32[R]
+    sinks: jax.Array | None  # f32[H]
+    kv_scales: jax.Array | None  # f32[2, K]
+
+    @classmethod
+    def random(cls, case: RaggedCase, dtype: jnp.dtype) -> Self:
+        """Normal values; rows own pages from anywhere in the pool."""
+        T, H, K, D = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size
+        keys = jax.random.split(jax.random.key(2), 4)
+        pages = np.random.default_rng(3).permutation(np.arange(1, case.num_pages, dtype=np.int32))
+        table = np.zeros((len(case.rows), case.max_pages), np.int32)
+        for row, entries in zip(case.rows, table, strict=True):
+            owned = -(-row.kv_len // case.page_size)
+            entries[:owned], pages = pages[:owned], pages[owned:]
+        return cls(
+            case=case,
+            q=jax.random.normal(keys[0], (T, H, D), dtype),
+            k=jax.random.normal(keys[1], (T, K, D), dtype),
+            v=jax.random.normal(keys[2], (T, K, D), dtype),
+            page_table=jnp.asarray(table),
+            starts=jnp.asarray([row.kv_len - row.query_len for row in case.rows], jnp.int32),
+            query_lens=jnp.asarray([row.query_len for row in case.rows], jnp.int32),
+            sinks=jax.random.normal(keys[3], (H,), jnp.float32) if case.sinks else None,
+            kv_scales=jnp.full((2, K), QUANTIZED_SCALE, jnp.float32) if case.kv_dtype else None,
+        )
+
+    def rows(self) -> RaggedRows:
+        return RaggedRows.build(self.page_table, self.starts, self.query_lens, self.case.num_tokens)
+
+    def in_float32(self) -> Self:
+        """The same values, exactly."""
+        return replace(self, **{name: getattr(self, name).astype(jnp.float32) for name in "qkv"})
+
+
+def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backend) -> jax.Array:
+    """[L, P, K, S, 2 * padded D]: the same keys and values however `backend` pads them."""
+    stored = jnp.dtype(case.kv_dtype or dtype)
+    struct = kv_pages_struct(layers, case.num_pages, case.page_size, case.num_kv_heads, case.head_size, stored, backend)
+    page = _random_page_values(struct.shape[2:4], case.head_size, struct.shape[4], stored)
+    pages: jax.Array = _repeat(page, *struct.shape[:2])
+    return pages
+
+
+# Apart from the pool, whose shape is another in every case: the generator takes the longest to compile.
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _random_page_values(page: tuple[int, ...], head_size: int, width: int, dtype: jnp.dtype) -> jax.Array:
+    """RANDOM_PAGES of them, [.., K, S, width], zeros where a head is padded."""
+    values = jax.random.normal(jax.random.key(4), (RANDOM_PAGES, *page, 2, head_size), jnp.float32)
+    if dtype.itemsize == 1:
+        values = values / QUANTIZED_SCALE
+    if dtype == jnp.int8:
+        values = jnp.clip(jnp.round(values), -127, 127)
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, width // 2 - head_size)]
+    return jnp.pad(values.astype(dtype), padding).reshape(RANDOM_PAGES, *page, width)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _repeat(values: jax.Array, layers: int, pages: int) -> jax.Array:
+    return values[jnp.arange(layers * pages) % RANDOM_PAGES].reshape(layers, pages, *values.shape[1:])

@@ -1,0 +1,180 @@
+"""Contenders in this process that read pages: our kernels, their XLA reference, and a gather with plain attention."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.kernels.contender import MAX_ERROR, Outcome, relative_error
+from benchmarks.kernels.inputs import Inputs, layers_of, random_pages
+from benchmarks.kernels.timing import TooSlow, time_calls
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.ragged_paged_attention import RaggedRows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
+
+# A contender slower than this over all layers goes through fewer of them, and one that is slower over a single layer
+# is left: a lent device is lent for minutes.
+CALL_SECONDS = 0.5
+LAYER_SECONDS = 20.0
+COMPARED_TOKENS = 256
+
+
+class Attend(Protocol):
+    """One layer: attention over the pages with this step's KV in them, and those pages."""
+
+    def __call__(
+        self, inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class OurAttention:
+    """`ragged_paged_attention` with one backend, as an `Attend`."""
+
+    backend: Backend
+
+    def __call__(
+        self, inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
+    ) -> tuple[jax.Array, jax.Array]:
+        case = inputs.case
+        return ragged_paged_attention(
+            inputs.q, inputs.k, inputs.v, kv_pages, layer, rows, scale=case.scale, soft_cap=case.soft_cap,
+            window=case.window, sinks=inputs.sinks, kv_scales=inputs.kv_scales, backend=self.backend,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PagedContender:
+    """Checks `attend` on a small case, then times it layer after layer on a case of full size."""
+
+    name: str
+    attend: Attend
+    backend: Backend  # whose layout the pages have
+    device: jax.Device
+
+    def versions(self) -> Mapping[str, str]:
+        return {}
+
+    def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
+        error = _error(self.attend, self.backend, small(case), dtype)
+        if not error <= MAX_ERROR[dtype]:
+            return Outcome.without(f"error {error:.1e} is above {MAX_ERROR[dtype]:.0e}: not timed", error)
+        inputs = Inputs.random(case, dtype)
+        layers = layers_of(case, dtype, self.device)
+        state = _State(random_pages(case, dtype, layers, self.backend), jnp.zeros_like(inputs.q))
+        pages_bytes, iterations = state.kv_pages.nbytes, layers
+        while True:
+            start = time.perf_counter()
+            call = _LayerLoop.compile(self.attend, state, inputs, iterations)
+            compile_seconds = time.perf_counter() - start
+            try:
+                timing = time_calls(call, iterations, CALL_SECONDS if iterations > 1 else LAYER_SECONDS)
+                break
+            except TooSlow as slow:
+                state = call.state
+                if iterations == 1:
+                    return Outcome.without(f"one layer takes {slow.seconds:.0f} s: not repeated", error)
+                iterations = max(1, int(iterations * CALL_SECONDS / slow.seconds))
+        step = -(-case.num_tokens // COMPARED_TOKENS)
+        return Outcome(
+            timing,
+            error,
+            outputs=np.asarray(call.state.out[::step].astype(jnp.float32)),
+            details={
+                "layers": layers,
+                "layers_a_call": iterations,
+                "compile_seconds": compile_seconds,
+                "pages_bytes": pages_bytes,
+                "temporary_bytes": call.temporary_bytes,
+            },
+        )
+
+
+# Large cases of one kind have the same small one, and contenders the same expectations.
+@cache
+def _error(attend: Attend, backend: Backend, case: RaggedCase, dtype: jnp.dtype) -> float:
+    """Of `attend` against the reference in float32 on the same values."""
+    inputs = Inputs.random(case, dtype)
+    out = _attend_once(attend, inputs, random_pages(case, dtype, 1, backend))
+    real = np.asarray(inputs.rows().is_real())
+    return relative_error(out[real], _expected(case, dtype)[real])
+
+
+@cache
+def _expected(case: RaggedCase, dtype: jnp.dtype) -> np.ndarray:
+    pages = random_pages(case, dtype, 1, REFERENCE)
+    if case.kv_dtype is None:
+        pages = pages.astype(jnp.float32)
+    # By default GPUs and TPUs multiply float32 with fewer bits.
+    with jax.default_matmul_precision("highest"):
+        return _attend_once(OurAttention(REFERENCE), Inputs.random(case, dtype).in_float32(), pages)
+
+
+def _attend_once(attend: Attend, inputs: Inputs, kv_pages: jax.Array) -> np.ndarray:
+    call = jax.jit(lambda inputs, kv_pages: attend(inputs, kv_pages, 0, inputs.rows())[0])
+    return np.asarray(call(inputs, kv_pages).astype(jnp.float32))
+
+
+def small(case: RaggedCase) -> RaggedCase:
+    """A case of the same kind that any device attends to in float32 at once, with contexts of all lengths."""
+    rows = []
+    for index, row in enumerate(case.rows[:8]):
+        query_len = min(row.query_len, 450 - 50 * index)
+        whole = row.query_len == row.kv_len
+        rows.append(RowCase(query_len, query_len if whole else min(row.kv_len, 1000 - 97 * index)))
+    queries = sum(row.query_len for row in rows)
+    num_tokens = len(rows) if case.is_decode else max(1 + len(rows), queries)
+    return replace(case, name="small", rows=tuple(rows), num_tokens=num_tokens)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one call hands to the next."""
+
+    kv_pages: jax.Array  # [L, P, K, S, 2 D]
+    out: jax.Array  # f[T, H, D]
+
+
+class _LayerLoop:
+    """One dispatch: attention in one layer after the other, the first layer last, whatever their number.
+
+    As in an engine's step, the next layer waits for the last one's output, its arguments being made from that, and
+    the pages are updated in place: state is donated.
+    """
+
+    def __init__(self, compiled: jax.stages.Compiled, state: _State, inputs: Inputs) -> None:
+        self.compiled, self.state, self.inputs = compiled, state, inputs
+        memory = compiled.memory_analysis()
+        self.temporary_bytes = int(memory.temp_size_in_bytes) if memory else 0
+
+    @classmethod
+    def compile(cls, attend: Attend, state: _State, inputs: Inputs, iterations: int) -> "_LayerLoop":
+        def run(kv_pages: jax.Array, out: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+            rows = inputs.rows()
+            layers = kv_pages.shape[0]
+
+            def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                kv_pages, out = carry
+                # Costs nothing and makes the arguments depend on the last output.
+                q, k, v, _ = lax.optimization_barrier((inputs.q, inputs.k, inputs.v, out))  # type: ignore[no-untyped-call]
+                number = lax.rem(iterations - 1 - index, layers)
+                out, kv_pages = attend(replace(inputs, q=q, k=k, v=v), kv_pages, number, rows)
+                return kv_pages, out
+
+            last: tuple[jax.Array, jax.Array] = lax.fori_loop(0, iterations, layer, (kv_pages, out))
+            return last
+
+        lowered = jax.jit(run, donate_argnums=(0, 1)).lower(state.kv_pages, state.out, inputs)
+        return cls(lowered.compile(), state, inputs)
+
+    def __call__(self) -> jax.Array:
+        self.state = _State(*self.compiled(self.state.kv_pages, self.state.out, self.inputs))
+        return self.state.out

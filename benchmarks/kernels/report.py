@@ -1,0 +1,154 @@
+"""What a run of `benchmarks.kernels` says: figures of each case, goals met or not, a table and a record."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kernels.ceilings import Ceilings
+from benchmarks.kernels.contender import Outcome
+from benchmarks.kernels.counts import Work
+from pallas_kernels.ragged_paged_attention.cases import RaggedCase
+
+# Issue 3, for 32 query heads of 128.
+DECODE_GOAL, DECODE_FROM_TOKENS = 0.90, 64 * 4096  # of the copy bandwidth, at so many tokens of context together
+PREFILL_GOAL, PREFILL_FROM_TOKENS = 0.65, 2048  # of the matmul rate
+GOAL_HEADS, GOAL_HEAD_SIZE = 32, 128
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A share of one measured ceiling to reach."""
+
+    share: float
+    ceiling: str  # "copy" or "matmul"
+
+    @classmethod
+    def of(cls, case: RaggedCase) -> "Goal | None":
+        """What is asked of `case`, if anything is."""
+        if (case.num_heads, case.head_size) != (GOAL_HEADS, GOAL_HEAD_SIZE):
+            return None
+        context = sum(row.kv_len for row in case.rows)
+        if case.is_decode and context >= DECODE_FROM_TOKENS:
+            return cls(DECODE_GOAL, "copy")
+        if case.name.startswith("prefill-") and context >= PREFILL_FROM_TOKENS:
+            return cls(PREFILL_GOAL, "matmul")
+        return None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """All contenders' outcomes in one case, ours first."""
+
+    case: RaggedCase
+    work: Work
+    ceilings: Ceilings
+    outcomes: Mapping[str, Outcome]
+
+    def share(self, seconds: float, ceiling: str) -> float:
+        """How much of a ceiling a layer's call reaches in `seconds`."""
+        if ceiling == "copy":
+            return self.work.bytes / seconds / self.ceilings.copy
+        return self.work.flops / seconds / self.ceilings.matmul
+
+    @property
+    def ours(self) -> Outcome:
+        return next(iter(self.outcomes.values()))
+
+    def verdict(self) -> str:
+        """Whether ours reached the goal of the case, in a word or two; empty without a goal."""
+        goal = Goal.of(self.case)
+        if goal is None:
+            return ""
+        if self.ours.timing is None:
+            return "FAIL"
+        share = self.share(self.ours.timing.median, goal.ceiling)
+        return f"{'pass' if share >= goal.share else 'FAIL'} ({share:.0%} of {goal.ceiling}, goal {goal.share:.0%})"
+
+    def line(self) -> str:
+        """One line for a person who watches; the table has the rest."""
+        parts = []
+        for name, outcome in self.outcomes.items():
+            if outcome.timing is not None:
+                error = "" if outcome.error is None else f", error {outcome.error:.1e}"
+                parts.append(f"{name} {_microseconds(outcome)} us{error}")
+            elif outcome is self.ours:
+                parts.append(f"{name} FAILED: {outcome.problem}")
+        return f"{self.case.name}: " + "; ".join(parts) + (f"; {verdict}" if (verdict := self.verdict()) else "")
+
+    def record(self) -> dict[str, Any]:
+        goal = Goal.of(self.case)
+        return {
+            "case": self.case.name,
+            "bytes": self.work.bytes,
+            "flops": self.work.flops,
+            "binding_ceiling": self.ceilings.binding(self.work),
+            "goal": None if goal is None else asdict(goal),
+            "verdict": self.verdict(),
+            "contenders": {name: self._contender_record(outcome) for name, outcome in self.outcomes.items()},
+        }
+
+    def _contender_record(self, outcome: Outcome) -> dict[str, Any]:
+        record: dict[str, Any] = {"error": outcome.error, "problem": outcome.problem} | dict(outcome.details)
+        if outcome.timing is not None:
+            seconds = outcome.timing.median
+            record |= {
+                "seconds_a_layer": outcome.timing.samples,
+                "seconds_a_layer_median": seconds,
+                "bytes_per_second": self.work.bytes / seconds,
+                "flops_per_second": self.work.flops / seconds,
+                "share_of_binding_ceiling": self.ceilings.seconds(self.work) / seconds,
+            }
+        return record
+
+
+def _microseconds(outcome: Outcome) -> str:
+    """Median (range), with as many digits as mean something."""
+    assert outcome.timing is not None
+    values = [1e6 * seconds for seconds in (outcome.timing.median, outcome.timing.best, outcome.timing.worst)]
+    median, best, worst = (np.format_float_positional(v, 4, fractional=False, trim="-") for v in values)
+    return f"{median} ({best}-{worst})"
+
+
+def markdown(results: Sequence[CaseResult]) -> str:
+    """A row a case: ours in full, the others by their times; below it, who could not run what, and why."""
+    if not results:
+        return "no case was measured"
+    names = list(results[0].outcomes)
+    timed = [name for name in names[1:] if any(result.outcomes[name].timing for result in results)]
+    head = ["case", f"{names[0]}, us a layer", "GB/s", "TFLOP/s", "of the ceiling", "goal"]
+    head += [f"{name}, us" for name in timed]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for result in results:
+        others = [result.outcomes[name] for name in timed]
+        cells = [result.case.name, *_own_cells(result), result.verdict()]
+        cells += [_microseconds(outcome) if outcome.timing else "-" for outcome in others]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *_problems(results)])
+
+
+def _own_cells(result: CaseResult) -> list[str]:
+    timing = result.ours.timing
+    if timing is None:
+        return ["FAILED", "", "", ""]
+    seconds, work = timing.median, result.work
+    share = result.ceilings.seconds(work) / seconds
+    return [
+        _microseconds(result.ours),
+        f"{work.bytes / seconds / 1e9:.4g}",
+        f"{work.flops / seconds / 1e12:.3g}",
+        f"{share:.0%} of {result.ceilings.binding(work)}",
+    ]
+
+
+def _problems(results: Sequence[CaseResult]) -> Iterator[str]:
+    """One line for each contender and reason, with the cases that it concerns."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for name, outcome in result.outcomes.items():
+            if outcome.problem is not None:
+                cases.setdefault((name, outcome.problem), []).append(result.case.name)
+    for (name, problem), where in cases.items():
+        which = "every case" if len(where) == len(results) else ", ".join(where)
+        yield f"- {name}, {which}: {problem}"

@@ -1,0 +1,36 @@
+"""Paged attention as one writes it first, in plain JAX: pages gathered into dense keys and values, then attention."""
+
+import jax
+
+from benchmarks.kernels.dense import require_plain
+from benchmarks.kernels.inputs import Inputs
+from pallas_kernels.ragged_paged_attention import RaggedRows
+from pallas_kernels.ragged_paged_attention.write import write_kv
+
+
+def attend(
+    inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
+) -> tuple[jax.Array, jax.Array]:
+    """One layer, with this step's KV written as ours is, for decode rows or one whole prompt.
+
+    Raises NotImplementedError for other rows, and for more than causal attention.
+    """
+    case = inputs.case
+    require_plain(case)
+    num_rows, row = len(case.rows), case.rows[0]
+    if not case.is_decode and (num_rows > 1 or not case.num_tokens == row.query_len == row.kv_len):
+        raise NotImplementedError("rows of one query, or one row of a whole prompt")
+    kv_pages = write_kv(inputs.k, inputs.v, kv_pages, layer, rows)
+    longest = max(row.kv_len for row in case.rows)
+    pages = kv_pages[layer, rows.page_table[:, : -(-longest // case.page_size)]]  # [R, pages, K, S, 2 D]
+    kv = pages.swapaxes(2, 3).reshape(num_rows, -1, case.num_kv_heads, 2 * case.head_size)[:, :longest]
+    out = jax.nn.dot_product_attention(
+        inputs.q.reshape(num_rows, -1, case.num_heads, case.head_size),
+        kv[..., : case.head_size],
+        kv[..., case.head_size :],
+        scale=case.scale,
+        is_causal=not case.is_decode,
+        key_value_seq_lengths=rows.kv_lens if case.is_decode else None,
+        implementation="xla",
+    )
+    return out.reshape(inputs.q.shape), kv_pages

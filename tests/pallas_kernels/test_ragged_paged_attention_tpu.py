@@ -1,0 +1,7 @@
+"""The TPU's kernel, interpreted, in every case."""
+
+from tests.pallas_kernels.attention_suite import AttentionSuite
+
+
+class TestTpu(AttentionSuite):
+    backend = "tpu"
