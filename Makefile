@@ -1,5 +1,6 @@
 # `make demo` and `make test` work on a fresh machine: they build .venv first, and a stamp file makes the
 # second call instant. Everything is for CPU; an accelerator needs `pip install jaxvllm[cuda]` or `[tpu]`.
+# Tests also build .aot: the compilers of TPUs and GPUs, a gigabyte, which compile without such a device.
 
 PY := .venv/bin/python
 # Tests run in this many processes, one test file at a time in each. Two cores are what CI has.
@@ -16,14 +17,14 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo test lint format check bench fixtures oracle venv constraints clean
+.PHONY: demo test lint format check aot bench fixtures oracle venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
 	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
 	  "One morning in a village on an island," "Long ago, in a castle," "Tom and Lily lived in a farmhouse" \
 	  "In the forest there was a fox called Rusty." "The capital of France"
 
-test: .venv/.stamp  ## the whole suite
+test: .venv/.stamp .aot/.stamp  ## the whole suite
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/.stamp
@@ -36,6 +37,9 @@ format: .venv/.stamp
 	$(PY) -m ruff format
 
 check: lint test  ## exactly what CI runs
+
+aot: .venv/.stamp .aot/.stamp  ## every kernel and the step, compiled for TPUs and GPUs that are not here
+	$(PY) -m tools.aot $(ARGS)
 
 bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle` was run, and the host's cost of a step
 	$(PY) -m benchmarks.cpu
@@ -58,6 +62,13 @@ venv: .venv/.stamp
 	  --build-constraints constraints.txt --editable '.[test]'
 	@touch $@
 
+# An environment of its own: jax would look for these plugins' devices wherever it is imported.
+.aot/.stamp: pyproject.toml constraints.txt | .venv/.stamp
+	@test -x .aot/bin/python || $(UV) venv --quiet --python $(PY) .aot
+	$(UV) pip install --quiet --python .aot/bin/python --constraint constraints.txt \
+	  --build-constraints constraints.txt --editable '.[aot]'
+	@touch $@
+
 # pip and not uv: pip reads the machine's own configuration, where a CPU build of torch may be named.
 # torch has one for Python 3.11 only; elsewhere this would bring gigabytes of CUDA packages.
 .oracle/.stamp: tools/oracle_constraints.txt | $(OWN_UV)
@@ -68,9 +79,9 @@ venv: .venv/.stamp
 
 constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, jax held where we measure
 	{ grep '^#' constraints.txt; printf 'hatchling\njax==0.11.2\n' \
-	  | $(UV) pip compile --quiet --upgrade --python $(PY) --extra test --no-annotate --no-header \
-	    --no-emit-index-url pyproject.toml -; } > constraints.new
+	  | $(UV) pip compile --quiet --upgrade --python $(PY) --extra test --extra aot --no-annotate \
+	    --no-header --no-emit-index-url pyproject.toml -; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .uv .oracle .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .aot .uv .oracle .mypy_cache .ruff_cache .pytest_cache .hypothesis

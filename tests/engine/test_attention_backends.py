@@ -20,7 +20,7 @@ def demo_texts(backend: AttentionBackend, dtype: str) -> tuple[list[str], int]:
     """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache."""
     options = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
     with LLM(attention_backend=backend, dtype=dtype, max_model_len=64, compilation_cache=None, **options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = [*llm.generate(PROMPTS, params, use_tqdm=False), *llm.generate(PROMPTS[:1], params, use_tqdm=False)]
         assert max(len(output.prompt_token_ids) for output in outputs) > 16  # in several chunks
         assert_idle(llm)

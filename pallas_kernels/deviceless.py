@@ -1,0 +1,118 @@
+"""Compiling for chips that are not here: jax devices that exist for the compiler only.
+
+libtpu and the CUDA plugin compile without a device and without a driver. What they yield is what would run: memory,
+collectives and kernels can be read from it, and the same compiler errors are met. Nothing can be run.
+
+The process must have been started with JAX_PLATFORMS=cpu, or jax would look for a real device first. A compiler's fatal
+error ends the process: whoever must go on compiles in a subprocess.
+"""
+
+import math
+import os
+from importlib.util import find_spec
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels.chips import Chip, GpuChip, TpuChip
+
+MAX_DEVICES = 8
+# Without these libtpu asks the cloud's metadata server which machine this is, and complains at length. What is compiled
+# for is the topology that we name, whatever the machine is called here.
+_LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    # One process alone may have a real TPU; any number may compile.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# The slices that one can rent, up to eight devices, in chips. One of v7x's is two devices.
+_TPU_SLICES = {
+    "v5e": ("v5e:1x1", "v5e:1x2", "v5e:2x2", "v5e:2x4"),
+    "v5p": ("v5p:1x1x1", "v5p:1x2x1", "v5p:2x2x1", "v5p:2x2x2"),
+    "v6e": ("v6e:1x1", "v6e:1x2", "v6e:2x2", "v6e:2x4"),
+    "v7x": ("tpu7x:1x1x1", "tpu7x:1x2x1", "tpu7x:2x2x1"),
+}
+
+
+def compile_only_devices(chip: Chip, count: int) -> list[jax.Device]:
+    """`count` devices, 1 to 8, of the smallest slice or machine of such chips that has them.
+
+    Arrays described as on them (`jax.ShapeDtypeStruct` with a sharding) make `jit(f).lower(...).compile()` compile for
+    the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering.
+
+    Raises ValueError for another count, RuntimeError when this process cannot compile for the chip.
+    """
+    if not 1 <= count <= MAX_DEVICES:
+        raise ValueError(f"{count} devices: between 1 and {MAX_DEVICES} can be compiled for")
+    if jax.config.jax_platforms != "cpu":
+        raise RuntimeError("compiling without a device needs JAX_PLATFORMS=cpu from the start of the process")
+    compiler = "libtpu" if isinstance(chip, TpuChip) else "jax_plugins.xla_cuda13"
+    if not _is_installed(compiler):
+        raise RuntimeError(f"no compiler for {chip.name}, {compiler} is not installed: pip install jaxvllm[aot]")
+    devices = _tpu_devices(chip, count) if isinstance(chip, TpuChip) else _gpu_devices(chip, count)
+    assert len(devices) >= count and devices[0].device_kind == chip.device_kind, devices
+    return devices[:count]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package
+        return False
+
+
+def _tpu_devices(chip: TpuChip, count: int) -> list[jax.Device]:
+    # libtpu reads these when it is loaded, which the first topology does.
+    os.environ.update(_LIBTPU_ENVIRONMENT)
+    num_chips = -(-count // 2) if chip.name == "v7x" else count
+    for name in _TPU_SLICES[chip.name]:
+        sides = [int(side) for side in name.split(":")[1].split("x")]
+        if math.prod(sides) >= num_chips:
+            # One host holds a slice, or one of its layers in the third dimension.
+            host = [*sides[:2], 1]
+            return topologies.get_topology_desc(name, platform="tpu", chips_per_host_bounds=host).devices
+    raise AssertionError(f"no slice of {chip.name} has {count} devices")
+
+
+def _gpu_devices(chip: GpuChip, count: int) -> list[jax.Device]:
+    # One slice, one process, `count` devices: all GPUs of one machine.
+    size = f"1x1x{count}"
+    return topologies.get_topology_desc(
+        size, platform="cuda", topology=size, target_config=_gpu_target_config(chip)
+    ).devices
+
+
+def _gpu_target_config(chip: GpuChip) -> str:
+    """XLA's description of the GPU, a GpuTargetConfigProto as text, with what its compiler and cost model read."""
+    major, minor = chip.compute_capability
+    # From Hopper on, instructions that only this generation has (wgmma, tcgen05), as on the real device: sm_90a.
+    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+          threads_per_warp: 32
+          threads_per_block_limit: 1024
+          threads_per_core_limit: {chip.threads_per_sm}
+          core_count: {chip.num_sms}
+          fpus_per_core: {chip.fp32_lanes_per_sm}
+          clock_rate_ghz: {chip.clock_ghz}
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          thread_dim_limit_x: 1024
+          thread_dim_limit_y: 1024
+          thread_dim_limit_z: 64
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          shared_memory_per_block: 49152
+          shared_memory_per_block_optin: {chip.shared_memory_per_block}
+          shared_memory_per_core: {chip.shared_memory_per_sm}
+          l2_cache_size: {chip.l2_bytes}
+          memory_bandwidth: {int(chip.hbm_bandwidth)}
+          device_memory_size: {chip.hbm_bytes}
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        device_description_str: "{chip.device_kind}"
+    """

@@ -1,0 +1,158 @@
+"""Ragged paged attention for TPU, in Pallas: one call writes the new keys and values in place and attends.
+
+A kernel without a grid: rows, tiles and pages are loops over row metadata in scalar memory, all arrays stay in HBM, and
+every copy is started by hand, so that the next row's pages are on their way before this row ends.
+
+    decode    rows with one query: its heads are the rows of a matrix; the token is merged into the row's last page
+    write     rows with more: all their keys and values, before any of it is attended to
+    verify    rows with a few queries, one tile each
+    prefill   rows with many, tile by tile
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chips import TpuChip
+from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from pallas_kernels.ragged_paged_attention.tpu_attend import Attender
+from pallas_kernels.ragged_paged_attention.tpu_blocks import LANES, Blocks, Problem, Stage, choose, write_tokens
+from pallas_kernels.ragged_paged_attention.tpu_walk import Ref, Rows, Walk
+from pallas_kernels.ragged_paged_attention.tpu_write import Merger, Writer
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+VMEM_SHARE = 0.9  # of a core's, that buffers and the compiler's own may take
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: jax.Array | int,
+    sinks: jax.Array | None,
+    chip: TpuChip,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`ragged_paged_attention` with q f[T, H, D], k and v of the pages' dtype [T, K, D], D a multiple of 64.
+
+    Raises NotImplementedError for dtypes, page tables and heads that the kernel has no room or registers for.
+    """
+    num_tokens, num_heads, head_size = q.shape
+    _, _, num_kv_heads, page_size, _ = kv_pages.shape
+    if q.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"the tpu kernel computes in float32 or bfloat16, not {q.dtype}: use the backend reference"
+        )
+    problem = Problem(num_heads, num_kv_heads, head_size, page_size, str(q.dtype), str(kv_pages.dtype))
+    tables = _tables(rows.page_table, chip)
+    # Whole registers of 8 heads: a tile's heads are picked with a stride.
+    q = jnp.pad(q, ((0, 0), (0, -num_heads % 8), (0, 0)))
+    scalars = [rows.query_starts, rows.kv_lens, jnp.stack([jnp.int32(layer), jnp.int32(window)])]
+    if sinks is not None:
+        scalars.append(sinks.astype(jnp.float32))
+    names: tuple[Stage, ...] = ("decode",) if rows.decode_only else ("decode", "verify", "prefill")
+    stages = _Stages(problem, {name: choose(name, problem, chip) for name in names}, write_tokens(problem, chip))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    arrays = [tables, jnp.concatenate([k, v], axis=-1), q, kv_pages]
+    call = pl.pallas_call(
+        partial(_kernel, stages=stages, scale=scale, soft_cap=soft_cap, num_cores=chip.num_cores),
+        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(chip.num_cores,),
+            in_specs=[in_hbm] * len(arrays),
+            out_specs=(in_hbm, in_hbm),
+            scratch_shapes=(stages.scratch(tables, q, kv_pages),),
+        ),
+        # Outputs replace the queries: padding tokens come out finite, and nothing is allocated.
+        input_output_aliases={len(scalars) + 2: 0, len(scalars) + 3: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel" if chip.num_cores > 1 else "arbitrary",),
+            vmem_limit_bytes=int(chip.vmem_bytes * VMEM_SHARE),
+            # A third of the instructions that start a page. The interpreter checks bounds, in every test.
+            disable_bounds_checks=True,
+        ),
+        interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=chip.num_cores) if interpret else False,
+        name="ragged_paged_attention",
+    )
+    out, kv_pages = call(*scalars, *arrays)
+    return out[:, :num_heads], kv_pages
+
+
+def _tables(page_table: jax.Array, chip: TpuChip) -> jax.Array:
+    """The page table as i32[R, N, 128], of which one row can be copied to scalar memory."""
+    num_rows, max_pages = page_table.shape
+    padded = -(-max_pages // LANES) * LANES
+    if 2 * 4 * padded > chip.smem_bytes // 2:
+        raise NotImplementedError(
+            f"the tpu kernel keeps the page tables of two rows in scalar memory, at most {chip.smem_bytes // 16} pages "
+            f"a row, not {max_pages}: use larger pages, or a smaller max_model_len"
+        )
+    return jnp.pad(page_table, ((0, 0), (0, padded - max_pages))).reshape(num_rows, -1, LANES)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The static half of the kernel. Only decode: no row has more than one query."""
+
+    problem: Problem
+    blocks: dict[Stage, Blocks]
+    write_tokens: int
+
+    @property
+    def decode_only(self) -> bool:
+        return len(self.blocks) == 1
+
+    def scratch(self, tables: jax.Array, tokens: jax.Array, pages: jax.Array) -> dict[str, Any]:
+        """The buffers of each stage. They are not shared: `run_scoped` asks which TPU this process runs on."""
+        buffers: dict[str, Any] = {
+            name: Attender.scratch(self.problem, blocks, pages, tokens) for name, blocks in self.blocks.items()
+        }
+        buffers["walk"] = Walk.scratch(tables.shape)
+        buffers["merger"] = Merger.scratch(pages, self.blocks["decode"].slots)
+        if not self.decode_only:
+            buffers["writer"] = Writer.scratch(pages, self.write_tokens)
+        return buffers
+
+
+def _kernel(
+    query_starts: Ref,
+    kv_lens: Ref,
+    parameters: Ref,
+    *refs: Any,
+    stages: _Stages,
+    scale: float,
+    soft_cap: float | None,
+    num_cores: int,
+) -> None:
+    """The whole call, on each core. Aliased arrays are read and written through the outputs."""
+    *sinks, tables, new, _, _, tokens, pages, scratch = refs
+    layer, window = parameters[0], parameters[1]
+
+    def walk(least: int, most: int) -> Walk:
+        rows = Rows(query_starts, kv_lens, stages.decode_only, least, most, pl.program_id(0), num_cores)
+        return Walk(rows, tables, **scratch["walk"])
+
+    def attend_rows(stage: Stage, least: int, most: int, merger: Merger | None = None) -> None:
+        Attender(
+            stages.problem, stages.blocks[stage], scale, soft_cap, walk(least, most), merger, layer, window,
+            sinks[0] if sinks else None, tokens, pages, **scratch[stage],
+        ).run()  # fmt: skip
+
+    attend_rows("decode", 1, 1, Merger(new, **scratch["merger"]))
+    if not stages.decode_only:
+        few, all_tokens = stages.blocks["verify"].tile_queries, tokens.shape[0]
+        Writer(walk(2, all_tokens), layer, new, pages, **scratch["writer"]).run()
+        attend_rows("verify", 2, few)
+        attend_rows("prefill", few + 1, all_tokens)

@@ -1,0 +1,132 @@
+"""The driver of `make aot` goes on after a worker's death, and says what came of every program."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools import aot
+from tools.aot_outcome import HEADER, Outcome
+from tools.kernel_resources import KernelResources, read_resources
+
+type MakeWorker = Callable[[str], Path]
+
+ALL = ("a/1", "a/2", "a/3")
+
+
+@pytest.fixture
+def make_worker(tmp_path: Path) -> MakeWorker:
+    """An interpreter in whose place a program runs that treats the programs of a chip as `compile` says."""
+
+    def make(compile: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(
+            f"#!{sys.executable}\n"
+            "import json, os, sys, time\n"
+            f"names = sys.argv[6:] or {list(ALL)}\n"
+            "print(json.dumps(names), flush=True)\n"
+            "def ok(name, **fields):\n"
+            "    fields = dict(program=name, status='ok', seconds=1.0, kernels=[]) | fields\n"
+            "    print(json.dumps(fields), flush=True)\n"
+            "for name in names:\n"
+            f"    {compile}\n"
+        )
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def statuses(python: Path, *programs: str) -> list[tuple[str, str]]:
+    return [(outcome.program, outcome.status) for outcome in aot.compile_for("v5e", "attention", programs, python)]
+
+
+def test_all_programs_in_order(make_worker: MakeWorker) -> None:
+    python = make_worker("ok(name)")
+    assert statuses(python) == [(name, "ok") for name in ALL]
+    assert statuses(python, "a/3", "a/1") == [("a/3", "ok"), ("a/1", "ok")]
+
+
+def test_a_death_fails_one_program(make_worker: MakeWorker) -> None:
+    python = make_worker("ok(name) if name != 'a/2' else (print('LLVM ERROR: no', file=sys.stderr), os.abort())")
+    outcomes = list(aot.compile_for("v5e", "attention", (), python))
+    assert [outcome.status for outcome in outcomes] == ["ok", "failed", "ok"]
+    assert outcomes[1].message == "the compiler ended its process, SIGABRT: LLVM ERROR: no"
+
+
+def test_a_death_at_the_end(make_worker: MakeWorker) -> None:
+    assert statuses(make_worker("ok(name) if name != 'a/3' else sys.exit(3)"))[-1] == ("a/3", "failed")
+
+
+def test_what_takes_too_long_is_ended(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "MAX_SECONDS", 0.5)
+    outcomes = list(
+        aot.compile_for("v5e", "attention", (), make_worker("ok(name) if name != 'a/1' else time.sleep(99)"))
+    )
+    assert [outcome.status for outcome in outcomes] == ["failed", "ok", "ok"]
+    assert outcomes[0].message == "not compiled after 0 s"
+
+
+def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nraise SystemExit('no compiler for v5e')\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match="no worker for v5e starts: no compiler for v5e"):
+        statuses(python)
+
+
+OUTCOME = Outcome(
+    "attention/some-case/tpu",
+    "ok",
+    2.34,
+    "",
+    3 * 2**20,
+    2**30,
+    (KernelResources("k", vmem_bytes=6 * 2**20, spill_bytes=0),),
+)
+
+
+def test_outcomes_survive_the_pipe() -> None:
+    assert Outcome.from_json(OUTCOME.to_json()) == OUTCOME
+
+
+def test_the_table() -> None:
+    assert OUTCOME.row().split() == ["attention/some-case/tpu", "ok", "2.3", "3.0", "1024.0", "6144", "-", "-", "0"]
+    assert len(OUTCOME.row()) == max(map(len, HEADER.splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"), [(["ok", "ok"], 0), (["ok", "refused"], 0), (["ok", "failed"], 1), (["refused"], 1), ([], 1)]
+)
+def test_the_exit_status(
+    statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = {"attention": [Outcome("p", status, 1.0) for status in statuses], "step": []}
+    monkeypatch.setattr(aot, "compile_for", lambda chip, kind: iter(outcomes[kind]))
+    monkeypatch.setattr(sys, "argv", ["aot", "v5e"])
+    with pytest.raises(SystemExit) as exit:
+        aot.main()
+    assert exit.value.code == code
+    assert f"{statuses.count('ok')} ok, {statuses.count('refused')} refused" in capsys.readouterr().out
+
+
+def test_resources_of_a_gpu_kernel(tmp_path: Path) -> None:
+    (tmp_path / "attend_0.resources.txt").write_text("Resources(smem_scratch_bytes=65536, tmem_scratch_cols=0)")
+    (tmp_path / "attend_0.ptxas").write_text(
+        "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\nptxas info    : Used 134 registers\n"
+    )
+    expected = KernelResources("attend_0", shared_memory_bytes=65536, registers=134, spill_bytes=12)
+    assert read_resources(tmp_path, "") == (expected,)
+
+
+def test_resources_of_a_tpu_kernel(tmp_path: Path) -> None:
+    buffers = '[{"size": 100, "tag": "scratch operand"}, {"size": 28, "tag": "SPILL"}]'
+    kernel = f'{{"blocks": [{{"allocations": {buffers}}}], "total_size": 128}}'
+    (tmp_path / "12-TLP-00-vmem_report.html").write_text(
+        f'<script>const DATA ={{"hlo_breakdowns": {{"attend.3": {kernel}, "fusion.1": {kernel}}}}};</script>'
+    )
+    hlo = (
+        '  %attend.3 = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"\n  %fusion.1 = f32[8] fusion(%x)\n'
+    )
+    assert read_resources(tmp_path, hlo) == (KernelResources("attend.3", vmem_bytes=128, spill_bytes=28),)

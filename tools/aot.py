@@ -1,0 +1,136 @@
+"""`make aot`: compiles every kernel and the engine's step for TPUs and GPUs that are not here, and says what they need.
+
+Each chip has a process of its own, in the environment .aot, which has the compilers. A compiler's fatal error ends that
+process and fails the program at hand; a new process goes on with the next.
+"""
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from importlib.metadata import distributions
+from itertools import chain
+from pathlib import Path
+
+from benchmarks.provenance import ROOT, machine, write_record
+from tools.aot_outcome import HEADER, KINDS, Kind, Outcome
+from tools.kernel_resources import dump_environment
+
+AOT = ROOT / ".aot"
+CHIPS = ("v5e", "v5p", "v6e", "v7x", "h100", "h200", "b200", "a100", "l4")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+# A program may take so long, from tracing to the end of its compilation.
+MAX_SECONDS = 60.0
+# A worker's imports, on a machine that is busy with other things.
+START_SECONDS = 180.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.aot", description=__doc__)
+    parser.add_argument("chips", nargs="*", metavar="CHIP", help=f"some of {', '.join(CHIPS)}; none: all")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/results")
+    arguments = parser.parse_args()
+    about = machine()
+    outcomes: dict[str, list[Outcome]] = {}
+    for chip in arguments.chips or CHIPS:
+        print(f"\n{chip}\n{HEADER}", flush=True)
+        outcomes[chip] = []
+        for outcome in chain.from_iterable(compile_for(chip, kind) for kind in KINDS):
+            print(outcome.row(), flush=True)
+            outcomes[chip].append(outcome)
+    every = [outcome for results in outcomes.values() for outcome in results]
+    counts = {status: sum(outcome.status == status for outcome in every) for status in ("ok", "refused", "failed")}
+    print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    if arguments.record:
+        chips = {chip: [asdict(outcome) for outcome in results] for chip, results in outcomes.items()}
+        print(write_record("aot", about, {"compilers": compiler_versions(), "chips": chips}))
+    sys.exit(1 if counts["failed"] or not counts["ok"] else 0)
+
+
+def compiler_versions() -> dict[str, str]:
+    """The packages of .aot that decide what comes out."""
+    paths = [str(path) for path in AOT.glob("lib/python*/site-packages")]
+    return {package.name: package.version for package in distributions(path=paths) if package.name in COMPILERS}
+
+
+def compile_for(
+    chip: str, kind: Kind, programs: Sequence[str] = (), python: Path = AOT / "bin" / "python"
+) -> Iterator[Outcome]:
+    """What comes of these programs (none: all) of one kind for `chip`, in order. RuntimeError when no worker starts."""
+    left = tuple(programs)
+    while True:
+        with closing(Worker(python, chip, kind, left)) as worker:
+            left = worker.programs
+            while left and worker.is_alive:
+                name, left = left[0], left[1:]
+                yield worker.outcome(name)
+        if not left:
+            return
+
+
+class Worker:
+    """A process that compiles programs for one chip, one after another."""
+
+    def __init__(self, python: Path, chip: str, kind: Kind, programs: Sequence[str]):
+        self.is_alive = True
+        self._scratch = tempfile.TemporaryDirectory(prefix="jaxvllm-aot-")
+        dumps = Path(self._scratch.name) / "dumps"
+        self._stderr = Path(self._scratch.name) / "stderr"
+        with self._stderr.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [python, "-m", "tools.aot_worker", chip, kind, dumps, *programs],
+                cwd=ROOT,
+                # Dumping takes as long again as compiling a step, whose kernels are measured alone already.
+                env=os.environ | {"JAX_PLATFORMS": "cpu"} | (dump_environment(dumps) if kind == "attention" else {}),
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                bufsize=0,  # or select would not see what is in a buffer already
+            )
+        line = self._read_line(START_SECONDS)
+        if not line:
+            message = f"no worker for {chip} starts: {self._last_words()}"
+            self.close()
+            raise RuntimeError(message)
+        self.programs: tuple[str, ...] = tuple(json.loads(line))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()  # closes the pipe
+        self._scratch.cleanup()
+
+    def outcome(self, program: str) -> Outcome:
+        """What comes of the next program, which is `program`. The worker may not survive it."""
+        start = time.monotonic()
+        line = self._read_line(MAX_SECONDS)
+        if line:
+            return Outcome.from_json(line)
+        self.is_alive = False
+        if line is None:
+            return Outcome(program, "failed", MAX_SECONDS, f"not compiled after {MAX_SECONDS:.0f} s")
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        message = f"the compiler ended its process, {how}: {self._last_words()}"
+        return Outcome(program, "failed", time.monotonic() - start, message)
+
+    def _read_line(self, seconds: float) -> str | None:
+        """The worker's next line; empty when it has ended, None when there is none in time."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        return stdout.readline().decode() if select.select([stdout], [], [], seconds)[0] else None
+
+    def _last_words(self) -> str:
+        """The last line that says something, of what worker and compilers printed."""
+        lines = [line.strip() for line in self._stderr.read_text(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "no message")
+
+
+if __name__ == "__main__":
+    main()

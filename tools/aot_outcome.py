@@ -1,0 +1,54 @@
+"""What came of compiling one program for one chip: the line that a worker sends and the row that is printed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+from tools.kernel_resources import KernelResources
+
+# ok: compiled, and keeps what it promises about memory. refused: a NotImplementedError, which names what can instead.
+Status = Literal["ok", "refused", "failed"]
+# attention: the kernels alone, over layers. step: the engine's step around them.
+Kind = Literal["attention", "step"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`seconds` are tracing, lowering and compiling together, on whatever machine this is."""
+
+    program: str
+    status: Status
+    seconds: float
+    message: str = ""  # why it is not ok
+    temp_bytes: int = 0  # beside arguments and results
+    alias_bytes: int = 0  # of arguments that are updated in place
+    kernels: tuple[KernelResources, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> "Outcome":
+        fields = json.loads(line)
+        fields["kernels"] = tuple(KernelResources(**kernel) for kernel in fields["kernels"])
+        return cls(**fields)
+
+    def row(self) -> str:
+        """One line of the table, without the chip."""
+        memory = f"{self.temp_bytes / 2**20:9.1f}{self.alias_bytes / 2**20:9.1f}"
+        used = [self._most(lambda k: k.vmem_bytes, 2**10), self._most(lambda k: k.shared_memory_bytes, 2**10)]
+        used += [self._most(lambda k: k.registers), self._most(lambda k: k.spill_bytes)]
+        cells = f"{self.program:<44}{self.status:>8}{self.seconds:8.1f}{memory}{''.join(f'{n:>9}' for n in used)}"
+        return f"{cells}  {self.message}".rstrip()
+
+    def _most(self, amount: Callable[[KernelResources], int | None], unit: int = 1) -> str:
+        """The largest of the kernels' amounts; a dash where the compiler does not tell."""
+        amounts = [value for kernel in self.kernels if (value := amount(kernel)) is not None]
+        return f"{max(amounts) / unit:.0f}" if amounts else "-"
+
+
+HEADER = f"{'':<44}{'':>8}{'':>8}{'temps':>9}{'in place':>9}{'VMEM':>9}{'shared':>9}{'regis-':>9}{'spills':>9}\n" + (
+    f"{'program':<44}{'status':>8}{'s':>8}{'MiB':>9}{'MiB':>9}{'KiB':>9}{'KiB':>9}{'ters':>9}{'bytes':>9}"
+)

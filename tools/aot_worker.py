@@ -1,0 +1,85 @@
+"""Compiles programs for one chip, in a process that a compiler's fatal error may take along. `tools.aot` starts it.
+
+Writes to stdout the names of the programs as one JSON list, then for each in order a JSON object, which is a
+`tools.aot_outcome.Outcome`. Needs JAX_PLATFORMS=cpu, and for kernels' resources `dump_environment`'s variables.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from pallas_kernels.chips import chip_named
+from pallas_kernels.deviceless import compile_only_devices
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from tools.aot_outcome import KINDS, Outcome
+from tools.aot_programs import Program, programs
+from tools.kernel_resources import read_resources
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chip")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("dumps", type=Path, help="where this process's compilers dump to, if they do; emptied")
+    parser.add_argument("programs", nargs="*", help="their names; none: all of the chip")
+    arguments = parser.parse_args()
+    # What compilers print goes to stderr: stdout is for the outcomes alone.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    chip = chip_named(arguments.chip)
+    known = {program.name: program for program in programs(chip, arguments.kind)}
+    chosen = [known[name] for name in arguments.programs or known]
+    mesh = make_mesh(MeshShape(1, 1), compile_only_devices(chip, 1))
+    print(json.dumps([program.name for program in chosen]), file=answers)
+    for program in chosen:
+        shutil.rmtree(arguments.dumps, ignore_errors=True)
+        arguments.dumps.mkdir()
+        print(compile_program(program, mesh, arguments.dumps).to_json(), file=answers)
+
+
+def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
+    """What comes of it, an exception included."""
+    start = time.monotonic()
+    try:
+        # Pallas learns from the mesh which GPU it compiles for.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = program.compile(mesh)
+    except NotImplementedError as error:
+        return Outcome(program.name, "refused", time.monotonic() - start, _first_line(error))
+    except Exception as error:  # whatever it is, the next program may compile
+        return Outcome(
+            program.name, "failed", time.monotonic() - start, f"{type(error).__name__}: {_first_line(error)}"
+        )
+    seconds = time.monotonic() - start
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and hlo is not None, "every compiler of ours tells"
+    message = ""
+    if memory.alias_size_in_bytes < program.pages_bytes:
+        message = f"{program.pages_bytes} bytes of pages are not updated in place"
+    elif memory.temp_size_in_bytes >= program.temp_bytes:
+        message = f"temporaries reach {program.temp_bytes} bytes: pages or a weight are copied"
+    return Outcome(
+        program.name,
+        "failed" if message else "ok",
+        seconds,
+        message,
+        memory.temp_size_in_bytes,
+        memory.alias_size_in_bytes,
+        read_resources(dumps, hlo),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+if __name__ == "__main__":
+    main()

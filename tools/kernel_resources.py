@@ -1,0 +1,71 @@
+"""What a compiled Pallas kernel takes of its core, read from what the compilers dump: there is no other way to know.
+
+Best effort, for the compilers that constraints.txt pins: what is not found is None.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_TPU_KERNEL = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*custom_call_target="tpu_custom_call"', re.MULTILINE)
+# The report is a page that shows one JSON object.
+_VMEM_REPORT = "const DATA ="
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Of one kernel, in bytes; on a TPU of one core, on a GPU of one thread block."""
+
+    name: str
+    vmem_bytes: int | None = None  # the kernel's buffers, spilled registers included
+    shared_memory_bytes: int | None = None  # beside barriers
+    registers: int | None = None  # of a thread
+    spill_bytes: int | None = None  # of all spilled vector registers, on a GPU of one thread
+
+
+def dump_environment(directory: Path) -> dict[str, str]:
+    """What a process must start with for its compilers to write to `directory`."""
+    return {
+        # A report on VMEM, and none of the dozens of texts of each operation.
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_pass_label_regex=^$",
+        "MOSAIC_GPU_DUMP_TO": str(directory),
+        "MOSAIC_GPU_DUMP_RESOURCES": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
+
+
+def read_resources(directory: Path, hlo: str) -> tuple[KernelResources, ...]:
+    """The kernels of the one program whose dumps lie in `directory`, and whose optimized HLO this is."""
+    return (*_tpu_kernels(directory, hlo), *_gpu_kernels(directory))
+
+
+def _tpu_kernels(directory: Path, hlo: str) -> Iterator[KernelResources]:
+    names = set(_TPU_KERNEL.findall(hlo))
+    for report in sorted(directory.glob("*-vmem_report.html")):
+        text = report.read_text()
+        data = json.JSONDecoder().raw_decode(text, text.index(_VMEM_REPORT) + len(_VMEM_REPORT))[0]
+        for name, use in data["hlo_breakdowns"].items():
+            if name in names:
+                buffers = [buffer for block in use["blocks"] for buffer in block["allocations"]]
+                spilled = sum(buffer["size"] for buffer in buffers if buffer["tag"] == "SPILL")
+                yield KernelResources(name, vmem_bytes=use["total_size"], spill_bytes=spilled)
+
+
+def _gpu_kernels(directory: Path) -> Iterator[KernelResources]:
+    for resources in sorted(directory.glob("*.resources.txt")):
+        name = resources.name.removesuffix(".resources.txt")
+        ptxas = directory / f"{name}.ptxas"
+        report = ptxas.read_text() if ptxas.is_file() else ""
+        yield KernelResources(
+            name,
+            shared_memory_bytes=_number(r"smem_scratch_bytes=(\d+)", resources.read_text()),
+            registers=_number(r"Used (\d+) registers", report),
+            spill_bytes=_number(r"(\d+) bytes spill stores", report),
+        )
+
+
+def _number(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else None
