@@ -9,8 +9,8 @@ from pallas_kernels.chips import CHIPS, Chip, GpuChip, TpuChip, chip_named, chip
 
 BACKEND_NAMES = ("auto", "reference", "tpu", "gpu", "interpret", "interpret-gpu")
 
-# The chips whose kernels are interpreted: block sizes and work lists depend on the chip.
-INTERPRETED_TPU, INTERPRETED_GPU = "v5e", "h200"
+# The chips whose kernels are interpreted. Multiprocessors without work take the interpreter as long as others: few.
+INTERPRETED_TPU, INTERPRETED_GPU, INTERPRETED_SMS = "v5e", "h200", 4
 # Mosaic GPU of jax 0.11.2 takes the process along when it compiles for less: a fatal error in LLVM.
 MOSAIC_GPU_CAPABILITY = (9, 0)
 
@@ -56,7 +56,9 @@ class Backend:
             case "interpret":
                 return cls("tpu", chip_named(INTERPRETED_TPU), interpret=True)
             case "interpret-gpu":
-                return cls("gpu", chip_named(INTERPRETED_GPU), interpret=True)
+                chip = chip_named(INTERPRETED_GPU)
+                assert isinstance(chip, GpuChip)
+                return cls("gpu", replace(chip, num_sms=INTERPRETED_SMS), interpret=True)
             case "auto":
                 return REFERENCE if device.platform == "cpu" else cls.of_chip(_chip(device))
             case "tpu" | "gpu" if device.platform == name:

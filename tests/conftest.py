@@ -6,6 +6,8 @@ import os
 # processes that tests start are as strict as the tests.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting.
+os.environ["NPROC"] = "16"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for meshes; everything else runs on the first
 
 from collections.abc import Callable, Iterator

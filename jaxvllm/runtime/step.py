@@ -17,7 +17,7 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.state import DeviceState
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, plan_rows, ragged_paged_attention
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["token_ids", "logprobs"], meta_fields=[])
@@ -48,6 +48,8 @@ def step(
     state = _open_pages(state, batch, page_size)
     rows = RaggedRows.build(state.page_table[batch.slots], batch.starts, batch.lengths, bucket.num_tokens)
     token_ids = _input_tokens(state, batch, rows)
+    dtype = params["embed"].dtype
+    plan = plan_rows(rows, kv_pages, num_heads=spec.num_heads, dtype=dtype, backend=backend)
 
     def attend(
         kv: KVPages, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | int
@@ -62,6 +64,7 @@ def step(
             scale=spec.attention_scale,
             soft_cap=spec.attention_soft_cap,
             window=window,
+            plan=plan,
             backend=backend,
         )
 

@@ -1,7 +1,10 @@
 """Ragged paged attention: checks the arguments, fits them to the backend, writes the new KV, attends."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import GpuChip, TpuChip
@@ -10,6 +13,26 @@ from pallas_kernels.ragged_paged_attention.layout import KVPages, padded_head_si
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.write import write_kv
+
+# What `plan_rows` makes: a pytree that only its backend looks into, None where there is nothing to plan.
+type Plan = Any
+
+
+def plan_rows(
+    rows: RaggedRows, kv_pages: KVPages | jax.ShapeDtypeStruct, *, num_heads: int, dtype: DTypeLike, backend: Backend
+) -> Plan:
+    """What `backend` works out about `rows` before it attends, the same for all layers: call it once a step.
+
+    For queries of `num_heads` heads in `dtype` over pages like `kv_pages`. XLA does not move it out of a loop over
+    layers by itself: some six small kernels a layer on GPU.
+    """
+    if backend.kind != "gpu":
+        return None
+    from pallas_kernels.ragged_paged_attention import gpu
+
+    assert isinstance(backend.chip, GpuChip)
+    q = jax.ShapeDtypeStruct((len(rows.token_rows), num_heads, kv_pages.shape[-1] // 2), dtype)
+    return gpu.make_plan(rows, q, kv_pages, backend.chip)
 
 
 def ragged_paged_attention(
@@ -25,6 +48,7 @@ def ragged_paged_attention(
     window: jax.Array | int,
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    plan: Plan = None,
     backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
     """Causal attention of every token to its row's KV up to itself, after this step's KV is in the pages.
@@ -33,7 +57,7 @@ def ragged_paged_attention(
     A query sees the `window` positions that end at its own (`NO_WINDOW`: all). `soft_cap` c bends the scaled logits
     to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit a head, which takes weight
     and has no value (gpt-oss, arXiv 2508.10925). Pages of int8 or float8 hold keys and values divided by
-    `kv_scales` f32[2, K], keys first (None: by one).
+    `kv_scales` f32[2, K], keys first (None: by one). `plan`: what `plan_rows` made of these rows.
     Returns f[T, H, D], with arbitrary finite values for padding tokens, and the pages; donate `kv_pages` for the write
     to be in place.
 
@@ -66,7 +90,7 @@ def ragged_paged_attention(
             assert isinstance(backend.chip, GpuChip)
             out = gpu.attend(
                 q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
-                chip=backend.chip, interpret=backend.interpret,
+                plan=plan, chip=backend.chip, interpret=backend.interpret,
             )  # fmt: skip
         else:
             out = reference.attend(q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
@@ -78,7 +102,7 @@ def ragged_paged_attention(
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
     """x f[T, H, D] times the scale f32[K] of each head's KV head."""
-    return (x * jnp.repeat(scales, x.shape[1] // len(scales))[:, None]).astype(x.dtype)
+    return (x.astype(jnp.float32) * jnp.repeat(scales, x.shape[1] // len(scales))[:, None]).astype(x.dtype)
 
 
 def _check(

@@ -34,8 +34,8 @@ def sharded_ragged_paged_attention(
     num_kv_heads, size = kv_pages.shape[2], mesh.shape[axis]
     if num_kv_heads % size:
         raise ValueError(
-            f"{num_kv_heads} KV heads do not divide over the {size} devices of mesh axis {axis!r}: replicate the heads, "
-            "or use a mesh whose size divides them"
+            f"{num_kv_heads} KV heads do not divide over the {size} devices of mesh axis {axis!r}: replicate them, "
+            "or use a mesh that divides them"
         )
     heads, everywhere = PartitionSpec(None, axis), PartitionSpec()
     pages = PartitionSpec(None, None, axis)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.chips import chip_named
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 from pallas_kernels.ragged_paged_attention.layout import padded_head_size
@@ -16,8 +16,8 @@ from pallas_kernels.ragged_paged_attention.layout import padded_head_size
 LAYERS, LAYER = 3, 1
 BACKENDS = {
     "reference": REFERENCE,
-    "tpu": Backend("tpu", chip_named("v5e"), interpret=True),
-    "gpu": Backend("gpu", chip_named("h200"), interpret=True),
+    "tpu": Backend.of_device("interpret", jax.devices()[0]),
+    "gpu": Backend.of_device("interpret-gpu", jax.devices()[0]),
 }
 # The GPU's matrix units take 16 bits. Errors measured: 6.2e-7 with XLA on CPU in float32.
 DTYPES = {"reference": np.float32, "tpu": np.float32, "gpu": np.float16}

@@ -15,11 +15,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import CHIPS, TpuChip
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, ragged_paged_attention, tpu, tpu_blocks
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, ragged_paged_attention, tpu
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
-from pallas_kernels.ragged_paged_attention.tpu_attend import Attender
-from pallas_kernels.ragged_paged_attention.tpu_blocks import VMEM_SHARES, Blocks, Problem, Stage
-from pallas_kernels.ragged_paged_attention.tpu_write import Merger, Writer
+from pallas_kernels.ragged_paged_attention.tpu import blocks as tpu_blocks
+from pallas_kernels.ragged_paged_attention.tpu.attend import Attender
+from pallas_kernels.ragged_paged_attention.tpu.blocks import VMEM_SHARES, Blocks, Problem, Stage
+from pallas_kernels.ragged_paged_attention.tpu.write import Merger, Writer
 from tests.pallas_kernels.attention_call import LAYER, Call, make_call
 
 TPUS = [chip for chip in CHIPS.values() if isinstance(chip, TpuChip)]
@@ -81,7 +82,7 @@ def compiled(case: RaggedCase, chip: TpuChip) -> Callable[..., Any]:
 
     def call(q: Any, k: Any, v: Any, pages: Any, rows: RaggedRows, window: Any, sinks: Any, kv_scales: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tpu, "choose", lambda stage, *_: SMALL[stage])
+            patch.setattr(tpu.kernel, "choose", lambda stage, *_: SMALL[stage])
             patch.setattr(pltpu, "InterpretParams", partial(pltpu.InterpretParams, dma_execution_mode="eager"))
             return ragged_paged_attention(
                 q, k, v, pages, LAYER, rows, scale=case.scale, soft_cap=case.soft_cap, window=window, sinks=sinks,

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.tpu_walk import Place, Ref, Scalar, Walk, cdiv, div, rem
+from pallas_kernels.ragged_paged_attention.tpu.walk import Place, Ref, Scalar, Walk, cdiv, div, rem
 
 SLOTS = 3  # chunks: one on its way in, one being merged, one on its way out
 MERGE_SLOTS = 2  # stripes on their way out

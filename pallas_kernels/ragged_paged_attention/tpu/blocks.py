@@ -14,7 +14,7 @@ from pallas_kernels.chips import TpuChip
 type Stage = Literal["decode", "verify", "prefill"]
 
 LANES = 128
-TUNED_FILE = Path(__file__).with_name("tpu_tuned.json")
+TUNED_FILE = Path(__file__).with_name("tuned.json")
 
 # From asking for a page to having it, about. What the bandwidth could have brought meanwhile should be on its way.
 DMA_LATENCY = 2e-6

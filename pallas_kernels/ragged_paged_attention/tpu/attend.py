@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.tpu_blocks import LANES, Blocks, Problem
-from pallas_kernels.ragged_paged_attention.tpu_walk import Place, Ref, Scalar, Walk, cdiv, div, rem
-from pallas_kernels.ragged_paged_attention.tpu_write import Merger, stripe_tokens
+from pallas_kernels.ragged_paged_attention.tpu.blocks import LANES, Blocks, Problem
+from pallas_kernels.ragged_paged_attention.tpu.walk import Place, Ref, Scalar, Walk, cdiv, div, rem
+from pallas_kernels.ragged_paged_attention.tpu.write import Merger, stripe_tokens
 
 MASKED = -1e30  # finite: what a query saw of a block without anything for it is forgotten with its first real logit
 LOG2_E = math.log2(math.e)  # the softmax is in powers of two, which the hardware has

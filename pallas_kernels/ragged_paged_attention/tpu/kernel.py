@@ -20,10 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import TpuChip
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from pallas_kernels.ragged_paged_attention.tpu_attend import Attender
-from pallas_kernels.ragged_paged_attention.tpu_blocks import LANES, Blocks, Problem, Stage, choose, write_tokens
-from pallas_kernels.ragged_paged_attention.tpu_walk import Ref, Rows, Walk
-from pallas_kernels.ragged_paged_attention.tpu_write import Merger, Writer
+from pallas_kernels.ragged_paged_attention.tpu.attend import Attender
+from pallas_kernels.ragged_paged_attention.tpu.blocks import LANES, Blocks, Problem, Stage, choose, write_tokens
+from pallas_kernels.ragged_paged_attention.tpu.walk import Ref, Rows, Walk
+from pallas_kernels.ragged_paged_attention.tpu.write import Merger, Writer
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 VMEM_SHARE = 0.9  # of a core's, that buffers and the compiler's own may take

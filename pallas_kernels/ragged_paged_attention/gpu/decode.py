@@ -1,0 +1,265 @@
+"""The GPU kernel for rows with few queries: bound by memory, so every multiprocessor reads an equal share of KV.
+
+A CTA has up to two pipes, each a warp that fetches and a warpgroup that computes, each with its own share of the plan
+(`gpu.plan.DecodePlan`): while one computes, the other's copies are in flight. Of every piece of a (row, head) a pipe
+leaves the normalised output and the logarithm of the denominator; `gpu.combine` joins them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.gpu.fetch import (
+    Span,
+    drain,
+    fetch_blocks,
+    fetch_queries,
+    query_columns,
+    stage_memory,
+)
+from pallas_kernels.ragged_paged_attention.gpu.matrix import Matrix, matrix_memory
+from pallas_kernels.ragged_paged_attention.gpu.plan import DecodePlan
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    LANES,
+    TILE,
+    Attention,
+    Ref,
+    Softmax,
+    barriers,
+    interpretation,
+)
+
+# Warpgroups: two that compute, one that fetches. Three also where only one computes: the compiler then gives each
+# thread 168 registers at the start, from which `set_max_registers` can move either way.
+THREADS = 3
+
+
+class Partials(NamedTuple):
+    """The pieces' results, in slot row * K + head + pipe: no two pieces share one, since they lie on a line."""
+
+    values: jax.Array  # f32[slots * queries, G or more, D], normalised
+    peaks: jax.Array  # f32[slots, 64], log2 of the denominators; row i * G + g for query i and head g
+
+
+class _Piece(NamedTuple):
+    """A pipe's part of one (row, head): blocks begin .. end - 1 of its KV."""
+
+    row: jax.Array
+    head: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    kv_len: jax.Array
+    queries: jax.Array
+    token: jax.Array  # of the first query
+    seen: jax.Array  # the first position that any query sees
+    slot: jax.Array
+
+
+type _Walk = Callable[..., tuple[jax.Array, ...]]
+
+
+def decode_memory(attention: Attention) -> dict[str, Any]:
+    """The kernel's shared memory, but for the barriers of its queries."""
+    pipes = attention.warpgroups
+    return {
+        **stage_memory(attention, pipes),
+        **matrix_memory(attention),
+        "staging": plgpu.SMEM((pipes, TILE, LANES), jnp.float32),
+        "staged_peaks": plgpu.SMEM((pipes, TILE), jnp.float32),
+    }
+
+
+def decode(
+    q: jax.Array,
+    kv: jax.Array,
+    table: jax.Array,
+    plan: DecodePlan,
+    where: jax.Array,
+    attention: Attention,
+    *,
+    queries: int,
+    out_heads: int,
+) -> Partials:
+    """Attention of q f[T, K, G, D] over kv f[L * P * K, S, 2 * D], piece by piece.
+
+    where i32[2]: layer and window. A row of the plan has at most `queries` queries. The values have `out_heads` >= G
+    heads, of which the first G count. `attention.warpgroups` of the plan's pipes share a CTA.
+    """
+    num_heads, pipes = attention.num_kv_heads, attention.warpgroups
+    slots = len(plan.rows) * num_heads + len(plan.pipes)
+
+    def kernel(
+        q: Ref,
+        kv: Ref,
+        table: Ref,
+        rows: Ref,
+        starts: Ref,
+        line: Ref,
+        where: Ref,
+        values: Ref,
+        peaks: Ref,
+        **memory: Ref,
+    ) -> None:
+        cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        window = where[1]
+
+        def walk[C](pipe: jax.Array, visit: Callable[[_Piece, C], C], carry: C) -> C:
+            """Visits the pieces of a pipe that anything sees."""
+            share, total = line[0], line[1]
+            number = cta * pipes + pipe
+            stop = jnp.minimum((number + 1) * share, total)
+
+            def step(_: jax.Array, state: tuple[jax.Array, jax.Array, C]) -> tuple[jax.Array, jax.Array, C]:
+                at, row, carry = state
+                before, kv_len, num_queries, token = (rows[row, i] for i in range(4))
+                blocks = lax.div(kv_len + (attention.block - 1), attention.block)
+                local = at - before * num_heads
+                head = lax.div(local, jnp.maximum(blocks, 1))
+                first = local - head * blocks
+                end = jnp.minimum(blocks, first + stop - at)
+                seen = jnp.maximum(kv_len - num_queries - window + 1, 0)
+                begin = jnp.maximum(first, lax.div(seen, attention.block))
+                slot = row * num_heads + head + number
+                piece = _Piece(row, head, begin, end, kv_len, num_queries, token, seen, slot)
+                carry = lax.cond(begin < end, visit, lambda _, carry: carry, piece, carry)
+                next_row = row + (local + end - first >= blocks * num_heads).astype(jnp.int32)
+                return at + end - first, next_row, carry
+
+            return lax.fori_loop(0, starts[number, 1], step, (number * share, starts[number, 0], carry))[2]
+
+        @pl.when(thread < pipes)
+        def _compute() -> None:
+            plgpu.set_max_registers(216, action="increase")
+            _consume(thread, walk, attention, queries, window, values, peaks, memory)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(thread == THREADS - 1)
+        def _fetch() -> None:
+            plgpu.set_max_registers(64, action="decrease")
+
+            @plgpu.warp_map
+            def _per_warp(warp: jax.Array) -> None:
+                @pl.when(warp < pipes)
+                def _() -> None:
+                    _produce(warp, walk, attention, queries, where[0], q, kv, table, memory)
+
+    out = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((slots * queries, out_heads, attention.head_size), jnp.float32),
+            jax.ShapeDtypeStruct((slots, TILE), jnp.float32),
+        ),
+        scratch_types={
+            **decode_memory(attention),
+            "q_here": barriers(queries, pipes),
+            "q_free": barriers(1, pipes),
+        },
+        grid=(len(plan.pipes) // pipes,),
+        grid_names=("cta",),
+        num_threads=THREADS,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        interpret=interpretation(attention),
+    )(q, kv, table, plan.rows, plan.pipes, plan.line, where)
+    return Partials(*out)
+
+
+def _produce(
+    pipe: jax.Array,
+    walk: _Walk,
+    attention: Attention,
+    queries: int,
+    layer: jax.Array,
+    q: Ref,
+    kv: Ref,
+    table: Ref,
+    memory: dict[str, Ref],
+) -> None:
+    """The fetching warp: runs ahead of the computing warpgroup by as many blocks as there are stages."""
+    into, here, free = (memory[name].at[pipe] for name in ("q_columns", "q_here", "q_free"))
+
+    def visit(piece: _Piece, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        done, parts = carry
+        for columns in query_columns(attention):
+
+            @pl.when(parts > 0)
+            def _() -> None:
+                plgpu.barrier_wait(free)
+
+            fetch_queries(attention, q, columns, piece.token, piece.head, piece.queries, into, here, queries)
+            parts = parts + 1
+        span = Span(piece.row, piece.head, piece.begin, piece.end, piece.kv_len)
+        return fetch_blocks(attention, kv, table, layer, span, memory, (pipe,), done), parts
+
+    done, parts = walk(pipe, visit, (jnp.int32(0), jnp.int32(0)))
+
+    @pl.when(parts > 0)
+    def _() -> None:
+        plgpu.barrier_wait(free)
+
+    drain(attention, memory, (pipe,), done)
+
+
+def _consume(
+    pipe: jax.Array,
+    walk: _Walk,
+    attention: Attention,
+    queries: int,
+    window: jax.Array,
+    values: Ref,
+    peaks: Ref,
+    memory: dict[str, Ref],
+) -> None:
+    """The computing warpgroup: folds each block into the online softmax of its piece, and stores the result."""
+    matrix = Matrix(attention, {name: memory[name].at[pipe] for name in matrix_memory(attention)})
+    staging, staged_peaks = memory["staging"].at[pipe], memory["staged_peaks"].at[pipe]
+    group, stages = attention.group, attention.stages
+
+    def visit(piece: _Piece, carry: tuple[jax.Array]) -> tuple[jax.Array]:
+        (done,) = carry
+        tile = matrix.take_queries(memory["q_here"].at[pipe], memory["q_free"].at[pipe])
+
+        def fold_block(block: jax.Array, state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
+            done, softmax = state
+            slot, first = lax.rem(done, stages), block * attention.block
+            kv = memory["blocks"].at[pipe, slot]
+            plgpu.barrier_wait(memory["block_here"].at[pipe, slot])
+            products = matrix.multiply_keys(tile, kv)
+            logits = attention.mask(attention.logits(products), first, piece.kv_len - piece.queries, window)
+            weights, softmax = attention.fold(logits, softmax)
+            block_values = matrix.values(kv)
+
+            @pl.when((first < piece.seen) | (first + attention.block > piece.kv_len))
+            def _() -> None:
+                matrix.zero_unseen(block_values, first, piece.seen, piece.kv_len)
+
+            summed = matrix.multiply_values(softmax[0], weights.astype(attention.dtype), block_values)
+            plgpu.barrier_arrive(memory["block_free"].at[pipe, slot])
+            return done + 1, (summed, *softmax[1:])
+
+        start = (done, attention.start())
+        done, (summed, peak, total) = lax.fori_loop(piece.begin, piece.end, fold_block, start)
+        inverse = 1.0 / total
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged_peaks[...] = peak + jnp.log2(total)
+        for column in range(0, attention.head_size, LANES):
+            part = summed[:, column : column + LANES]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging[...] = part * lax.broadcast_in_dim(inverse, part.shape, [0])
+            plgpu.commit_smem()
+            for index in range(queries):
+
+                @pl.when(index < piece.queries)
+                def _(index: int = index, column: int = column) -> None:
+                    into = values.at[piece.slot * queries + index, pl.ds(0, group), pl.ds(column, LANES)]
+                    plgpu.copy_smem_to_gmem(staging.at[pl.ds(index * group, group)], into)
+
+        plgpu.copy_smem_to_gmem(staged_peaks, peaks.at[piece.slot])
+        return (done,)
+
+    walk(pipe, visit, (jnp.int32(0),))

@@ -1,0 +1,121 @@
+"""The fetching warp's side: copies of queries, and of KV blocks through the page table."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.gpu.tile import Attention, Ref, barriers, swizzled
+
+type Pages = tuple[jax.Array, ...]  # the pages of a block
+
+
+class Span(NamedTuple):
+    """Blocks begin .. end - 1 of a row's KV, of one head."""
+
+    row: jax.Array
+    head: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    kv_len: jax.Array  # of the row, in tokens
+
+
+def stage_memory(attention: Attention, *pipes: int) -> dict[str, Any]:
+    """The shared memory of `fetch_blocks`, whose indices begin with one for each of `pipes`."""
+    copies = attention.block // attention.copy_tokens
+    readers = 1 if pipes else attention.warpgroups
+    shape = (*pipes, attention.stages)
+    return {
+        "blocks": swizzled((*shape, attention.block, 2 * attention.head_size), attention.kv_dtype),
+        "block_here": barriers(copies, *shape),
+        "block_free": barriers(readers, *shape),
+    }
+
+
+def fetch_queries(
+    attention: Attention,
+    q: Ref,
+    columns: slice,
+    token: jax.Array,
+    head: jax.Array,
+    count: jax.Array,
+    into: Ref,
+    here: Ref,
+    most: int,
+) -> None:
+    """Starts the copies of some columns of `count` tokens' queries, of q f[T, K, G, D], into a tile's f[64, columns].
+
+    `here` sees `most` arrivals, whatever the count.
+    """
+    group, width = attention.group, columns.stop - columns.start
+
+    # Loops whose length the compiler does not know: unrolled 64 times, the copies take more registers than there are.
+    @pl.loop(0, count)
+    def _(index: jax.Array) -> None:
+        source = q.at[token + index, head, :, pl.ds(columns.start, width)]
+        plgpu.copy_gmem_to_smem(source, into.at[pl.ds(index * group, group)], here)
+
+    @pl.loop(count, most)
+    def _(_: jax.Array) -> None:
+        plgpu.barrier_arrive(here)
+
+
+def query_columns(attention: Attention) -> list[slice]:
+    """The parts in which a tile's queries are fetched."""
+    width = attention.q_columns
+    return [slice(start, start + width) for start in range(0, attention.head_size, width)]
+
+
+def fetch_blocks(
+    attention: Attention,
+    kv: Ref,
+    table: Ref,
+    layer: jax.Array,
+    span: Span,
+    memory: dict[str, Ref],
+    pipe: tuple[jax.Array, ...],
+    done: jax.Array,
+) -> jax.Array:
+    """Copies the blocks of a span into the stages, each as soon as it is free.
+
+    kv f[L * P * K, S, 2 * D]. `done` blocks went through the stages before. Returns how many have afterwards.
+    """
+    block_tokens, page_size, tokens = attention.block, attention.page_size, attention.copy_tokens
+
+    def pages_of(block: jax.Array) -> Pages:
+        # Past the row's end its last page stands in: every block is as many copies.
+        last = lax.div(span.kv_len - 1, page_size)
+        starts = (block * block_tokens + at for at in range(0, block_tokens, tokens))
+        return tuple(table[span.row, jnp.minimum(lax.div(start, page_size), last)] for start in starts)
+
+    def fetch_block(block: jax.Array, state: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
+        done, pages = state
+        slot = (*pipe, lax.rem(done, attention.stages))
+        # The next block's page numbers are on their way while this one waits for room.
+        ahead = pages_of(block + 1)
+
+        @pl.when(done >= attention.stages)
+        def _() -> None:
+            plgpu.barrier_wait(memory["block_free"].at[slot])
+
+        for index, page in enumerate(pages):
+            slab = (layer * attention.num_pages + page) * attention.num_kv_heads + span.head
+            offset = lax.rem(block * block_tokens, page_size) if page_size > block_tokens else 0
+            source = kv.at[slab, pl.ds(offset, tokens)]
+            into = memory["blocks"].at[(*slot, pl.ds(index * tokens, tokens))]
+            plgpu.copy_gmem_to_smem(source, into, memory["block_here"].at[slot])
+        return done + 1, ahead
+
+    return lax.fori_loop(span.begin, span.end, fetch_block, (done, pages_of(span.begin)))[0]
+
+
+def drain(attention: Attention, memory: dict[str, Ref], pipe: tuple[jax.Array, ...], done: jax.Array) -> None:
+    """Waits until all stages are free: a barrier must not be left behind with a phase that nobody waited for."""
+    for stage in range(attention.stages):
+
+        @pl.when(stage < done)
+        def _(stage: int = stage) -> None:
+            plgpu.barrier_wait(memory["block_free"].at[(*pipe, stage)])

@@ -1,0 +1,198 @@
+"""Ragged paged attention for NVIDIA GPUs, in Pallas Mosaic GPU: Hopper first, later generations at reduced speed.
+
+Rows with few queries, decode and draft verification, are bound by memory: equal shares of KV for every multiprocessor
+(`gpu.decode`), joined afterwards (`gpu.combine`). Rows with many are bound by the matrix units: tiles of queries
+(`gpu.prefill`). A batch may hold both; each token's output is written by one of them.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
+from pallas_kernels.chips import KIB, GpuChip
+from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
+from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
+from pallas_kernels.ragged_paged_attention.gpu.plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
+from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
+from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Attention
+from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+
+# Shared memory for barriers, for alignment, and for the compiler's own use.
+RESERVED = 5 * KIB // 2
+# Rows with up to this many queries count as decoding: one token and the drafts to verify.
+DRAFT_QUERIES = 8
+# A share of KV smaller than this many blocks is not worth a pipe.
+LEAST_BLOCKS = 2
+
+
+class Plan(NamedTuple):
+    """Who computes what: depends on the rows, and is the same for all layers of a step."""
+
+    decode: DecodePlan
+    prefill: PrefillPlan | None  # None where no row has more than one query
+
+
+def make_plan(
+    rows: RaggedRows, q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip
+) -> Plan:
+    """The plan of `attend` for these rows; of q and kv_pages only shape and dtype matter.
+
+    Half a dozen small kernels of XLA's, which it does not move out of a loop over layers: call it before the loop.
+    """
+    attention = _attention(q, kv_pages, chip, scale=1.0, soft_cap=None, interpret=False)
+    num_rows, max_pages = rows.page_table.shape
+    kv_lens, query_lens, prefill_plan = rows.kv_lens, jnp.ones_like(rows.kv_lens), None
+    if not rows.decode_only:
+        decodes = rows.query_lens() <= _decode_queries(attention, rows)
+        kv_lens = jnp.where(decodes, rows.kv_lens, 0)
+        query_lens = jnp.where(decodes, rows.query_lens(), 0)
+        prefill_plan = plan_prefill(
+            rows.kv_lens,
+            rows.query_lens() - query_lens,
+            rows.query_starts,
+            len(rows.token_rows),
+            queries=HALVES * attention.tile_queries,
+        )
+    narrow = _narrow(attention, chip)
+    blocks = num_rows * narrow.num_kv_heads * -(-max_pages * narrow.page_size // narrow.block)
+    ctas = min(chip.num_sms, -(-blocks // (LEAST_BLOCKS * narrow.warpgroups)))
+    decode_plan = plan_decode(
+        kv_lens,
+        query_lens,
+        rows.query_starts[:-1],
+        block=narrow.block,
+        heads=narrow.num_kv_heads,
+        pipes=ctas * narrow.warpgroups,
+        least=LEAST_BLOCKS,
+    )
+    return Plan(decode_plan, prefill_plan)
+
+
+def attend(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: jax.Array | int,
+    sinks: jax.Array | None,
+    chip: GpuChip,
+    interpret: bool,
+    plan: Plan | None = None,
+) -> jax.Array:
+    """Attention of q f[T, H, D] over kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
+
+    q bfloat16 or float16; pages the same, int8 or float8. D a multiple of 64, at most 256; S a power of two from 16 to
+    128. Padding tokens get finite values. Same bits on repeat. `plan`: `make_plan` of the same rows; None: made here.
+
+    Raises NotImplementedError for what this kernel cannot and the reference can.
+    """
+    attention = _attention(q, kv_pages, chip, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    plan = make_plan(rows, q, kv_pages, chip) if plan is None else plan
+    num_tokens, num_heads, head_size = q.shape
+    group = attention.group
+    grouped = q.reshape(num_tokens, attention.num_kv_heads, group, head_size)
+    kv = kv_pages.reshape(-1, attention.page_size, 2 * head_size)
+    # `combine` spreads the heads of a group over the threads of a warpgroup.
+    out_heads = next(heads for heads in (group, group + 1) if heads * head_size % WARPGROUP_THREADS == 0)
+    out_shape = (num_tokens, attention.num_kv_heads, out_heads, head_size)
+    out = jax.empty_ref(jax.ShapeDtypeStruct(out_shape, q.dtype))
+    where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
+    if plan.prefill is not None:
+        prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, out, _wide(attention, chip), chip=chip)
+    narrow, queries = _narrow(attention, chip), _decode_queries(attention, rows)
+    partials = decode(grouped, kv, rows.page_table, plan.decode, where, narrow, queries=queries, out_heads=out_heads)
+    combine(partials, plan.decode, where, sinks, out, narrow, queries=queries)
+    return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
+
+
+def _attention(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    kv_pages: jax.Array | jax.ShapeDtypeStruct,
+    chip: GpuChip,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> Attention:
+    """The operation with the smallest tiles, from which `_wide` and `_narrow` make what each kernel computes."""
+    _check(q, kv_pages, chip)
+    _, num_heads, head_size = q.shape
+    _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
+    return Attention(
+        scale=scale,
+        soft_cap=soft_cap,
+        group=num_heads // num_kv_heads,
+        head_size=head_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        dtype=q.dtype,
+        kv_dtype=kv_pages.dtype,
+        matrix_unit="wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma",
+        block=TILE,
+        stages=2,
+        warpgroups=HALVES,
+        interpret=interpret,
+    )
+
+
+def _decode_queries(attention: Attention, rows: RaggedRows) -> int:
+    """The most queries of a row that counts as decoding."""
+    return 1 if rows.decode_only else min(attention.tile_queries, DRAFT_QUERIES)
+
+
+def _wide(attention: Attention, chip: GpuChip) -> Attention:
+    """As the prefill kernel computes it: large blocks, so that the matrix units pause rarely."""
+    sizes = [(block, stages) for block in (128, 64) for stages in (3, 2)]
+    candidates = (replace(attention, block=block, stages=stages) for block, stages in sizes)
+    return _first_to_fit(candidates, prefill_memory, chip)
+
+
+def _narrow(attention: Attention, chip: GpuChip) -> Attention:
+    """As the decode kernel computes it: as much in flight as there is room for.
+
+    Blocks of 64 tokens x 128 are 32 KiB. Larger ones leave too few in flight, smaller ones cost the softmax more.
+    """
+    block = 128 if attention.head_size == LANES else 64
+    sizes = [(pipes, stages) for pipes in (2, 1) for stages in (4, 3, 2)]
+    candidates = (replace(attention, warpgroups=pipes, block=block, stages=stages) for pipes, stages in sizes)
+    return _first_to_fit(candidates, decode_memory, chip)
+
+
+def _first_to_fit(
+    candidates: Iterable[Attention], memory: Callable[[Attention], dict[str, Any]], chip: GpuChip
+) -> Attention:
+    """The first candidate whose shared memory fits the chip."""
+    room = chip.shared_memory_per_block - RESERVED
+    for attention in candidates:
+        references = [spec for spec in memory(attention).values() if not isinstance(spec, plgpu.Barrier)]
+        if sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in references) <= room:
+            return attention
+    raise NotImplementedError(
+        f"heads of size {attention.head_size} do not fit the shared memory of {chip.name}: use the backend reference"
+    )
+
+
+def _check(q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip) -> None:
+    _, num_heads, head_size = q.shape
+    group = num_heads // kv_pages.shape[2]
+    problem = None
+    if chip.compute_capability < MOSAIC_GPU_CAPABILITY:
+        problem = f"{chip.name} has compute capability {chip.compute_capability}, below {MOSAIC_GPU_CAPABILITY}"
+    elif q.dtype not in (jnp.bfloat16, jnp.float16):
+        problem = f"queries are {q.dtype}, neither bfloat16 nor float16"
+    elif group > TILE:
+        problem = f"{group} query heads share a KV head, more than {TILE}"
+    elif head_size % LANES or head_size > 4 * LANES:
+        problem = f"heads have size {head_size}, not 64, 128, 192 or 256"
+    if problem is not None:
+        raise NotImplementedError(f"the GPU kernel cannot: {problem}. Use the backend reference")

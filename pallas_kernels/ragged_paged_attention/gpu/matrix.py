@@ -1,0 +1,134 @@
+"""The computing warpgroup's side: products of queries with keys and of weights with values, on either matrix unit.
+
+wgmma  (Hopper)               queries and KV from shared memory, weights from registers
+mma    (Blackwell and later)  all from registers, weights by way of shared memory; a fraction of the speed of
+                              Blackwell's own tcgen05, which works from tensor memory
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.gpu.fetch import query_columns
+from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Attention, Ref, iota, swizzled
+
+type Queries = Ref | tuple[jax.Array, ...]  # a tile's, for `Matrix.multiply_keys`: shared memory, or 64 columns each
+
+
+def _nothing() -> None:
+    pass
+
+
+def matrix_memory(attention: Attention) -> dict[str, Any]:
+    """The shared memory of `Matrix`, first index the warpgroup."""
+    warpgroups, dtype = attention.warpgroups, attention.dtype
+    memory = {"q_columns": plgpu.SMEM((warpgroups, TILE, attention.q_columns), dtype)}
+    if attention.matrix_unit == "wgmma":
+        memory["q_tile"] = swizzled((warpgroups, TILE, attention.head_size), dtype)
+    else:
+        memory["weights"] = swizzled((warpgroups, TILE, attention.block), dtype)
+    if attention.converts:
+        memory["converted"] = swizzled((warpgroups, attention.block, attention.head_size), dtype)
+    return memory
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The matrix products of one warpgroup, in its own part of `matrix_memory`."""
+
+    attention: Attention
+    memory: dict[str, Ref]
+
+    def take_queries(self, here: Ref, free: Ref) -> Queries:
+        """The tile's queries, from where they are fetched, part by part, to where they are multiplied."""
+        parts = []
+        for columns in query_columns(self.attention):
+            plgpu.barrier_wait(here)
+            if self.attention.matrix_unit == "wgmma":
+                part = plgpu.load(self.memory["q_columns"], layout=plgpu.Layout.WGMMA)
+                self.memory["q_tile"][:, columns] = part
+            else:
+                parts.append(plgpu.load(self.memory["q_columns"], layout=plgpu.Layout.MMA_LHS(self.attention.dtype)))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(free)
+        return tuple(parts) or self.memory["q_tile"]
+
+    def multiply_keys(self, queries: Queries, block: Ref, meanwhile: Callable[[], None] = _nothing) -> jax.Array:
+        """f32[64, B], queries times the keys of a block kv[B, 2 * D]; `meanwhile` runs beside it, if anything can."""
+        keys = self._half(block, 0)
+        if self.attention.matrix_unit == "wgmma":
+
+            def multiply(acc: Ref) -> jax.Array:
+                plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
+                meanwhile()
+                return acc[...]
+
+            return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, self.attention.block), jnp.float32))
+        products = jnp.zeros((TILE, self.attention.block), jnp.float32)
+        products = plgpu.layout_cast(products, plgpu.Layout.WGMMA)
+        for part, start in zip(queries, range(0, self.attention.head_size, LANES), strict=True):
+            products = self._mma(products, part, keys.at[:, pl.ds(start, LANES)].transpose((1, 0)))
+        meanwhile()
+        return products
+
+    def values(self, block: Ref) -> Ref:
+        """The values [B, D] of a block, ready to be multiplied: ask after `multiply_keys`, whose keys may lie there."""
+        return self._half(block, 1)
+
+    def zero_unseen(self, values: Ref, first: jax.Array, begin: jax.Array, end: jax.Array) -> None:
+        """Zeroes the values of a block from position `first` on that lie outside begin .. end - 1.
+
+        Their weights are zero, but they may be NaN: the rest of a row's last page, pages that a window has left behind.
+        """
+        at = first + iota(values.shape, 0)
+        kept = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where((at >= begin) & (at < end), kept, jnp.zeros_like(kept))
+        plgpu.commit_smem()
+
+    def multiply_values(
+        self, summed: jax.Array, weights: jax.Array, values: Ref, meanwhile: Callable[[], None] = _nothing
+    ) -> jax.Array:
+        """summed f32[64, D] + weights [64, B] @ values [B, D]; `meanwhile` runs beside it, if anything can."""
+        if self.attention.matrix_unit == "mma":
+            self.memory["weights"][...] = weights
+            for start in range(0, self.attention.block, LANES):
+                part = self.memory["weights"].at[:, pl.ds(start, LANES)]
+                part = plgpu.load(part, layout=plgpu.Layout.MMA_LHS(self.attention.dtype))
+                for row in range(0, LANES, 16):
+                    summed = self._mma(summed, part[:, row : row + 16], values.at[pl.ds(start + row, 16)])
+        elif self.attention.interpret:
+            # The interpreter of jax 0.11.2 multiplies from shared memory only.
+            summed = summed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+        else:
+
+            def multiply(acc: Ref) -> None:
+                plgpu.wgmma(acc, weights, values)
+                meanwhile()
+
+            return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(summed))
+        plgpu.commit_smem()  # these were ordinary reads: they must be over before the next copy writes
+        meanwhile()
+        return summed
+
+    def _half(self, block: Ref, half: int) -> Ref:
+        """The keys (half 0) or values of a block, in the queries' dtype."""
+        attention = self.attention
+        stored = block.at[:, pl.ds(half * attention.head_size, attention.head_size)]
+        if not attention.converts:
+            return stored
+        numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
+        if attention.dtype == jnp.bfloat16 and jnp.issubdtype(attention.kv_dtype, jnp.floating):
+            numbers = numbers.astype(jnp.float32)  # the hardware has no way from float8 to bfloat16
+        self.memory["converted"][...] = numbers.astype(attention.dtype)
+        plgpu.commit_smem()
+        return self.memory["converted"]
+
+    def _mma(self, acc: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
+        if self.attention.interpret:
+            return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        return plgpu.mma(acc, a, plgpu.load(b, layout=plgpu.Layout.MMA_RHS(self.attention.dtype)))

@@ -1,0 +1,133 @@
+"""What is computed for one tile of queries and one block of KV: sizes, logits, masks, the online softmax.
+
+A tile is the 64 rows of one matrix instruction of a warpgroup: query i of the tile and query head g of the KV head's
+group are row i * G + g.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+# Finite: a row that sees nothing must yield finite values, which weigh nothing afterwards.
+MASKED = -1e30
+TILE = 64
+LANES = 64  # columns that are moved together: of two bytes, the 128 bytes of the widest swizzle
+
+type Ref = Any  # a reference of Pallas, for which jax has no public type
+type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], largest logit and denominator f32[64]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The operation, with all that is known when compiling. B, the block, is the KV of one step of the softmax."""
+
+    scale: float
+    soft_cap: float | None
+    group: int  # query heads of a KV head
+    head_size: int
+    page_size: int
+    num_pages: int  # of one layer
+    num_kv_heads: int
+    dtype: jnp.dtype  # of queries, products and output
+    kv_dtype: jnp.dtype
+    # wgmma multiplies from shared memory; only Hopper has it. mma multiplies from registers.
+    matrix_unit: Literal["wgmma", "mma"]
+    block: int  # tokens
+    stages: int  # blocks in shared memory that one warp fetches into
+    warpgroups: int  # that compute
+    interpret: bool
+
+    def __post_init__(self) -> None:
+        assert self.block % TILE == 0 and self.block % self.copy_tokens == 0, self
+        assert self.head_size % LANES == 0 and self.group <= TILE and self.stages >= 2, self
+
+    @property
+    def tile_queries(self) -> int:
+        """Queries in a tile."""
+        return TILE // self.group
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of a tile's queries that are fetched at a time."""
+        return self.head_size if self.matrix_unit == "wgmma" and self.head_size <= 2 * LANES else LANES
+
+    @property
+    def copy_tokens(self) -> int:
+        """Tokens that one copy fetches: a page, or the part of it that fits a block."""
+        return min(self.page_size, self.block)
+
+    @property
+    def converts(self) -> bool:
+        """Whether stored keys and values become numbers of the queries' dtype only in the kernel."""
+        return self.kv_dtype != self.dtype
+
+    def start(self) -> Softmax:
+        """The online softmax of nothing."""
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        return (
+            plgpu.layout_cast(jnp.zeros((TILE, self.head_size), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((TILE,), MASKED, jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), rows),
+        )
+
+    def logits(self, products: jax.Array) -> jax.Array:
+        """q . k f32[64, B], scaled, bent by the soft cap, in units of log 2."""
+        if self.soft_cap is None:
+            return products * (self.scale * LOG2E)
+        # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's own tanh is off by 2^-11, at a cap of 50 one percent of a weight.
+        bent = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2.0 * LOG2E * self.scale / self.soft_cap)))
+        return bent * (self.soft_cap * LOG2E)
+
+    def mask(self, logits: jax.Array, first: jax.Array, position: jax.Array, window: jax.Array) -> jax.Array:
+        """Logits of a block from position `first` on, for the tile whose first query is at `position`."""
+
+        def apply(x: jax.Array) -> jax.Array:
+            at = first + iota(x.shape, 1)
+            query = position + lax.div(iota(x.shape, 0), jnp.int32(self.group))
+            return jnp.where((at <= query) & (at > query - window), x, MASKED)
+
+        last = position + self.tile_queries - 1
+        unseen = (first + self.block - 1 > position) | (first <= last - window)
+        return lax.cond(unseen, apply, lambda x: x, logits)
+
+    def fold(self, logits: jax.Array, softmax: Softmax) -> tuple[jax.Array, Softmax]:
+        """The block's weights f32[64, B], and the online softmax to add the weighted values to."""
+        values, peak, total = softmax
+        highest = jnp.maximum(peak, logits.max(axis=1))
+        decay = jnp.exp2(peak - highest)
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(highest, logits.shape, [0]))
+        values = values * lax.broadcast_in_dim(decay, values.shape, [0])
+        return weights, (values, highest, total * decay + weights.sum(axis=1))
+
+
+def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
+    """Numbers along `dimension`, laid out in registers as a tile of products is."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+
+def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory for matrices, swizzled as matrix units read them and the copy engine writes them.
+
+    The last dimension must be a multiple of 64 for two-byte elements; halves of it can be taken apart if they are.
+    """
+    row = dtype.itemsize * LANES  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
+    # jax leaves a method of both without a body, which makes them abstract to a type checker.
+    tiling = plgpu.TilingTransform((8, LANES))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(row)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def barriers(arrivals: int, *shape: int) -> plgpu.Barrier:
+    """An array of barriers, each of which lets pass whoever waits after so many arrivals."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape)
+
+
+def interpretation(attention: Attention) -> Any:
+    """For a kernel's `interpret`: on the CPU, races detected, or not at all."""
+    return plgpu.InterpretGPUParams(detect_races=True) if attention.interpret else None
