@@ -17,7 +17,7 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo test lint format check aot bench fixtures oracle venv constraints clean
+.PHONY: demo test lint format check aot bench bench-kernels fixtures oracle venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
 	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
@@ -40,6 +40,9 @@ check: lint test  ## exactly what CI runs
 
 aot: .venv/.stamp .aot/.stamp  ## every kernel and the step, compiled for TPUs and GPUs that are not here
 	$(PY) -m tools.aot $(ARGS)
+
+bench-kernels: .venv/.stamp  ## attention on the device at hand, beside its peers and what the device could do
+	$(PY) -m benchmarks.kernels $(ARGS)
 
 bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle` was run, and the host's cost of a step
 	$(PY) -m benchmarks.cpu

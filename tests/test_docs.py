@@ -13,6 +13,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/structure.md",
     "docs/glossary.md",
+    "docs/kernels.md",
     "docs/log.md",
     "docs/decisions/0001-plain-arrays-one-state-one-transfer.md",
 )
@@ -20,7 +21,8 @@ PACKAGES = ("jaxvllm", "pallas_kernels", "sharding")
 
 DOTTED = re.compile(r"(?:jaxvllm|pallas_kernels|sharding)(?:\.\w+)+")
 METHOD = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
-# Paths may leave out jaxvllm/, as docs/structure.md does within that package.
+# Paths may leave out the folder that a document is about.
+FOLDERS = (ROOT, ROOT / "jaxvllm", ROOT / "pallas_kernels" / "ragged_paged_attention")
 FILE = re.compile(r"[\w.-]+/[\w./*-]*")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 TARGET = re.compile(r"make ([a-z]+)")
@@ -77,7 +79,7 @@ def missing(text: str) -> list[str]:
         elif method := METHOD.fullmatch(bare):
             exists = method[2] in classes.get(method[1], ())
         elif FILE.fullmatch(name):
-            exists = any(any(root.glob(name.rstrip("/"))) for root in (ROOT, ROOT / "jaxvllm"))
+            exists = any(any(root.glob(name.rstrip("/"))) for root in FOLDERS)
         elif target := TARGET.fullmatch(name):
             exists = re.search(rf"^{target[1]}:", makefile, re.MULTILINE) is not None
         else:

@@ -14,7 +14,7 @@ from jaxvllm.runtime.runner import CacheShape, compile_step
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, kv_pages_struct, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.cases import CASES, RaggedCase
+from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 from sharding.placement import place
 from tools.aot_outcome import Kind
 
@@ -59,7 +59,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     """All of one kind that `chip` must compile."""
     backend = Backend.of_chip(chip)
     if kind == "attention":
-        return tuple(_attention_program(case, backend) for case in CASES)
+        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     return tuple(
         _step_program(form, bucket, backend)
