@@ -26,7 +26,7 @@ from tools.demo_tokenizer import train_tokenizer
 ASSETS = Path(__file__).resolve().parent.parent / "jaxvllm" / "assets"
 SHAPES = {"demo": DEMO, "draft": DRAFT}
 FOLDERS = {"demo": "demo", "draft": "demo-draft"}
-STEPS = {"demo": 1700, "draft": 1500}
+STEPS = {"demo": 5000, "draft": 2500}
 TOKENIZER_DOCUMENTS = 20_000
 WARM_UP_STEPS = 40
 
