@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
+from pallas_kernels.backend import BackendName
 from sharding.mesh import MeshShape
 
 # Names that users of vLLM will try, and ours.
@@ -16,8 +17,6 @@ _VLLM_NAMES = {
     "tensor_parallel_size": "mesh",
     "data_parallel_size": "mesh",
 }
-# interpret: the TPU's kernels, interpret-gpu: the GPU's, both run on the CPU. reference: plain XLA, on any device.
-AttentionBackend = Literal["auto", "reference", "tpu", "gpu", "interpret", "interpret-gpu"]
 PAGE_SIZES = (16, 32, 64, 128)
 
 
@@ -34,7 +33,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: int | None = None  # requests running at once; None: 64 on CPU, 256 elsewhere
     max_num_batched_tokens: int | None = None  # tokens a step; None: 512 on CPU, 2048 elsewhere
-    attention_backend: AttentionBackend = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
+    attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
     page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
     num_pages: int | None = None  # None: as many as memory_utilization leaves room for
     memory_utilization: float = 0.9  # share of the device's free memory that weights, a step and pages may take

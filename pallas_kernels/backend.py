@@ -1,13 +1,22 @@
 """Which implementation of a kernel runs, and for which chip."""
 
+import logging
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-import jax
+import numpy as np
 
 from pallas_kernels.chips import CHIPS, Chip, GpuChip, TpuChip, chip_named, chip_of
 
-BACKEND_NAMES = ("auto", "reference", "tpu", "gpu", "interpret", "interpret-gpu")
+if TYPE_CHECKING:
+    import jax  # the names of backends are read by those who start without it
+
+logger = logging.getLogger(__name__)
+
+# interpret: the TPU's kernels, interpret-gpu: the GPU's, both run on the CPU. reference: plain XLA, on any device.
+BackendName = Literal["auto", "reference", "tpu", "gpu", "interpret", "interpret-gpu"]
+# What the kernels compute in.
+KERNEL_DTYPES = {"tpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float16")}
 
 # The chips whose kernels are interpreted. Multiprocessors without work take the interpreter as long as others: few.
 INTERPRETED_TPU, INTERPRETED_GPU, INTERPRETED_SMS = "v5e", "h200", 4
@@ -44,23 +53,38 @@ class Backend:
         return cls("gpu", chip) if chip.compute_capability >= MOSAIC_GPU_CAPABILITY else REFERENCE
 
     @classmethod
-    def of_device(cls, name: str, device: jax.Device) -> "Backend":
-        """The backend that a user calls `name`, on `device`. auto: the fastest that runs there.
+    def of_device(cls, name: BackendName, device: "jax.Device", dtype: np.dtype) -> "Backend":
+        """The backend that a user calls `name`, on `device`, for a model that computes in `dtype`.
 
-        Raises ValueError for a name that means nothing or another device's kernels, NotImplementedError for a device
-        that is too old or that no chip is known for.
+        auto: the device's kernels where there are some for it and for `dtype`, else the reference; the log says why.
+        Raises ValueError for a name that means nothing or another device's kernels, NotImplementedError for kernels
+        asked for by name that this device is too old for, or too new.
         """
         match name:
             case "reference":
                 return REFERENCE
+            case "interpret" | "interpret-gpu" if device.platform != "cpu":
+                raise ValueError(
+                    f"attention backend {name} runs on the CPU, this is a {device.platform.upper()}: use auto"
+                )
             case "interpret":
                 return cls("tpu", chip_named(INTERPRETED_TPU), interpret=True)
             case "interpret-gpu":
                 chip = chip_named(INTERPRETED_GPU)
                 assert isinstance(chip, GpuChip)
                 return cls("gpu", replace(chip, num_sms=INTERPRETED_SMS), interpret=True)
+            case "auto" if device.platform in KERNEL_DTYPES:
+                try:
+                    backend = cls.of_chip(_chip(device))
+                except NotImplementedError as error:
+                    logger.warning("attention runs on plain XLA: %s", error)
+                    return REFERENCE
+                if dtype.name not in KERNEL_DTYPES[device.platform]:
+                    logger.warning("attention runs on plain XLA: the %s kernels do not take %s", device.platform, dtype)
+                    return REFERENCE
+                return backend
             case "auto":
-                return REFERENCE if device.platform == "cpu" else cls.of_chip(_chip(device))
+                return REFERENCE
             case "tpu" | "gpu" if device.platform == name:
                 return cls(name, _chip(device))
             case "tpu" | "gpu":
@@ -68,21 +92,23 @@ class Backend:
                     f"attention backend {name} needs a {name.upper()}, this is a {device.platform.upper()}: use auto, "
                     f"or {'interpret' if name == 'tpu' else 'interpret-gpu'} to run its kernels slowly on the CPU"
                 )
-        raise ValueError(f"attention backend must be one of {', '.join(BACKEND_NAMES)}, not {name!r}")
+        raise ValueError(f"attention backend must be one of {', '.join(get_args(BackendName))}, not {name!r}")
 
 
 REFERENCE = Backend()
 
 
-def _chip(device: jax.Device) -> Chip:
-    """The chip of `device`. A GPU that is not in the table is its generation's first, with its own number of SMs."""
-    if device.platform != "gpu" or device.device_kind in {chip.device_kind for chip in CHIPS.values()}:
+def _chip(device: "jax.Device") -> Chip:
+    """The chip of `device`. A GPU that is not in the table is its generation's first, with its own number of SMs.
+
+    Raises NotImplementedError for one of a generation that has no kernels.
+    """
+    if device.device_kind in {chip.device_kind for chip in CHIPS.values()}:
         return chip_of(device.device_kind)
-    capability = tuple(int(part) for part in device.compute_capability.split("."))
-    relatives = [c for c in CHIPS.values() if isinstance(c, GpuChip) and c.compute_capability == capability]
-    if not relatives:
-        raise NotImplementedError(
-            f"no chip of compute capability {device.compute_capability} is known ({device.device_kind}): use the "
-            "attention backend reference"
-        )
-    return replace(relatives[0], device_kind=device.device_kind, num_sms=device.core_count)
+    # AMD's capability is a name such as gfx942.
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+    for chip in CHIPS.values():
+        if isinstance(chip, GpuChip) and chip.compute_capability == capability:
+            return replace(chip, device_kind=device.device_kind, num_sms=device.core_count)
+    raise NotImplementedError(f"there are no kernels for {device.device_kind}: use the attention backend reference")

@@ -13,7 +13,13 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.runner import CacheShape, compile_step
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, kv_pages_struct, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    NO_WINDOW,
+    RaggedRows,
+    kv_pages_struct,
+    plan_rows,
+    ragged_paged_attention,
+)
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 from sharding.placement import place
 from tools.aot_outcome import Kind
@@ -100,6 +106,7 @@ def _compile_attention(
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
+        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend)
 
         def layer(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # Models with windows have them on some layers only, so a window is a scalar on the device.
@@ -116,6 +123,7 @@ def _compile_attention(
                 window=NO_WINDOW if case.window == NO_WINDOW else window,
                 sinks=sinks,
                 kv_scales=kv_scales,
+                plan=plan,
                 backend=backend,
             ), None
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def layers_of(case: RaggedCase, dtype: jnp.dtype, device: jax.Device) -> int:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "page_table", "starts", "query_lens", "sinks", "kv_scales"],
+    data_fields=["q", "k", "v", "page_table", "starts", "query_lens", "sinks", "kv_scales", "plan"],
     meta_fields=["case"],
 )
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Inputs:
     query_lens: jax.Array  # i32[R]
     sinks: jax.Array | None  # f32[H]
     kv_scales: jax.Array | None  # f32[2, K]
+    plan: Any = None  # of the rows, made once for all layers
 
     @classmethod
     def random(cls, case: RaggedCase, dtype: jnp.dtype) -> Self:

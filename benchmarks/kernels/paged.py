@@ -15,7 +15,7 @@ from benchmarks.kernels.contender import MAX_ERROR, Outcome, relative_error
 from benchmarks.kernels.inputs import Inputs, layers_of, random_pages
 from benchmarks.kernels.timing import TooSlow, time_calls
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.ragged_paged_attention import RaggedRows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import RaggedRows, plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 
 # A contender slower than this over all layers goes through fewer of them, and one that is slower over a single layer
@@ -47,7 +47,7 @@ class OurAttention:
         case = inputs.case
         return ragged_paged_attention(
             inputs.q, inputs.k, inputs.v, kv_pages, layer, rows, scale=case.scale, soft_cap=case.soft_cap,
-            window=case.window, sinks=inputs.sinks, kv_scales=inputs.kv_scales, backend=self.backend,
+            window=case.window, sinks=inputs.sinks, kv_scales=inputs.kv_scales, plan=inputs.plan, backend=self.backend,
         )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ class PagedContender:
         pages_bytes, iterations = state.kv_pages.nbytes, layers
         while True:
             start = time.perf_counter()
-            call = _LayerLoop.compile(self.attend, state, inputs, iterations)
+            call = _LayerLoop.compile(self.attend, self.backend, state, inputs, iterations)
             compile_seconds = time.perf_counter() - start
             try:
                 timing = time_calls(call, iterations, CALL_SECONDS if iterations > 1 else LAYER_SECONDS)
@@ -156,17 +156,19 @@ class _LayerLoop:
         self.temporary_bytes = int(memory.temp_size_in_bytes) if memory else 0
 
     @classmethod
-    def compile(cls, attend: Attend, state: _State, inputs: Inputs, iterations: int) -> "_LayerLoop":
+    def compile(cls, attend: Attend, backend: Backend, state: _State, inputs: Inputs, iterations: int) -> "_LayerLoop":
         def run(kv_pages: jax.Array, out: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             rows = inputs.rows()
             layers = kv_pages.shape[0]
+            heads, dtype = inputs.case.num_heads, inputs.q.dtype
+            plan = plan_rows(rows, kv_pages, num_heads=heads, dtype=dtype, backend=backend)
 
             def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 kv_pages, out = carry
                 # Costs nothing and makes the arguments depend on the last output.
                 q, k, v, _ = lax.optimization_barrier((inputs.q, inputs.k, inputs.v, out))  # type: ignore[no-untyped-call]
                 number = lax.rem(iterations - 1 - index, layers)
-                out, kv_pages = attend(replace(inputs, q=q, k=k, v=v), kv_pages, number, rows)
+                out, kv_pages = attend(replace(inputs, q=q, k=k, v=v, plan=plan), kv_pages, number, rows)
                 return kv_pages, out
 
             last: tuple[jax.Array, jax.Array] = lax.fori_loop(0, iterations, layer, (kv_pages, out))

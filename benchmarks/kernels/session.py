@@ -57,9 +57,9 @@ def chosen(pattern: str | None) -> list[RaggedCase]:
     return sorted(cases, key=place)
 
 
-def contenders(device: jax.Device, worker: TorchWorker) -> list[Contender]:
+def contenders(device: jax.Device, dtype: jnp.dtype, worker: TorchWorker) -> list[Contender]:
     """Ours first."""
-    backend = Backend.of_device("auto", device)
+    backend = Backend.of_device("auto", device, dtype)
     ours = PagedContender(f"ours ({backend.kind})", OurAttention(backend), backend, device)
     reference = PagedContender("reference", OurAttention(REFERENCE), REFERENCE, device)
     return [
@@ -125,7 +125,7 @@ def main() -> None:
 
     results: list[CaseResult] = []
     worker = TorchWorker()
-    field = contenders(device, worker)
+    field = contenders(device, dtype, worker)
     versions = package_versions()
 
     def save() -> Path:

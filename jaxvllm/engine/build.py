@@ -78,7 +78,7 @@ def build(config: EngineConfig) -> EngineParts:
     )
     if on_cpu and prefers_in_out():
         params = to_in_out(params)
-    backend = Backend.of_device(config.attention_backend, device)
+    backend = Backend.of_device(config.attention_backend, device, dtype)
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import GpuChip, TpuChip
 from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.layout import KVPages, padded_head_size
+from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, padded_head_size
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.write import write_kv
@@ -62,8 +62,9 @@ def ragged_paged_attention(
     to be in place.
 
     Raises ValueError for shapes and dtypes that do not agree, NotImplementedError for what only another backend can.
+    That a page table is as wide as its longest row needs cannot be seen here: its length is a value, not a shape.
     """
-    _check(q, k, v, kv_pages, rows, sinks, kv_scales, backend)
+    _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, kv_scales, backend)
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, dtype = k.shape[1], q.dtype
     if kv_pages.dtype in QUANTIZED:
@@ -111,14 +112,20 @@ def _check(
     v: jax.Array,
     kv_pages: KVPages,
     rows: RaggedRows,
+    soft_cap: float | None,
+    window: jax.Array | int,
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     backend: Backend,
 ) -> None:
+    if q.ndim != 3:
+        raise ValueError(f"q must be [tokens, query heads, head size], not {q.shape}")
     num_tokens, num_heads, head_size = q.shape
     if kv_pages.ndim != 5:
         raise ValueError(f"pages must be [layers, pages, KV heads, page size, 2 * head size], not {kv_pages.shape}")
-    _, _, num_kv_heads, _, width = kv_pages.shape
+    _, _, num_kv_heads, page_size, width = kv_pages.shape
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"pages must hold one of {PAGE_SIZES} tokens, not {page_size}")
     if k.shape != (num_tokens, num_kv_heads, head_size) or v.shape != k.shape:
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}"
@@ -142,6 +149,12 @@ def _check(
         raise ValueError(
             f"a page table {rows.page_table.shape} and {len(rows.query_starts)} query starts do not fit {num_rows} rows"
         )
+    if num_rows > num_tokens or not rows.page_table.size:
+        raise ValueError(f"{num_rows} rows of {rows.page_table.shape[1]} pages do not fit {num_tokens} tokens")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be above 0, not {soft_cap}: None is no cap")
+    if isinstance(window, int) and window < 1:
+        raise ValueError(f"window must be at least 1, the query's own position, not {window}: NO_WINDOW is none")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must be one logit for each of {num_heads} query heads, not {sinks.shape}")
     if kv_scales is not None and kv_pages.dtype not in QUANTIZED:

@@ -98,9 +98,13 @@ CASES = (
     # gpt-oss on eight devices: half of its layers have this window, all of them sinks.
     RaggedCase("decode-sinks", 8, 1, 64, 16, 4, _rows((1, 300), (1, 1), (0, 0), (1, 129)), window=128, sinks=True),
     RaggedCase("mixed-sinks", 8, 1, 64, 16, 64, _rows((1, 200), (40, 70), (3, 3)), sinks=True),
+    # Gemma 2 9B on eight devices.
+    RaggedCase("mixed-wide-heads", 2, 1, 256, 16, 40, _rows((1, 150), (33, 90), (2, 40)), window=64, soft_cap=50.0),
     RaggedCase("decode-int8", 8, 2, 128, 32, 3, _rows((1, 17), (1, 300), (1, 64)), kv_dtype="int8"),
     RaggedCase("mixed-int8", 8, 2, 64, 32, 64, _rows((1, 90), (40, 170), (2, 2)), kv_dtype="int8"),
     RaggedCase("decode-fp8", 8, 2, 128, 32, 3, _rows((1, 17), (1, 300), (1, 64)), kv_dtype="float8_e4m3fn"),
+    # One query head a KV head.
+    RaggedCase("decode-mha-e5m2", 4, 4, 64, 32, 3, _rows((1, 33), (0, 0), (1, 200)), kv_dtype="float8_e5m2"),
     RaggedCase("mixed-fp8", 8, 2, 64, 32, 64, _rows((1, 90), (40, 170), (2, 2)), sinks=True,
                kv_dtype="float8_e4m3fn"),
     RaggedCase("prefill-whole", 14, 2, 64, 16, 200, _rows((200, 200))),

@@ -9,6 +9,7 @@ from pallas_kernels.backend import Backend
 # fetches its keys and values; heads of 64 fill a TPU's 128 lanes exactly, which [.., S, 64] would leave half empty.
 type KVPages = jax.Array
 
+PAGE_SIZES = (16, 32, 64, 128)
 # Heads are padded to a multiple of this: 64 keys and 64 values are the TPU's 128 lanes, and 64 two-byte elements the
 # 128 bytes that a GPU's copy engine swizzles.
 HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64}

@@ -72,16 +72,17 @@ class _Softmax(NamedTuple):
     def merge(self, parts: "_Softmax", rows: jax.Array, owned: jax.Array) -> "_Softmax":
         """With `parts` folded in, each into its row of `rows` i32[lanes]; `owned` bool[N, lanes] says the same.
 
-        Sums by matmul, not by scatter: the order is fixed, so the same bits come out on every device.
+        Sums by matmul, not by scatter: the order is fixed, so the same bits come out on every device. A part with NaN
+        makes its own row NaN and no other, though the matmul multiplies it by the zeros of all the others.
         """
         peak = jnp.maximum(self.peak, jnp.where(owned[:, :, None, None], parts.peak, MASKED).max(axis=1))
         decay, parts_decay = jnp.exp(self.peak - peak), jnp.exp(parts.peak - peak[rows])
+        total, values = parts.total * parts_decay, parts.values * parts_decay[..., None]
+        sick = ~jnp.isfinite(total + values.sum(axis=-1))
+        total, values = jnp.where(sick, 0, total), jnp.where(sick[..., None], 0, values)
         add = partial(jnp.tensordot, owned.astype(jnp.float32), axes=1, precision=lax.Precision.HIGHEST)
-        return _Softmax(
-            peak,
-            self.total * decay + add(parts.total * parts_decay),
-            self.values * decay[..., None] + add(parts.values * parts_decay[..., None]),
-        )
+        total = jnp.where((owned[:, :, None, None] & sick).any(axis=1), jnp.nan, self.total * decay + add(total))
+        return _Softmax(peak, total, self.values * decay[..., None] + add(values))
 
     def result(self, sinks: jax.Array | None) -> jax.Array:
         """The weighted mean. `sinks` f32[K, G] are logits that take weight and have no value; M counts G fastest."""

@@ -1,11 +1,11 @@
 """Ragged paged attention with the heads spread over a mesh axis: each device attends with its own, nothing is sent."""
 
 from functools import partial
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.layout import KVPages
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
@@ -21,10 +21,12 @@ def sharded_ragged_paged_attention(
     *,
     mesh: Mesh,
     axis: str,
+    scale: float,
+    soft_cap: float | None = None,
     window: jax.Array | int,
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
-    **options: Any,
+    backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
     """`ragged_paged_attention` on arrays whose heads are sharded over `axis` of `mesh`; everything else is replicated.
 
@@ -59,7 +61,8 @@ def sharded_ragged_paged_attention(
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, KVPages]:
         return ragged_paged_attention(
-            q, k, v, kv_pages, layer, rows, window=window, sinks=sinks, kv_scales=kv_scales, **options
-        )
+            q, k, v, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
+            kv_scales=kv_scales, backend=backend,
+        )  # fmt: skip
 
     return shard(q, k, v, kv_pages, layer, rows, window, sinks, kv_scales)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxvllm import LLM, SamplingParams
-from jaxvllm.config import AttentionBackend, EngineConfig
+from jaxvllm.config import EngineConfig
+from pallas_kernels.backend import BackendName
 from tests.engine.tiny import assert_idle, greedy_tokens, tiny_llm
 from tests.models.fixture import Fixture
 
@@ -16,7 +17,7 @@ PREFIX = "Once upon a time there was a little girl who lived in a small house ne
 PROMPTS = [PREFIX + "One day", "The capital of France is", "Tom", PREFIX + "She had a dog"]
 
 
-def demo_texts(backend: AttentionBackend, dtype: str) -> tuple[list[str], int]:
+def demo_texts(backend: BackendName, dtype: str) -> tuple[list[str], int]:
     """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache."""
     options = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
     with LLM(attention_backend=backend, dtype=dtype, max_model_len=64, compilation_cache=None, **options) as llm:
@@ -28,7 +29,7 @@ def demo_texts(backend: AttentionBackend, dtype: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize("backend", list(DTYPES))
-def test_the_demo_model_says_the_same(backend: AttentionBackend) -> None:
+def test_the_demo_model_says_the_same(backend: BackendName) -> None:
     texts, cached = demo_texts(backend, DTYPES[backend])
     assert (texts, cached) == demo_texts("reference", DTYPES[backend])
     assert cached >= 16
@@ -36,13 +37,13 @@ def test_the_demo_model_says_the_same(backend: AttentionBackend) -> None:
 
 
 @pytest.mark.parametrize("backend", list(DTYPES))
-def test_layers_with_and_without_a_window(backend: AttentionBackend, tmp_path: Path) -> None:
+def test_layers_with_and_without_a_window(backend: BackendName, tmp_path: Path) -> None:
     fixture = Fixture.load("gemma3")  # a window of 32 in six of seven layers
     directory = fixture.write_checkpoint(tmp_path)
     prompts = [prompt[:40] for prompt in fixture.prompts[-2:]]
     assert max(map(len, prompts)) == 40
 
-    def tokens(name: AttentionBackend) -> list[list[int]]:
+    def tokens(name: BackendName) -> list[list[int]]:
         options = dict(max_num_seqs=2, max_num_batched_tokens=32, row_buckets=(2,), token_buckets=(32,), num_pages=17)
         with tiny_llm(directory, attention_backend=name, dtype=DTYPES[backend], max_model_len=64, **options) as llm:
             return greedy_tokens(llm, prompts, max_tokens=3)
@@ -51,7 +52,7 @@ def test_layers_with_and_without_a_window(backend: AttentionBackend, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
-def test_another_devices_kernels_are_refused(name: AttentionBackend) -> None:
+def test_another_devices_kernels_are_refused(name: BackendName) -> None:
     with pytest.raises(ValueError, match=f"attention backend {name} needs a {name.upper()}, this is a CPU: use auto"):
         LLM(attention_backend=name)
 

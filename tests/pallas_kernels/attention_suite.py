@@ -4,8 +4,10 @@ A test file a backend makes its class from `AttentionSuite`, so that they run si
 """
 
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from io import StringIO
 from typing import Any
 
 import jax
@@ -68,6 +70,7 @@ class Result:
     out: np.ndarray
     pages: np.ndarray
     again: np.ndarray
+    printed: str  # the interpreters print the races that they see
 
 
 class AttentionSuite:
@@ -84,11 +87,16 @@ class AttentionSuite:
     def result(cls, request: pytest.FixtureRequest) -> Result:
         """Each case computed once for all tests."""
         call = cls.call(request.param)
-        out, pages = run(call, cls.backend)
-        return Result(call, out, pages, run(call, cls.backend)[0])
+        with redirect_stdout(StringIO()) as printed:
+            out, pages = run(call, cls.backend)
+            again, _ = run(call, cls.backend)
+        return Result(call, out, pages, again, printed.getvalue())
 
     def test_equals_dense_attention(self, result: Result) -> None:
         assert result.call.error(result.out) < result.call.tolerance
+
+    def test_nothing_races(self, result: Result) -> None:
+        assert "RACE DETECTED" not in result.printed
 
     def test_padding_is_finite(self, result: Result) -> None:
         assert np.isfinite(result.out).all()
@@ -114,6 +122,19 @@ class AttentionSuite:
         out, pages = run(call, self.backend)
         assert out.dtype == pages.dtype == jnp.bfloat16
         assert call.error(out) < call.tolerance  # measured with XLA: 0.005; a bfloat16 has 8 bits
+
+    @pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
+    def test_a_row_of_nan_does_not_infect_others(self, case: RaggedCase) -> None:
+        call = self.call(case)
+        # The longest row: buffers that it fills are not filled again by shorter ones.
+        sick = max(range(len(case.rows)), key=lambda row: case.rows[row].kv_len)
+        pages = call.pages.copy()
+        pages[LAYER, call.table[sick, : -(-case.rows[sick].kv_len // case.page_size)]] = np.nan
+        tokens = slice(case.first_token(sick), case.first_token(sick) + case.rows[sick].query_len)
+        out = run(call, self.backend, pages=pages)[0].copy()
+        assert np.isnan(out[tokens]).all()
+        out[tokens] = call.expected[tokens]
+        assert call.error(out) < call.tolerance
 
     @pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
     def test_the_metric_sees_mutations(self, case: RaggedCase) -> None:

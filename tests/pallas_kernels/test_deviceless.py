@@ -100,6 +100,8 @@ def test_every_chip_has_one_to_eight_devices() -> None:
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/decode/reference"]),
         ("v5e", "step", ["step/decode/tpu"]),
+        ("v7x", "step", ["step/decode/tpu"]),
+        ("h200", "step", ["step/decode/gpu"]),
     ],
 )
 def test_compiles_in_place(chip: str, kind: Kind, programs: Sequence[str]) -> None:

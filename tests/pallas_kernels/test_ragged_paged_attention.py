@@ -58,6 +58,8 @@ def abstract_call(**changes: Any) -> Any:
         ({"q": (48, 4, 12), "k": (48, 2, 12), "v": (48, 2, 12)}, "pages must be 24 wide"),
         ({"q": (48, 3, 16)}, "3 query heads are not a multiple of 2 KV heads"),
         ({"q": (47, 4, 16), "k": (47, 2, 16), "v": (47, 2, 16)}, "rows describe 48 tokens, q has 47"),
+        ({"q": (48, 64)}, r"q must be \[tokens, query heads, head size\]"),
+        ({"pages": (3, 9, 2, 24, 32)}, r"pages must hold one of \(16, 32, 64, 128\) tokens, not 24"),
         ({"pages": (3, 9, 2, 2, 16, 32)}, r"pages must be \[layers, pages, KV heads"),
         ({"sinks": (2,)}, "one logit for each of 4 query heads"),
         ({"kv_scales": (2, 2)}, "kv_scales are for quantized pages"),
@@ -93,6 +95,17 @@ def test_scales_of_other_heads_are_refused() -> None:
     abstract_call(pages=pages, kv_scales=((2, 2), jnp.float32))
     with pytest.raises(ValueError, match=r"kv_scales must be \[2, 2\]"):
         abstract_call(pages=pages, kv_scales=((2, 4), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"soft_cap": 0.0}, "soft_cap must be above 0, not 0.0"), ({"window": 0}, "window must be at least 1")],
+)
+def test_options_that_mean_nothing_are_refused(option: dict[str, Any], message: str) -> None:
+    call = make_call(MIXED)
+    options = {"scale": 1.0, "window": NO_WINDOW} | option
+    with pytest.raises(ValueError, match=message):
+        ragged_paged_attention(call.q, call.k, call.v, call.pages, LAYER, call.rows, **options)
 
 
 @pytest.mark.parametrize("lengths", [(2, 1), (0, 1), (-1, 3)])

@@ -16,6 +16,8 @@ from tests.pallas_kernels.attention_call import BACKENDS, DTYPES, LAYER, Call, m
 DECODE = RaggedCase(
     "decode", 8, 4, 64, 16, 3, (RowCase(1, 50), RowCase(1, 16), RowCase(0, 0)), sinks=True, kv_dtype="int8"
 )
+# The GPU's interpreter of jax 0.11.2 has one shared memory for all devices, who find each other's barriers in it.
+NUM_DEVICES = {"reference": 4, "tpu": 4, "gpu": 1}
 MIXED = RaggedCase("mixed", 8, 4, 64, 16, 32, (RowCase(1, 30), RowCase(20, 40)), window=33)
 
 
@@ -38,10 +40,11 @@ def lower(call: Call, backend: str, num_devices: int) -> tuple[jax.stages.Lowere
 @pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
 def test_equals_dense_attention(case: RaggedCase, backend: str) -> None:
     call = make_call(case, DTYPES[backend], BACKENDS[backend])
-    lowered, arguments, extra = lower(call, backend, 4)
+    num_devices = NUM_DEVICES[backend]
+    lowered, arguments, extra = lower(call, backend, num_devices)
     out, pages = lowered.compile()(*arguments, **extra)
     assert call.error(out) < call.tolerance
-    assert len(out.sharding.device_set) == len(pages.sharding.device_set) == 4
+    assert len(out.sharding.device_set) == len(pages.sharding.device_set) == num_devices
     assert out.sharding.spec[1] == pages.sharding.spec[2] == "model"
 
 

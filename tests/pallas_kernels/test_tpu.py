@@ -145,20 +145,6 @@ def test_pages_outside_the_window_are_not_fetched(case: RaggedCase) -> None:
     assert call.error(run(call, pages=pages, window=40 + case.page_size)[0]) == np.inf
 
 
-@pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
-def test_a_row_of_nan_does_not_infect_the_next(case: RaggedCase) -> None:
-    # The longest row fills buffers whose ends shorter rows do not overwrite.
-    call = call_of(case)
-    sick = max(range(len(case.rows)), key=lambda row: case.rows[row].kv_len)
-    pages = call.pages.copy()
-    pages[LAYER, call.table[sick, : -(-case.rows[sick].kv_len // case.page_size)]] = np.nan
-    tokens = slice(case.first_token(sick), case.first_token(sick) + case.rows[sick].query_len)
-    out, _ = run(call, pages=pages)
-    assert np.isnan(out[tokens]).all()
-    out[tokens] = call.expected[tokens]
-    assert call.error(out) < call.tolerance
-
-
 def test_a_page_table_of_a_long_context() -> None:
     # 131072 tokens in pages of 16, of which the row fills few; a table of all rows would not fit scalar memory.
     call = call_of(DECODE)

@@ -97,7 +97,7 @@ def test_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "code"), [(["ok", "ok"], 0), (["ok", "refused"], 0), (["ok", "failed"], 1), (["refused"], 1), ([], 1)]
+    ("statuses", "code"), [(["ok", "ok"], 0), (["ok", "refused"], 1), (["ok", "failed"], 1), (["refused"], 1), ([], 1)]
 )
 def test_the_exit_status(
     statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

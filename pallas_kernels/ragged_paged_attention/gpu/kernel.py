@@ -96,7 +96,7 @@ def attend(
     Raises NotImplementedError for what this kernel cannot and the reference can.
     """
     attention = _attention(q, kv_pages, chip, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    plan = make_plan(rows, q, kv_pages, chip) if plan is None else plan
+    plan = make_plan(rows, q, kv_pages, chip) if plan is None else _checked(plan, rows, q, kv_pages, chip)
     num_tokens, num_heads, head_size = q.shape
     group = attention.group
     grouped = q.reshape(num_tokens, attention.num_kv_heads, group, head_size)
@@ -112,6 +112,15 @@ def attend(
     partials = decode(grouped, kv, rows.page_table, plan.decode, where, narrow, queries=queries, out_heads=out_heads)
     combine(partials, plan.decode, where, sinks, out, narrow, queries=queries)
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
+
+
+def _checked(plan: Plan, rows: RaggedRows, q: jax.Array, kv_pages: jax.Array, chip: GpuChip) -> Plan:
+    """The plan, if it can be one of these rows."""
+    expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip), rows)
+    given = jax.tree.map(lambda leaf: leaf.shape, plan)
+    if given != (wanted := jax.tree.map(lambda leaf: leaf.shape, expected)):
+        raise ValueError(f"the plan is of other rows, heads or pages: it has shapes {given}, these need {wanted}")
+    return plan
 
 
 def _attention(

@@ -97,7 +97,8 @@ def _tables(page_table: jax.Array, chip: TpuChip) -> jax.Array:
     if 2 * 4 * padded > chip.smem_bytes // 2:
         raise NotImplementedError(
             f"the tpu kernel keeps the page tables of two rows in scalar memory, at most {chip.smem_bytes // 16} pages "
-            f"a row, not {max_pages}: use larger pages, or a smaller max_model_len"
+            f"a row, not {max_pages}: use larger pages, a smaller max_model_len, or the backend "
+            "reference"
         )
     return jnp.pad(page_table, ((0, 0), (0, padded - max_pages))).reshape(num_rows, -1, LANES)
 

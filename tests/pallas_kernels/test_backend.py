@@ -1,0 +1,72 @@
+"""Which kernels run on which device."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import REFERENCE, Backend, BackendName
+from pallas_kernels.chips import GpuChip, TpuChip, chip_named
+
+BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, np.float16, np.float32))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What `Backend` reads of a jax.Device."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str = ""
+    core_count: int = 0
+
+
+V5E, V4 = Device("tpu", "TPU v5 lite"), Device("tpu", "TPU v4")
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+H100_PCIE, T4 = Device("gpu", "NVIDIA H100 PCIe", "9.0", 114), Device("gpu", "Tesla T4", "7.5", 40)
+RTX, MI300 = Device("gpu", "NVIDIA GeForce RTX 5090", "12.0", 170), Device("gpu", "AMD MI300X", "gfx942", 304)
+CPU = Device("cpu", "cpu")
+
+
+def test_auto_takes_the_kernels_of_the_device() -> None:
+    assert Backend.of_device("auto", CPU, F32) == REFERENCE
+    assert Backend.of_device("auto", V5E, BF16) == Backend("tpu", chip_named("v5e"))
+    assert Backend.of_device("auto", H200, BF16) == Backend("gpu", chip_named("h200"))
+    relative = Backend.of_device("auto", H100_PCIE, F16).chip
+    assert isinstance(relative, GpuChip)
+    assert (relative.num_sms, relative.compute_capability) == (114, (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [(T4, F16), (RTX, BF16), (MI300, BF16), (V4, BF16), (H200, F32), (V5E, F16)], ids=str
+)
+def test_auto_takes_the_reference_where_there_are_no_kernels_and_says_so(
+    device: Device, dtype: np.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Backend.of_device("auto", device, dtype) == REFERENCE
+    assert "attention runs on plain XLA" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "device"), [("gpu", T4), ("gpu", RTX), ("gpu", MI300), ("tpu", V4)])
+def test_kernels_asked_for_by_name_are_refused_where_there_are_none(name: BackendName, device: Device) -> None:
+    with pytest.raises(NotImplementedError, match="use the (attention )?backend reference"):
+        Backend.of_device(name, device, BF16)
+
+
+@pytest.mark.parametrize(("name", "device"), [("interpret", H200), ("interpret-gpu", V5E), ("tpu", H200), ("gpu", CPU)])
+def test_another_devices_kernels_are_refused(name: BackendName, device: Device) -> None:
+    with pytest.raises(ValueError, match=f"attention backend {name} .*use auto"):
+        Backend.of_device(name, device, BF16)
+
+
+def test_interpreted_kernels_are_for_the_cpu() -> None:
+    assert isinstance(Backend.of_device("interpret", CPU, F32).chip, TpuChip)
+    assert Backend.of_device("interpret-gpu", CPU, F16).interpret
+
+
+def test_a_chip_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend tpu cannot be for the chip"):
+        Backend("tpu", chip_named("h200"))
+    with pytest.raises(NotImplementedError, match="compute capability 9.0 .Hopper., a100 has 8.0: use the backend ref"):
+        Backend("gpu", chip_named("a100"))
