@@ -24,7 +24,10 @@ demo: .venv/.stamp  ## several prompts in one batch, written by the embedded mod
 	  "One morning in a village on an island," "Long ago, in a castle," "Tom and Lily lived in a farmhouse" \
 	  "In the forest there was a fox called Rusty." "The capital of France"
 
-test: .venv/.stamp .aot/.stamp  ## the whole suite
+# The compilers have wheels for Linux on x86-64 alone; elsewhere the tests that need them are skipped.
+AOT := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.aot/.stamp)
+
+test: .venv/.stamp $(AOT)  ## the whole suite
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/.stamp

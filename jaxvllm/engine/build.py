@@ -31,7 +31,7 @@ from sharding.placement import place_on
 
 logger = logging.getLogger(__name__)
 
-# As in vLLM: eight bits without scales, for checkpoints' keys and values lie well inside the range of e4m3, 448.
+# As in vLLM without scales: what goes beyond the range of e4m3, 448, saturates.
 PAGE_DTYPES = {
     "fp8": jnp.dtype(jnp.float8_e4m3fn),
     "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
