@@ -1,8 +1,8 @@
 """Ragged paged attention for TPU, in Pallas: one call writes the new keys and values in place and attends.
 
-A kernel without a grid: rows, tiles and pages are loops over row metadata in scalar memory, the pages stay in HBM (small
-arrays may be put in VMEM by XLA), and every copy is started by hand, so that the next row's pages are on their way
-before this row ends.
+A kernel without a grid: rows, tiles and pages are loops over row metadata in scalar memory, the pages stay in HBM
+(small arrays may be put in VMEM by XLA), and every copy is started by hand, so that the next row's pages are on their
+way before this row ends.
 
     decode    rows with one query: its heads are the rows of a matrix; the token is merged into the row's last page
     write     rows with more: all their keys and values, before any of it is attended to
