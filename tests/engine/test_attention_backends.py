@@ -46,7 +46,7 @@ def test_layers_with_and_without_a_window(backend: BackendName, tmp_path: Path) 
     def tokens(name: BackendName) -> list[list[int]]:
         options = dict(max_num_seqs=2, max_num_batched_tokens=32, row_buckets=(2,), token_buckets=(32,), num_pages=17)
         with tiny_llm(directory, attention_backend=name, dtype=DTYPES[backend], max_model_len=64, **options) as llm:
-            return greedy_tokens(llm, prompts, max_tokens=3)
+            return greedy_tokens(llm, prompts, max_tokens=2)
 
     assert tokens(backend) == tokens("reference")
 
@@ -65,10 +65,13 @@ def test_an_unknown_backend_is_refused() -> None:
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str) -> None:
     options = dict(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
     with LLM(kv_cache_dtype=dtype, **options) as small, LLM(**options) as full:
         pages = [llm.engine.runner.read_pages(np.arange(1, 3)) for llm in (small, full)]
         assert pages[0].nbytes * 4 == pages[1].nbytes
-        texts = [llm.generate(PROMPTS[:1], params, use_tqdm=False)[0].outputs[0].text for llm in (small, full)]
-    # Coarser keys and values, the same story: a wrong layout or a missing cast writes noise.
-    assert texts[0].split()[:2] == texts[1].split()[:2]
+        coarse, exact = (llm.generate(PROMPTS, params, use_tqdm=False) for llm in (small, full))
+    for one, other in zip(coarse, exact, strict=True):
+        # Coarser keys and values, nearly the same beliefs: a wrong layout or a missing cast yields noise.
+        chances = [np.exp(output.outputs[0].cumulative_logprob) for output in (one, other)]
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids or abs(chances[0] - chances[1]) < 0.1
+        assert abs(chances[0] - chances[1]) < 0.25, chances

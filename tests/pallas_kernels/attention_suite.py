@@ -69,7 +69,6 @@ class Result:
     call: Call
     out: np.ndarray
     pages: np.ndarray
-    again: np.ndarray
     printed: str  # the interpreters print the races that they see
 
 
@@ -89,8 +88,7 @@ class AttentionSuite:
         call = cls.call(request.param)
         with redirect_stdout(StringIO()) as printed:
             out, pages = run(call, cls.backend)
-            again, _ = run(call, cls.backend)
-        return Result(call, out, pages, again, printed.getvalue())
+        return Result(call, out, pages, printed.getvalue())
 
     def test_equals_dense_attention(self, result: Result) -> None:
         assert result.call.error(result.out) < result.call.tolerance
@@ -101,8 +99,11 @@ class AttentionSuite:
     def test_padding_is_finite(self, result: Result) -> None:
         assert np.isfinite(result.out).all()
 
-    def test_the_same_bits_on_repeat(self, result: Result) -> None:
-        assert result.out.tobytes() == result.again.tobytes()
+    @pytest.mark.parametrize("name", ["decode-gqa", "mixed-any-order"])
+    def test_the_same_bits_on_repeat(self, name: str) -> None:
+        call = self.call(next(case for case in CASES if case.name == name))
+        outs = {run(call, self.backend)[0].tobytes() for _ in range(2)}
+        assert len(outs) == 1
 
     def test_only_the_new_kv_of_this_layer_is_written(self, result: Result) -> None:
         # NaN equal to NaN: nothing else may change, in any page of any layer, but for the trash page, and for positions

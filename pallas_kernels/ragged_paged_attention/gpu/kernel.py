@@ -198,7 +198,7 @@ def _check(q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeD
     if chip.compute_capability < MOSAIC_GPU_CAPABILITY:
         problem = f"{chip.name} has compute capability {chip.compute_capability}, below {MOSAIC_GPU_CAPABILITY}"
     elif q.dtype not in (jnp.bfloat16, jnp.float16):
-        problem = f"queries are {q.dtype}, neither bfloat16 nor float16"
+        problem = f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
     elif group > TILE:
         problem = f"{group} query heads share a KV head, more than {TILE}"
     elif head_size % LANES or head_size > 4 * LANES:
