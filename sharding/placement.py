@@ -3,22 +3,38 @@
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from sharding.mesh import MeshShape
 from sharding.rules import DATA, MODEL, partition_spec
 
 # Where an array with these logical axes goes.
-Place = Callable[[tuple[str | None, ...]], Sharding]
+Place = Callable[[tuple[str | None, ...]], NamedSharding]
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh over the first `shape.num_devices` of the devices; ValueError when there are fewer."""
+    """The mesh over the first `shape.num_devices` of the devices, in the order that their interconnect likes.
+
+    ValueError when there are fewer.
+    """
     if len(devices) < shape.num_devices:
-        raise ValueError(f"mesh {shape} needs {shape.num_devices} devices and there are {len(devices)}")
-    grid = np.asarray(devices[: shape.num_devices]).reshape(shape.data, shape.model)
-    return Mesh(grid, (DATA, MODEL))
+        way_out = "use a smaller mesh"
+        if devices[0].platform == "cpu":
+            way_out += f", or have more virtual devices: JAX_NUM_CPU_DEVICES={shape.num_devices} in the environment"
+        raise ValueError(f"mesh {shape} needs {shape.num_devices} devices and there are {len(devices)}: {way_out}")
+    # Auto and not Explicit: arrays outside the step's shard_map carry their sharding, types need not.
+    types = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((shape.data, shape.model), (DATA, MODEL), types, devices=devices[: shape.num_devices])
+
+
+def replica_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
+    """A 1xM mesh for each of the D replicas of a DxM mesh."""
+    return tuple(Mesh(mesh.devices[i : i + 1], mesh.axis_names) for i in range(len(mesh.devices)))
+
+
+def mesh_of(device: jax.Device) -> Mesh:
+    """The 1x1 mesh of one device."""
+    return make_mesh(MeshShape(1, 1), [device])
 
 
 def place(mesh: Mesh) -> Place:
@@ -27,5 +43,5 @@ def place(mesh: Mesh) -> Place:
 
 
 def place_on(device: jax.Device) -> Place:
-    """The placement that puts every array whole on one device."""
-    return lambda axes: jax.sharding.SingleDeviceSharding(device)
+    """TEMPORARY, until helpers B and E have moved to meshes: the lead removes it."""
+    return place(mesh_of(device))

@@ -21,7 +21,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
-from sharding.placement import place
+from sharding.mesh import MeshShape
 from tools.aot_outcome import Kind
 
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -49,13 +49,16 @@ SMALLEST_MATRIX_BYTES = STEP_SPEC.hidden_size * STEP_SPEC.num_heads * STEP_SPEC.
 STEP_BUCKETS = {"decode": Bucket(8, 8), "mixed": Bucket(256, 8)}
 # With kernels, the step is compiled where there are any; with the reference, on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
+# Spread over more devices, a weight's share is no longer larger than a workspace beside it.
+STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 
 
 @dataclass(frozen=True)
 class Program:
-    """Compiles for a mesh of one device; must update `pages_bytes` in place and need less than `temp_bytes` beside."""
+    """Compiles for a mesh; each device must update `pages_bytes` in place and need less than `temp_bytes` beside."""
 
     name: str
+    mesh: MeshShape
     pages_bytes: int
     temp_bytes: int
     compile: Callable[[Mesh], jax.stages.Compiled]
@@ -68,9 +71,10 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     return tuple(
-        _step_program(form, bucket, backend)
+        _step_program(form, bucket, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
         for form, bucket in STEP_BUCKETS.items()
+        for mesh in STEP_MESHES
     )
 
 
@@ -86,7 +90,8 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
         return _compile_attention(case, pages, backend, mesh)
 
     # A copy of one layer's pages is half the pool; 8192 tokens of 64 heads, staged, are an eighth of it.
-    return Program(f"attention/{case.name}/{backend.kind}", _num_bytes(pages), _num_bytes(pages) // 4, compile_for)
+    name, size = f"attention/{case.name}/{backend.kind}", _num_bytes(pages)
+    return Program(name, MeshShape(1, 1), size, size // 4, compile_for)
 
 
 def _compile_attention(
@@ -149,18 +154,23 @@ def _compile_attention(
     return lowered.compile()
 
 
-def _step_program(form: str, bucket: Bucket, backend: Backend) -> Program:
+def _step_program(form: str, bucket: Bucket, backend: Backend, mesh: MeshShape) -> Program:
     page_size = 16
     shape = CacheShape(1, page_size, num_slots=64, max_pages=STEP_SPEC.max_position // page_size, dtype=DTYPE)
-    shape = replace(shape, num_pages=POOL_BYTES // _num_bytes(shape.pages(STEP_SPEC, backend)))
-    pages = shape.pages(STEP_SPEC, backend)
+
+    def pool(num_pages: int) -> jax.ShapeDtypeStruct:
+        K, D = STEP_SPEC.num_kv_heads // mesh.model, STEP_SPEC.head_size
+        return kv_pages_struct(LAYERS, num_pages, page_size, K, D, DTYPE, backend)
+
+    shape = replace(shape, num_pages=POOL_BYTES // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        params = abstract_params(STEP_SPEC, DTYPE, "stacked", place(mesh))
-        platform = mesh.devices.flat[0].platform
-        return compile_step(params, pages, STEP_SPEC, shape, bucket, backend, platform)
+        params = abstract_params(STEP_SPEC, DTYPE, "stacked", mesh)
+        pages = shape.pages(STEP_SPEC, backend, mesh)
+        return compile_step(params, pages, STEP_SPEC, shape, bucket, backend, mesh)
 
-    return Program(f"step/{form}/{backend.kind}", _num_bytes(pages), SMALLEST_MATRIX_BYTES, compile_for)
+    name = f"step/{form}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
+    return Program(name, mesh, _num_bytes(pool(shape.num_pages)), SMALLEST_MATRIX_BYTES // mesh.model, compile_for)
 
 
 def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:

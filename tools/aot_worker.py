@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from pallas_kernels.chips import chip_named
 from pallas_kernels.deviceless import compile_only_devices
-from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tools.aot_outcome import KINDS, Outcome
 from tools.aot_programs import Program, programs
@@ -37,12 +36,15 @@ def main() -> None:
     chip = chip_named(arguments.chip)
     known = {program.name: program for program in programs(chip, arguments.kind)}
     chosen = [known[name] for name in arguments.programs or known]
-    mesh = make_mesh(MeshShape(1, 1), compile_only_devices(chip, 1))
+    meshes = {
+        shape: make_mesh(shape, compile_only_devices(chip, shape.num_devices))
+        for shape in {program.mesh for program in chosen}
+    }
     print(json.dumps([program.name for program in chosen]), file=answers)
     for program in chosen:
         shutil.rmtree(arguments.dumps, ignore_errors=True)
         arguments.dumps.mkdir()
-        print(compile_program(program, mesh, arguments.dumps).to_json(), file=answers)
+        print(compile_program(program, meshes[program.mesh], arguments.dumps).to_json(), file=answers)
 
 
 def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:

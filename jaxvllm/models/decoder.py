@@ -16,6 +16,7 @@ from jaxvllm.models.orientation import InOut
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import Activation, ModelSpec, RopeSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
+from sharding.axis import ALONE, ModelAxis
 
 # A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a scan.
 Scalar = int | jax.Array
@@ -44,15 +45,18 @@ def forward[Kv](
     positions: jax.Array,
     kv: Kv,
     attend: Attend[Kv],
+    axis: ModelAxis = ALONE,
 ) -> tuple[jax.Array, Kv]:
     """The hidden states behind the final norm, and the cache with this step's keys and values in it.
 
     tokens, positions  # i32[T]: packed rows; a token id must be in the vocabulary, padding included
-    -> [T, E] in the dtype of the parameters
+    -> [T, E] in the dtype of the parameters, the same on every device
     `kv` is carried through the layers as it is: any pytree that `attend` understands.
+    Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
+    behind the attention and behind the FFN (Megatron-LM, arXiv 1909.08053).
     """
     with jax.named_scope("embed"):
-        x = jnp.take(params["embed"], tokens, axis=0, mode="clip")
+        x = _embed(params["embed"], tokens, axis)
         if spec.embed_scale != 1:
             # Rounded to the dtype of the weights first, as every checkpoint was trained.
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
@@ -67,15 +71,15 @@ def forward[Kv](
         x, kv = carry
         with jax.named_scope("attention"):
             h = _rms_norm(x, weights["attention_norm"], spec) if "attention_norm" in weights else x
-            q, k, v = _project_qkv(project, weights, spec, h, cos[rope], sin[rope])
+            q, k, v = _project_qkv(project, weights, spec, h, cos[rope], sin[rope], axis)
             h, kv = attend(kv, layer, q, k, v, window)
-            h = project(h.reshape(h.shape[0], -1), weights["o"], weights.get("o_bias"))
+            h = _biased(axis.sum(project(h.reshape(h.shape[0], -1), weights["o"])), weights.get("o_bias"))
             x = x + _branch_output(h, weights.get("attention_post_norm"), spec)
         with jax.named_scope("ffn"):
             h = _rms_norm(x, weights["ffn_norm"], spec) if "ffn_norm" in weights else x
             gate_up = project(h, weights["gate_up"], weights.get("gate_up_bias"))  # [T, 2, F]
             h = _activate(gate_up[:, 0], spec.activation) * gate_up[:, 1]
-            h = project(h, weights["down"], weights.get("down_bias"))
+            h = _biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
             x = x + _branch_output(h, weights.get("ffn_post_norm"), spec)
         return x, kv
 
@@ -88,7 +92,7 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
     """float32 logits, scaled and soft-capped, of hidden states that `forward` returned.
 
     hidden  # [R, E]
-    -> f32[R, V]
+    -> f32[R, V], V being this device's share of the vocabulary
     """
     with jax.named_scope("logits"):
         head = params["embed"] if spec.tie_embeddings else params["lm_head"]
@@ -98,6 +102,15 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
         if spec.logit_soft_cap is not None:
             logits = jnp.tanh(logits / spec.logit_soft_cap) * spec.logit_soft_cap
         return logits
+
+
+def _embed(table: jax.Array, tokens: jax.Array, axis: ModelAxis) -> jax.Array:
+    """The rows of `table`, of which each device has its share, that belong to `tokens`: [T, E]."""
+    if axis.size == 1:
+        return jnp.take(table, tokens, axis=0, mode="clip")
+    tokens = tokens - axis.first(len(table))
+    is_here = (tokens >= 0) & (tokens < len(table))
+    return axis.sum(jnp.where(is_here[:, None], jnp.take(table, tokens, axis=0, mode="clip"), 0))
 
 
 def _over_layers[Carry](
@@ -132,16 +145,24 @@ def _over_layers[Carry](
 
 
 def _project_qkv(
-    project: Callable[..., jax.Array], weights: Params, spec: ModelSpec, x: jax.Array, cos: jax.Array, sin: jax.Array
+    project: Callable[..., jax.Array],
+    weights: Params,
+    spec: ModelSpec,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    axis: ModelAxis,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q [T, H, D], k and v [T, K, D] of x [T, E]; q and k normed and rotated by cos, sin."""
     T, K, G, D = x.shape[0], spec.num_kv_heads, spec.group_size, spec.head_size
     qkv = project(x, weights["qkv"], weights.get("qkv_bias")).reshape(T, K, G + 2, D)
     q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1], qkv[:, :, G + 1]
-    if spec.qk_norm != "none":
-        over = (3,) if spec.qk_norm == "head" else (1, 2, 3)
-        q = _rms_norm(q, weights["q_norm"], spec, over)
-        k = _rms_norm(k, weights["k_norm"], spec, over)
+    if spec.qk_norm == "head":
+        q, k = _rms_norm(q, weights["q_norm"], spec), _rms_norm(k, weights["k_norm"], spec)
+    elif spec.qk_norm == "full":
+        # Copies of KV heads, where there are any, are as many of each: they leave the mean as it is.
+        over = partial(_rms_norm, spec=spec, axes=(1, 2, 3), mean=axis.mean)
+        q, k = over(q, weights["q_norm"]), over(k, weights["k_norm"])
     return _rotate(q, cos, sin).reshape(T, K * G, D), _rotate(k, cos, sin).reshape(T, K, D), v
 
 
@@ -165,8 +186,11 @@ def _project(
         contracted, out_shape = matrix.ndim - 1, weight.shape[:-1]
     y = jax.lax.dot_general(x, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=dtype)
     y = jax.lax.optimization_barrier(y) if stacked else y
-    y = y.reshape(x.shape[0], *out_shape)
-    return y if bias is None else y + bias
+    return _biased(y.reshape(x.shape[0], *out_shape), bias)
+
+
+def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias
 
 
 def _branch_output(x: jax.Array, post_norm: jax.Array | None, spec: ModelSpec) -> jax.Array:
@@ -176,10 +200,16 @@ def _branch_output(x: jax.Array, post_norm: jax.Array | None, spec: ModelSpec) -
     return x if spec.residual_scale == 1 else x * jnp.asarray(spec.residual_scale, x.dtype)
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, spec: ModelSpec, axes: tuple[int, ...] = (-1,)) -> jax.Array:
-    """x / rms(x) * (weight + offset), the root mean square over `axes`; computed in float32."""
+def _rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    spec: ModelSpec,
+    axes: tuple[int, ...] = (-1,),
+    mean: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    """x / rms(x) * (weight + offset), the root mean square over `axes` and, by `mean`, devices; computed in float32."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + spec.norm_eps)
+    y = y * jax.lax.rsqrt(mean(jnp.mean(y * y, axis=axes, keepdims=True)) + spec.norm_eps)
     return (y * (weight.astype(jnp.float32) + spec.norm_offset)).astype(x.dtype)
 
 

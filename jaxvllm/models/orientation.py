@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxvllm.models.params import Params
+from sharding.placement import mesh_of, place
 
 # What `decoder` multiplies by. The embedding is looked up by row and stays as it is, as the LM head too when tied.
 MATRICES = frozenset({"qkv", "o", "gate_up", "down", "lm_head"})
@@ -33,7 +34,7 @@ def prefers_in_out() -> bool:
 
 
 def to_in_out(params: Params) -> Params:
-    """`params` in the `separate` layout with every matrix turned round, one at a time, on the device it was on."""
+    """`params` of one device, in the `separate` layout, with every matrix turned round, one at a time."""
     outer = {name: _turned(name, array) for name, array in params.items() if name != "layers"}
     layers = params["layers"]
     for layer in layers:
@@ -47,4 +48,5 @@ def _turned(name: str, array: jax.Array) -> jax.Array | InOut:
         return array
     *out_shape, size = array.shape
     turned = np.ascontiguousarray(np.asarray(array).reshape(-1, size).T)
-    return InOut(jax.device_put(turned, array.sharding), tuple(out_shape))
+    [device] = array.devices()
+    return InOut(jax.device_put(turned, place(mesh_of(device))((None, None))), tuple(out_shape))

@@ -14,10 +14,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxvllm.models.spec import ModelSpec
-from sharding.placement import Place
+from jaxvllm.models.spread import Spread
+from sharding.placement import place
 
 # separate: `layers` is a list of L dicts, read in place by XLA on CPU. stacked: one dict of arrays with a
 # leading L, for lax.scan on TPU and GPU, where compile time then does not grow with depth.
@@ -110,14 +112,15 @@ def stacked(decl: ParamDecl, num_layers: int) -> ParamDecl:
     return ParamDecl((num_layers, *decl.shape), ("layers", *decl.axes), decl.init)
 
 
-def abstract_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, place: Place) -> Params:
-    """The tree as jax.ShapeDtypeStruct with shardings: enough to compile for, without a single weight."""
+def abstract_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, mesh: Mesh) -> Params:
+    """The tree of `spec` spread over `mesh`, as jax.ShapeDtypeStruct: enough to compile for, without one weight."""
+    sharding = place(mesh)
 
     def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
         whole = stacked(decl, spec.num_layers) if layers and layout == "stacked" else decl
-        return jax.ShapeDtypeStruct(whole.shape, jnp.dtype(dtype), sharding=place(whole.axes))
+        return jax.ShapeDtypeStruct(whole.shape, jnp.dtype(dtype), sharding=sharding(whole.axes))
 
-    return build(spec, layout, leaf)
+    return build(Spread(spec, mesh.size).whole, layout, leaf)
 
 
 def dummy_array(name: str, decl: ParamDecl, layer: int | None, dtype: DTypeLike, seed: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import batched
@@ -8,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.core.plan import StepOutput, StepPlan, TopLogprobs
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import pack, packed_size
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.programs import Compiled, Programs
@@ -19,6 +22,11 @@ from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admi
 from jaxvllm.runtime.step import DeviceOutput, step
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import KVPages, kv_pages_struct
+from sharding.axis import ModelAxis
+from sharding.placement import place
+
+# The logical axes of the page pool, [L, P, K, S, 2 D].
+PAGE_AXES = ("layers", None, "kv_heads", None, None)
 
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # For v7x XLA:TPU wants 16-bit weights tiled (16, 128), is given them tiled (8, 128), as everywhere else, and copies
@@ -43,11 +51,19 @@ class CacheShape:
     max_pages: int  # of one slot
     dtype: jnp.dtype  # of keys and values
 
-    def pages(self, spec: ModelSpec, backend: Backend) -> jax.ShapeDtypeStruct:
-        """The page pool of a model, as `backend` lays it out."""
-        return kv_pages_struct(
-            spec.num_layers, self.num_pages, self.page_size, spec.num_kv_heads, spec.head_size, self.dtype, backend
+    def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """The page pool of a model spread over `mesh`, as `backend` lays it out."""
+        heads = Spread(spec, mesh.size).whole.num_kv_heads
+        struct = kv_pages_struct(
+            spec.num_layers, self.num_pages, self.page_size, heads, spec.head_size, self.dtype, backend
         )
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place(mesh)(PAGE_AXES))
+
+    def state(self, mesh: Mesh) -> DeviceState:
+        """The abstract state, which every device of `mesh` has whole."""
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        state = jax.eval_shape(partial(DeviceState.create, self.num_slots, self.max_pages))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
 
 
 @dataclass(frozen=True)
@@ -59,43 +75,65 @@ class InFlight:
 
 
 def compile_step(
-    params: Params, kv: Any, spec: ModelSpec, shape: CacheShape, bucket: Bucket, backend: Backend, platform: str
+    params: Params, kv: Any, spec: ModelSpec, shape: CacheShape, bucket: Bucket, backend: Backend, mesh: Mesh
 ) -> jax.stages.Compiled:
-    """The step of `bucket` for devices of `platform`, compiled ahead of time, with the kernels of `backend`.
+    """The step of `bucket` for the devices of `mesh`, compiled ahead of time, with the kernels of `backend`.
 
-    `params` and `kv` may be arrays or their abstract shapes.
+    `params` and `kv` may be arrays or their abstract shapes, spread over `mesh`.
     """
-    state = jax.eval_shape(partial(DeviceState.create, shape.num_slots, shape.max_pages))
-    packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
-    pure = partial(step, spec=spec, bucket=bucket, page_size=shape.page_size, backend=backend)
-    program = jax.jit(pure, donate_argnums=(1, 2))
-    return program.lower(params, kv, state, packed).compile(COMPILER_OPTIONS.get(platform))
+    axis = ModelAxis(mesh.size)
+    run = partial(step, spec=spec, bucket=bucket, page_size=shape.page_size, backend=backend, axis=axis)
+    everywhere = PartitionSpec()
+    if axis.size > 1:
+        pages = kv.sharding.spec
+        shares = jax.tree.map(lambda x: x.sharding.spec, params)
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(shares, pages, everywhere, everywhere),
+            out_specs=(pages, everywhere, everywhere),
+            check_vma=False,  # Pallas calls do not say over which axes their outputs vary
+        )
+    packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32, sharding=NamedSharding(mesh, everywhere))
+    program = jax.jit(run, donate_argnums=(1, 2))
+    # Mosaic GPU asks the context for its device when there is none: see pallas_kernels/deviceless.py.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = program.lower(params, kv, shape.state(mesh), packed)
+    return lowered.compile(COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
 
 
 class Runner:
     """Parameters, pages and slot state on the device, and the compiled steps over them."""
 
-    def __init__(self, params: Params, spec: ModelSpec, shape: CacheShape, ladder: BucketLadder, backend: Backend):
-        """Allocates pages and state and compiles the largest bucket; the others follow in the background."""
+    def __init__(
+        self,
+        params: Params,
+        spec: ModelSpec,
+        shape: CacheShape,
+        ladder: BucketLadder,
+        backend: Backend,
+        mesh: Mesh,
+    ):
+        """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background."""
         self.shape = shape
         self._params = params
-        struct = shape.pages(spec, backend)
-        self._struct = struct
+        pages, state = shape.pages(spec, backend, mesh), shape.state(mesh)
+        self._new_pages = _maker(partial(jnp.zeros, pages.shape, pages.dtype), pages)
+        self._new_state = _maker(partial(DeviceState.create, shape.num_slots, shape.max_pages), state)
         self._kv_pages: KVPages
         self._state: DeviceState
         self.reset()
-        packed = pack_admissions((), shape.num_slots, shape.max_pages)
-        self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(self._state, packed).compile()
-        platform = jax.default_backend()
-        self.programs = Programs(
-            ladder, lambda bucket: compile_step(params, struct, spec, shape, bucket, backend, platform)
+        admissions = jax.ShapeDtypeStruct(
+            pack_admissions((), shape.num_slots, shape.max_pages).shape, jnp.int32, sharding=state.last_token.sharding
         )
+        self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(state, admissions).compile()
+        self.programs = Programs(ladder, lambda bucket: compile_step(params, pages, spec, shape, bucket, backend, mesh))
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
         self._kv_pages = self._state = None  # type: ignore[assignment]  # freed before there are new ones
-        self._kv_pages = jnp.zeros(self._struct.shape, self._struct.dtype)
-        self._state = DeviceState.create(self.shape.num_slots, self.shape.max_pages)
+        self._kv_pages = self._new_pages()
+        self._state = self._new_state()
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Starts the step and returns at once: the next may be dispatched before this one's output is read."""
@@ -125,3 +163,8 @@ class Runner:
         """Stops compiling and lets go of the device's memory. Nothing may be dispatched afterwards."""
         self.programs.close()
         self._params = self._kv_pages = self._state = None  # type: ignore[assignment]
+
+
+def _maker(make: Callable[[], Any], like: Any) -> Compiled:
+    """`make`, whose arrays come up where those of `like` are: nothing is sent."""
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))

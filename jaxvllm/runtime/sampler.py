@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.runtime.state import SamplingState
+from sharding.axis import ALONE, ModelAxis
 
 
 @partial(
@@ -30,61 +31,91 @@ class DeviceLogprobs:
     top: jax.Array  # f32[R, <= MAX_LOGPROBS]
 
 
-def sample(logits: jax.Array, params: SamplingState, positions: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array, params: SamplingState, positions: jax.Array, vocab_size: int, axis: ModelAxis = ALONE
+) -> jax.Array:
     """One token per row, i32[R], for logits f32[R, V] and the position i32[R] that each token will have.
 
+    V is this device's share of the `vocab_size` tokens; what the last device has beyond those is never sampled.
     Greedy rows take the argmax. Others divide by the temperature, drop what min_p, top_k and top_p exclude (in this
     order, as vLLM; equal logits at a threshold all stay) and draw by Gumbel-max (Maddison et al., arXiv 1411.0030).
     A batch without random rows skips all that, one without top_k and top_p the search for thresholds.
     """
-    logits = _forbid_early_stops(logits, params, positions)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = _forbid_early_stops(logits, params, positions, axis)
+    greedy = _argmax(logits, vocab_size, axis)
 
     def draw() -> jax.Array:
-        scaled = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
-        floor = scaled.max(axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None]
-        scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
-        limited = jnp.any((params.top_k > 0) | (params.top_p < 1))
-        scaled = lax.cond(limited, lambda x: _top_p(_top_k(x, params.top_k), params.top_p), lambda x: x, scaled)
-        noise = jax.vmap(partial(_gumbel, size=logits.shape[-1]))(params.seed, positions)
-        drawn = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-        return jnp.where(params.temperature > 0, drawn, greedy)
+        rows = axis.exchange(logits)[:, :vocab_size]
+        drawn = _draw(rows, *axis.own_rows((params, positions)))
+        return jnp.where(params.temperature > 0, axis.all_rows(drawn, len(logits)), greedy)
 
     return lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
 
 
-def logprobs(logits: jax.Array, token_ids: jax.Array, params: SamplingState) -> DeviceLogprobs:
+def logprobs(
+    logits: jax.Array, token_ids: jax.Array, params: SamplingState, vocab_size: int, axis: ModelAxis = ALONE
+) -> DeviceLogprobs:
     """Log-probabilities of the unmodified distribution, as vLLM reports by default; computed only if a row asks."""
-    rows, vocab_size = logits.shape
+    num_rows = len(logits)
     count = min(MAX_LOGPROBS, vocab_size)
 
     def compute() -> DeviceLogprobs:
-        values = jax.nn.log_softmax(logits, axis=-1)
-        sampled = jnp.take_along_axis(values, token_ids[:, None], axis=-1)
+        values = jax.nn.log_softmax(axis.exchange(logits)[:, :vocab_size], axis=-1)
+        sampled = jnp.take_along_axis(values, axis.own_rows(token_ids)[:, None], axis=-1)
         top, top_ids = lax.top_k(values, count)
         ranks = (values >= sampled).sum(axis=-1, dtype=jnp.int32)
-        return DeviceLogprobs(sampled[:, 0], ranks, top_ids.astype(jnp.int32), top)
+        own = DeviceLogprobs(sampled[:, 0], ranks, top_ids.astype(jnp.int32), top)
+        return axis.all_rows(own, num_rows)
 
     def skip() -> DeviceLogprobs:
         return DeviceLogprobs(
-            jnp.zeros(rows, jnp.float32),
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros((rows, count), jnp.int32),
-            jnp.zeros((rows, count), jnp.float32),
+            jnp.zeros(num_rows, jnp.float32),
+            jnp.zeros(num_rows, jnp.int32),
+            jnp.zeros((num_rows, count), jnp.int32),
+            jnp.zeros((num_rows, count), jnp.float32),
         )
 
     return lax.cond(jnp.any(params.num_logprobs >= 0), compute, skip)
 
 
-def _forbid_early_stops(logits: jax.Array, params: SamplingState, positions: jax.Array) -> jax.Array:
+def _forbid_early_stops(logits: jax.Array, params: SamplingState, positions: jax.Array, axis: ModelAxis) -> jax.Array:
     early = positions < params.min_length
 
     def forbid(logits: jax.Array) -> jax.Array:
-        vocab_size = logits.shape[-1]
-        ids = jnp.where(early[:, None] & (params.stop_ids >= 0), params.stop_ids, vocab_size)
+        share = logits.shape[-1]
+        ids = params.stop_ids - axis.first(share)
+        is_here = early[:, None] & (params.stop_ids >= 0) & (ids >= 0)
+        ids = jnp.where(is_here, ids, share)
         return logits.at[jnp.arange(len(logits))[:, None], ids].set(-jnp.inf, mode="drop")
 
     return lax.cond(jnp.any(early), forbid, lambda x: x, logits)
+
+
+def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
+    """i32[R]: the first of the largest logits, over all devices."""
+    if axis.size == 1:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    share = logits.shape[-1]
+    first = axis.first(share)
+    if share * axis.size > vocab_size:
+        logits = jnp.where(first + jnp.arange(share) < vocab_size, logits, -jnp.inf)
+    # The best of each device and its token, as the bits of one array: one collective.
+    best = lax.bitcast_convert_type(logits.max(axis=-1), jnp.int32)
+    tokens = first + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    all_best, all_tokens = jnp.moveaxis(axis.stack(jnp.stack([best, tokens])), 1, 0)
+    winner = jnp.argmax(lax.bitcast_convert_type(all_best, jnp.float32), axis=0)
+    return jnp.take_along_axis(all_tokens, winner[None], axis=0)[0]
+
+
+def _draw(logits: jax.Array, params: SamplingState, positions: jax.Array) -> jax.Array:
+    """One token per row at its temperature, among those that its filters leave."""
+    scaled = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    floor = scaled.max(axis=-1, keepdims=True) + jnp.log(params.min_p)[:, None]
+    scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
+    limited = jnp.any((params.top_k > 0) | (params.top_p < 1))
+    scaled = lax.cond(limited, lambda x: _top_p(_top_k(x, params.top_k), params.top_p), lambda x: x, scaled)
+    noise = jax.vmap(partial(_gumbel, size=logits.shape[-1]))(params.seed, positions)
+    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:

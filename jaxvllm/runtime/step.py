@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.state import DeviceState
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, plan_rows, ragged_paged_attention
+from sharding.axis import ALONE, ModelAxis
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["token_ids", "logprobs"], meta_fields=[])
@@ -39,17 +41,20 @@ def step(
     bucket: Bucket,
     page_size: int,
     backend: Backend,
+    axis: ModelAxis = ALONE,
 ) -> tuple[KVPages, DeviceState, DeviceOutput]:
     """Computes the tokens of a packed batch, writes their KV, and samples. `kv_pages` and `state` are donated.
 
     Sampled tokens stay in `state` as the next step's inputs, so a caller dispatches that step before reading these.
+    Inside shard_map each device has its share of `params` and `kv_pages`, and the same of everything else.
     """
+    shard = Spread(spec, axis.size).shard
     batch = unpack(packed, bucket)
     state = _open_pages(state, batch, page_size)
     rows = RaggedRows.build(state.page_table[batch.slots], batch.starts, batch.lengths, bucket.num_tokens)
     token_ids = _input_tokens(state, batch, rows)
     dtype = params["embed"].dtype
-    plan = plan_rows(rows, kv_pages, num_heads=spec.num_heads, dtype=dtype, backend=backend)
+    plan = plan_rows(rows, kv_pages, num_heads=shard.num_heads, dtype=dtype, backend=backend)
 
     def attend(
         kv: KVPages, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | int
@@ -68,14 +73,14 @@ def step(
             backend=backend,
         )
 
-    hidden, kv_pages = forward(params, spec, token_ids, rows.positions, kv_pages, attend)
+    hidden, kv_pages = forward(params, shard, token_ids, rows.positions, kv_pages, attend, axis)
     with jax.named_scope("sample"):
         # A padding row's last token is whatever: its output goes to the trash slot.
         last = jnp.clip(rows.query_starts[1:] - 1, 0)
-        logits = project_logits(params, spec, hidden if bucket.is_decode else hidden[last])
+        logits = project_logits(params, shard, hidden if bucket.is_decode else hidden[last])
         sampling = state.sampling.take(batch.slots)
-        sampled = sample(logits, sampling, batch.starts + batch.lengths)
-        output = DeviceOutput(sampled, logprobs(logits, sampled, sampling))
+        sampled = sample(logits, sampling, batch.starts + batch.lengths, spec.vocab_size, axis)
+        output = DeviceOutput(sampled, logprobs(logits, sampled, sampling, spec.vocab_size, axis))
         at = jnp.where(batch.samples, batch.slots, state.trash_slot)
         state = replace(state, last_token=state.last_token.at[at].set(sampled))
     return kv_pages, state, output

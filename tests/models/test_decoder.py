@@ -20,7 +20,7 @@ from jaxvllm.models.params import (
     num_parameters,
 )
 from jaxvllm.models.spec import ModelSpec
-from sharding.placement import place_on
+from sharding.placement import mesh_of
 from sharding.rules import partition_spec
 from tests.models.dense import dense_attend, dense_logits
 from tests.models.fixture import NAMES, Fixture
@@ -41,7 +41,7 @@ def test_parameters_are_declared_once(name: str) -> None:
         partition_spec(decl.axes)
     layouts: list[Layout] = ["separate", "stacked"]
     for layout in layouts:
-        abstract = abstract_params(spec, jnp.bfloat16, layout, place_on(jax.devices()[0]))
+        abstract = abstract_params(spec, jnp.bfloat16, layout, mesh_of(jax.devices()[0]))
         assert sum(leaf.size for leaf in jax.tree.leaves(abstract)) == num_parameters(spec)
 
 
@@ -49,7 +49,7 @@ def test_abstract_parameters_are_like_real_ones() -> None:
     spec = spec_of("gemma3")
     layouts: list[Layout] = ["separate", "stacked"]
     for layout in layouts:
-        abstract = abstract_params(spec, jnp.bfloat16, layout, place_on(jax.devices()[0]))
+        abstract = abstract_params(spec, jnp.bfloat16, layout, mesh_of(jax.devices()[0]))
         real = dummy(spec, layout, jnp.bfloat16)
         chex.assert_trees_all_equal_shapes_and_dtypes(abstract, real)
         chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x.sharding, tree) for tree in (abstract, real)))
@@ -79,7 +79,7 @@ def test_what_attend_is_given(name: str, layout: Layout) -> None:
         return q, kv
 
     tokens = jnp.zeros(5, jnp.int32)
-    params = abstract_params(spec, jnp.float32, layout, place_on(jax.devices()[0]))
+    params = abstract_params(spec, jnp.float32, layout, mesh_of(jax.devices()[0]))
     jax.eval_shape(lambda params: forward(params, spec, tokens, tokens, (), attend), params)
     H, K, D = spec.num_heads, spec.num_kv_heads, spec.head_size
     assert shapes == {((5, H, D), (5, K, D), (5, K, D))}

@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 
 from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
-from jaxvllm.runtime.sampler import logprobs, sample
+from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.state import SamplingState
 
-jitted_sample, jitted_logprobs = jax.jit(sample), jax.jit(logprobs)
+
+@jax.jit
+def jitted_sample(logits: jax.Array, params: SamplingState, positions: jax.Array) -> jax.Array:
+    return sample(logits, params, positions, logits.shape[-1])
+
+
+@jax.jit
+def jitted_logprobs(logits: jax.Array, token_ids: jax.Array, params: SamplingState) -> DeviceLogprobs:
+    return logprobs(logits, token_ids, params, logits.shape[-1])
+
+
 ROWS, VOCAB = 6, 40
 # Sums of probabilities within this of top_p, and logits of min_p's floor, may fall on either side.
 ROUNDING = 1e-5

@@ -19,7 +19,7 @@ from jaxvllm.runtime.runner import CacheShape, compile_step
 from jaxvllm.runtime.state import DeviceState
 from jaxvllm.runtime.step import step
 from pallas_kernels.backend import REFERENCE
-from sharding.placement import place_on
+from sharding.placement import mesh_of
 
 # Chosen so that activations are small beside any matrix of a layer, and those small beside the pages:
 # a copy of either cannot hide. Only shapes: nothing of this is ever allocated.
@@ -37,7 +37,8 @@ SPEC = model_spec(
     }
 )
 SHAPE = CacheShape(num_pages=2048, page_size=16, num_slots=8, max_pages=64, dtype=jnp.dtype(jnp.float32))
-KV = SHAPE.pages(SPEC, REFERENCE)
+MESH = mesh_of(jax.devices()[0])
+KV = SHAPE.pages(SPEC, REFERENCE, MESH)
 KV_BYTES = KV.size * KV.dtype.itemsize  # 128 MiB
 STATE = jax.eval_shape(partial(DeviceState.create, SHAPE.num_slots, SHAPE.max_pages))
 STATE_BYTES = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(STATE))
@@ -45,7 +46,7 @@ DECODE, MIXED = Bucket(2, 2), Bucket(64, 2)
 
 
 def params_of(layout: Layout) -> Any:
-    return abstract_params(SPEC, jnp.float32, layout, place_on(jax.devices()[0]))
+    return abstract_params(SPEC, jnp.float32, layout, MESH)
 
 
 def smallest_matrix(layout: Layout) -> int:
@@ -56,7 +57,7 @@ def smallest_matrix(layout: Layout) -> int:
 
 @cache
 def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
-    return compile_step(params_of(layout), KV, SPEC, SHAPE, bucket, REFERENCE, "cpu")
+    return compile_step(params_of(layout), KV, SPEC, SHAPE, bucket, REFERENCE, MESH)
 
 
 @pytest.mark.parametrize("bucket", [DECODE, MIXED], ids=str)
@@ -79,7 +80,7 @@ def test_no_copy_of_a_weight() -> None:
 
 def test_no_copy_of_a_weight_that_was_turned_round() -> None:
     params = checkpoint.load(Path(), SPEC, dtype=jnp.float32, layout="separate", load_format="dummy")
-    turned = compile_step(to_in_out(params), KV, SPEC, SHAPE, DECODE, REFERENCE, "cpu")
+    turned = compile_step(to_in_out(params), KV, SPEC, SHAPE, DECODE, REFERENCE, MESH)
     assert step_bytes(turned) < smallest_matrix("separate")
 
 
