@@ -1,0 +1,67 @@
+"""How models come apart: sizes that divide, are made to, or are refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxvllm.engine.build import DEMO_MODEL
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+
+DEMO = model_spec(json.loads(Path(DEMO_MODEL, "config.json").read_text(encoding="utf-8")))
+
+
+def spec_of(num_heads: int, num_kv_heads: int, ffn_size: int = 64, vocab_size: int = 100) -> ModelSpec:
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "ffn_size": ffn_size, "vocab_size": vocab_size}
+    return replace(DEMO, **sizes)
+
+
+@given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 12), st.integers(1, 300))
+def test_shares_are_equal_and_hold_the_model(num_kv_heads: int, group: int, size: int, vocab_size: int) -> None:
+    spread = Spread(spec_of(num_kv_heads * group, num_kv_heads, 8 * size, vocab_size), size)
+    whole, shard = spread.whole, spread.shard
+    for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
+        assert getattr(shard, name) * size == getattr(whole, name), name
+    assert shard.group_size == whole.group_size == spread.group_size
+    assert whole.num_kv_heads == num_kv_heads * spread.kv_copies
+    # No query head is lost, and of what is filled in, less than one head for each copy of a KV head.
+    assert 0 <= spread.group_size * spread.kv_copies - group < spread.kv_copies
+    assert 0 <= whole.vocab_size - vocab_size < size
+    # As few copies as make the KV heads divide.
+    assert all((num_kv_heads * copies) % size for copies in range(1, spread.kv_copies))
+
+
+def test_what_divides_stays_as_it_is() -> None:
+    spec = spec_of(32, 8)
+    assert Spread(spec, 1).whole == Spread(spec, 4).whole == spec
+    assert Spread(spec, 4).shard == replace(spec, num_heads=8, num_kv_heads=2, ffn_size=16, vocab_size=25)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "copies", "group"),
+    [(7, 1, 2, 2, 4), (7, 1, 8, 8, 1), (28, 4, 8, 2, 4), (32, 8, 16, 2, 2), (9, 3, 2, 2, 2), (6, 2, 4, 2, 2)],
+)
+def test_heads_that_do_not_divide(heads: int, kv_heads: int, size: int, copies: int, group: int) -> None:
+    spread = Spread(spec_of(heads, kv_heads, 64 * size), size)
+    assert (spread.kv_copies, spread.group_size) == (copies, group)
+
+
+def test_an_ffn_that_does_not_divide_is_refused_with_the_meshes_that_work() -> None:
+    with pytest.raises(
+        ValueError, match="FFN of size 36 does not divide over 8 devices: .*1x1, 1x2, 1x3, 1x4, 1x6, or"
+    ):
+        Spread(spec_of(8, 8, ffn_size=36), 8)
+
+
+def test_heads_that_are_normed_together_are_not_filled_up() -> None:
+    spec = replace(spec_of(12, 4, 240), qk_norm="full")
+    assert Spread(spec, 4).whole == spec and Spread(spec, 3).kv_copies == 3
+    with pytest.raises(
+        ValueError, match="12 query heads over 4 KV heads do not divide over 8 devices, and this .*1x12?"
+    ):
+        Spread(spec, 8)

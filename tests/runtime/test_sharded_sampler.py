@@ -1,0 +1,63 @@
+"""The sampler on a vocabulary spread over devices: what one device would have sampled, bit for bit."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxvllm.runtime.sampler import logprobs, sample
+from sharding.axis import ALONE, ModelAxis
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from sharding.rules import MODEL
+from tests.runtime.test_sampler import Row, state_of
+
+ROWS = [
+    Row(temperature=0.0),
+    Row(temperature=0.0, min_length=99, stop_ids=(3, 17, 49)),
+    Row(temperature=0.7, seed=(1, 2)),
+    Row(temperature=1.3, top_k=4, seed=(3, 4), num_logprobs=3),
+    Row(temperature=1.0, top_p=0.5, seed=(5, 6)),
+    Row(temperature=2.0, min_p=0.1, top_k=9, top_p=0.9, min_length=99, stop_ids=(0,)),
+    Row(temperature=0.0, num_logprobs=0),
+]
+PADDING = 1e9  # what lies behind the vocabulary would win if it were looked at
+
+
+def on_mesh(run: Callable[..., Any], size: int, num_arguments: int) -> Callable[..., Any]:
+    """`run(logits, ...)` on `size` devices, each with its share of the vocabulary."""
+    everywhere = PartitionSpec()
+    specs = (PartitionSpec(None, MODEL), *(everywhere,) * num_arguments)
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False))
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], [Row(temperature=0.0)] * 5], ids=["mixed", "one", "greedy"])
+@pytest.mark.parametrize(("vocab_size", "size"), [(50, 8), (64, 2), (3, 4)])
+def test_as_on_one_device(vocab_size: int, size: int, rows: list[Row]) -> None:
+    random = np.random.default_rng(vocab_size)
+    logits = random.standard_normal((len(rows), vocab_size)).astype(np.float32) * 3
+    logits[:, 1] = logits.max(axis=1)  # a tie: the first token wins, on whichever device it is
+    padded = np.pad(logits, ((0, 0), (0, -vocab_size % size)), constant_values=PADDING)
+    params, positions = state_of(rows), np.arange(len(rows), dtype=np.int32)
+
+    def both(logits: jax.Array, params: Any, positions: jax.Array, axis: ModelAxis) -> Any:
+        tokens = sample(logits, params, positions, vocab_size, axis)
+        return tokens, logprobs(logits, tokens, params, vocab_size, axis)
+
+    expected = jax.jit(partial(both, axis=ALONE))(logits, params, positions)
+    got = on_mesh(partial(both, axis=ModelAxis(size)), size, 2)(padded, params, positions)
+    chex.assert_trees_all_equal(got, expected)
+    assert np.asarray(expected[0])[0] <= 1
+
+
+def test_the_best_of_nothing_but_minus_infinity_is_a_token() -> None:
+    logits = np.full((2, 8), -np.inf, np.float32)
+    run = on_mesh(lambda x: sample(x, state_of([Row(temperature=0.0)] * 2), jnp.zeros(2, int), 6, ModelAxis(4)), 4, 0)
+    assert np.asarray(run(logits)).tolist() == [0, 0]

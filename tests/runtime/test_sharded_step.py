@@ -1,0 +1,79 @@
+"""The step on a mesh: what devices send each other, and that each keeps to its share of memory."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxvllm.models.params import Layout, abstract_params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.memory import step_bytes
+from jaxvllm.runtime.runner import CacheShape, compile_step
+from pallas_kernels.backend import REFERENCE
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from tests.models.test_spread import DEMO
+
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(")
+DECODE, MIXED = Bucket(8, 8), Bucket(32, 8)
+SPEC = replace(DEMO, num_layers=3, layer_rope=(0,) * 3, windows=(None,) * 3)
+SHAPE = CacheShape(num_pages=1024, page_size=16, num_slots=8, max_pages=16, dtype=jnp.dtype(jnp.float32))
+
+
+def compiled_on(
+    size: int, bucket: Bucket = DECODE, layout: Layout = "separate", spec: ModelSpec = SPEC
+) -> jax.stages.Compiled:
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    params = abstract_params(spec, jnp.float32, layout, mesh)
+    return compile_step(params, SHAPE.pages(spec, REFERENCE, mesh), spec, SHAPE, bucket, REFERENCE, mesh)
+
+
+def collectives(compiled: jax.stages.Compiled) -> Counter[str]:
+    text = compiled.as_text()
+    assert text is not None
+    return Counter(COLLECTIVE.findall(text))
+
+
+@pytest.mark.parametrize("bucket", [DECODE, MIXED], ids=str)
+def test_two_all_reduces_a_layer(bucket: Bucket) -> None:
+    found = collectives(compiled_on(2, bucket))
+    # One more for the embedding; one all-gather for the greedy tokens. Only where a row wants it: to draw, one
+    # all-to-all and an all-gather; for log-probabilities one and four.
+    assert found == {"all-reduce": 2 * SPEC.num_layers + 1, "all-gather": 1 + 1 + 4, "all-to-all": 2}
+
+
+def test_a_scan_holds_them_once() -> None:
+    assert collectives(compiled_on(4, layout="stacked"))["all-reduce"] == 2 + 1
+
+
+def test_norms_over_all_heads_cost_one_more() -> None:
+    # Queries' and keys' are small, and XLA makes them one.
+    spec = replace(SPEC, qk_norm="full")
+    assert collectives(compiled_on(2, spec=spec))["all-reduce"] == 3 * SPEC.num_layers + 1
+
+
+def test_one_device_sends_nothing() -> None:
+    assert not collectives(compiled_on(1))
+
+
+def test_no_device_has_the_logits_of_the_batch() -> None:
+    text = compiled_on(4, MIXED).as_text()
+    assert text is not None
+    rows, vocab = MIXED.num_rows, SPEC.vocab_size
+    assert f"f32[{rows},{vocab // 4}]" in text and f"f32[{rows // 4},{vocab}]" in text
+    assert f"f32[{rows},{vocab}]" not in text
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_each_device_updates_its_share_of_the_pages_in_place(size: int) -> None:
+    compiled = compiled_on(size)
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    pages = SHAPE.pages(SPEC, REFERENCE, mesh)
+    share = pages.size * pages.dtype.itemsize // size
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.alias_size_in_bytes >= share
+    assert step_bytes(compiled) < share

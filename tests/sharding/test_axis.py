@@ -1,0 +1,66 @@
+"""What devices tell each other: the methods of ModelAxis on four virtual devices."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding.axis import ALONE, ModelAxis
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh, replica_meshes
+from sharding.rules import MODEL
+
+SIZE = 4
+
+
+def on_devices(run: Callable[..., jax.Array], *specs: PartitionSpec) -> Callable[..., jax.Array]:
+    """`run(axis, ...)` on four devices; its output of device i is out[i]."""
+    mesh = make_mesh(MeshShape(1, SIZE), jax.devices())
+
+    def shard(*arguments: jax.Array) -> jax.Array:
+        return run(ModelAxis(SIZE), *arguments)[None]
+
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(MODEL), check_vma=False))
+
+
+EVERYWHERE, COLUMNS = PartitionSpec(), PartitionSpec(None, MODEL)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 7])
+def test_rows_are_shared_out_whole_and_come_back_in_order(num_rows: int) -> None:
+    x = np.arange(num_rows * 8, dtype=np.float32).reshape(num_rows, 8)
+    own = np.asarray(on_devices(lambda axis, x: axis.exchange(x), COLUMNS)(x))
+    same = np.asarray(on_devices(lambda axis, x: axis.own_rows(x), EVERYWHERE)(x))
+    count = -(-num_rows // SIZE)
+    assert own.shape == (SIZE, count, 8)
+    np.testing.assert_array_equal(own, same)
+    np.testing.assert_array_equal(own.reshape(-1, 8)[:num_rows], x)
+    back = np.asarray(on_devices(lambda axis, x: axis.all_rows(axis.own_rows(x), num_rows), EVERYWHERE)(x))
+    for device in range(SIZE):
+        np.testing.assert_array_equal(back[device], x)
+
+
+def test_sums_means_and_places() -> None:
+    x = np.arange(8, dtype=np.float32).reshape(1, 8)
+    assert np.all(np.asarray(on_devices(lambda axis, x: axis.sum(x), COLUMNS)(x)) == [12, 16])
+    assert np.all(np.asarray(on_devices(lambda axis, x: axis.mean(x), COLUMNS)(x)) == [3, 4])
+    firsts = on_devices(lambda axis: jnp.asarray(axis.first(5)))()
+    assert np.asarray(firsts).tolist() == [0, 5, 10, 15]
+    stacked = np.asarray(on_devices(lambda axis, x: axis.stack(x), COLUMNS)(x))
+    assert stacked.shape == (SIZE, SIZE, 1, 2) and np.all(stacked.reshape(SIZE, 8) == x)
+
+
+def test_alone_nothing_happens() -> None:
+    x = jnp.arange(6.0).reshape(3, 2)
+    for same in (ALONE.sum(x), ALONE.mean(x), ALONE.exchange(x), ALONE.own_rows(x), ALONE.all_rows(x, 3)):
+        assert same is x
+    assert ALONE.first(7) == 0 and ALONE.stack(x).shape == (1, 3, 2)
+
+
+def test_replicas_have_meshes_of_their_own() -> None:
+    meshes = replica_meshes(make_mesh(MeshShape(2, 4), jax.devices()))
+    assert [mesh.shape for mesh in meshes] == [{"data": 1, "model": 4}] * 2
+    assert len({device for mesh in meshes for device in mesh.devices.flat}) == 8
