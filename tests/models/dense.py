@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.spec import ModelSpec
+from sharding.axis import ALONE, ModelAxis
 
 
 def dense_attend(spec: ModelSpec) -> Any:
@@ -27,9 +28,9 @@ def dense_attend(spec: ModelSpec) -> Any:
     return attend
 
 
-def dense_logits(params: Any, spec: ModelSpec, tokens: list[int]) -> jax.Array:
-    """f32[T, V]: the logits at every position of one sequence."""
+def dense_logits(params: Any, spec: ModelSpec, tokens: list[int], axis: ModelAxis = ALONE) -> jax.Array:
+    """f32[T, V]: the logits at every position of one sequence; inside shard_map, a device's share of both."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     ids = jnp.asarray(tokens, jnp.int32)
-    hidden, _ = forward(params, spec, ids, positions, (), dense_attend(spec))
+    hidden, _ = forward(params, spec, ids, positions, (), dense_attend(spec), axis)
     return project_logits(params, spec, hidden)

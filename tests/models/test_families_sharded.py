@@ -1,0 +1,65 @@
+"""Every family computes the same on a mesh as transformers does on one device, whatever divides and whatever does not."""
+
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import Layout
+from jaxvllm.models.spread import Spread
+from sharding.axis import ModelAxis
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from sharding.rules import MODEL
+from tests.models.dense import dense_logits
+from tests.models.fixture import NAMES, Fixture
+
+# A model whose heads are normed together, one with windows and two ropes, one whose checkpoint fuses q, k and v.
+FEW = ("gemma3", "olmo2", "phi3")
+
+
+def check(name: str, size: int, layout: Layout, directory: Path) -> None:
+    fixture = Fixture.load(name)
+    spec = model_spec(fixture.config, fixture.max_model_len)
+    spread, mesh = Spread(spec, size), make_mesh(MeshShape(1, size), jax.devices())
+    params = checkpoint.load(fixture.write_checkpoint(directory), spec, dtype=jnp.float32, layout=layout, mesh=mesh)
+    run = jax.shard_map(
+        lambda params, tokens: dense_logits(params, spread.shard, tokens, ModelAxis(size)),
+        mesh=mesh,
+        in_specs=(jax.tree.map(lambda x: x.sharding.spec, params), PartitionSpec()),
+        out_specs=PartitionSpec(None, MODEL),
+        check_vma=False,
+    )
+    run = jax.jit(run)
+    for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
+        padded = np.zeros(fixture.max_model_len, np.int32)
+        padded[: len(prompt)] = prompt
+        logits = run(params, padded)[len(prompt) - 1, : spec.vocab_size]
+        chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_stacked_over_two_devices(name: str, tmp_path: Path) -> None:
+    check(name, 2, "stacked", tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_over_four_devices(name: str, tmp_path: Path) -> None:
+    check(name, 4, "separate", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "qwen2"])
+def test_over_more_devices_than_heads(name: str, tmp_path: Path) -> None:
+    # Four query heads over two KV heads: ten over ten here, six of them zeros.
+    check(name, 5, "stacked", tmp_path)
+
+
+def test_heads_normed_together_are_not_filled_up(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this model norms all of them together: use a mesh of 1x1, 1x2, 1x4, or"):
+        check("olmo2", 5, "stacked", tmp_path)
