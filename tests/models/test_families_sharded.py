@@ -1,4 +1,4 @@
-"""Every family computes the same on a mesh as transformers does on one device, whatever divides and whatever does not."""
+"""Every family computes on a mesh what transformers computes on one device, whatever divides and whatever does not."""
 
 from pathlib import Path
 
