@@ -14,8 +14,10 @@ DOCUMENTS = (
     "docs/structure.md",
     "docs/glossary.md",
     "docs/kernels.md",
+    "docs/scaling.md",
     "docs/log.md",
     "docs/decisions/0001-plain-arrays-one-state-one-transfer.md",
+    "docs/decisions/0002-the-whole-step-in-one-shard-map.md",
 )
 PACKAGES = ("jaxvllm", "pallas_kernels", "sharding")
 

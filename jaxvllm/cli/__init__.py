@@ -3,7 +3,11 @@
 import sys
 from importlib import import_module
 
-COMMANDS = {"generate": "complete prompts offline and print the texts"}
+COMMANDS = {
+    "generate": "complete prompts offline and print the texts",
+    "plan": "say what a model needs of devices that are not here",
+    "convert": "write a checkpoint as a tree that every mesh loads by parts",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

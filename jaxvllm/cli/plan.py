@@ -1,0 +1,97 @@
+"""`jaxvllm plan`: what a model needs of devices that nobody has to own."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.config import EngineConfig
+
+REQUEST_TOKENS = 4096
+CONTEXT = 2048
+# The fields of EngineConfig that change what is compiled or how much memory it may take.
+_PLANNED = (
+    "model",
+    "mesh",
+    "dtype",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "page_size",
+    "memory_utilization",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan; exit code 0 when the model fits, 1 when it does not (or not compile), 2 for what is wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"jaxvllm plan: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxvllm plan",
+        description="Compile the real step for devices that are not here, and say whether the model fits, how much KV "
+        "it leaves, what the devices send each other, and how fast a step could be at best. --model may also be a "
+        "config.json or the name of a well-known model, such as Llama-3.1-8B; nothing is downloaded.",
+    )
+    parser.add_argument("--device", required=True, help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu")
+    parser.add_argument(
+        "--request-tokens", type=int, help=f"how long a request is (default: {REQUEST_TOKENS}, or all the model takes)"
+    )
+    parser.add_argument(
+        "--context", type=int, help=f"tokens that a decoding request attends to (default: {CONTEXT}, or the same)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; memory in bytes, times in seconds")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the memory of each device, by part")
+    skipped = [name for name in EngineConfig.__dataclass_fields__ if name not in _PLANNED]
+    add_flags(parser, EngineConfig, "engine", skip=skipped)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = EngineConfig.from_options(**given(args, EngineConfig))
+    # Only now: jax takes a second to import.
+    from jaxvllm.planner.findings import Refusal
+    from jaxvllm.planner.job import Job
+    from jaxvllm.planner.known_models import find_config
+    from jaxvllm.planner.plan import Question, make_plan
+    from jaxvllm.planner.report import report
+
+    if args.plot:
+        from jaxvllm.planner.plot import check_plot
+
+        check_plot(args.plot)
+    name, hf_config = find_config(config.model)
+    job = Job.of_config(config, hf_config, args.device)
+    tokens = _tokens("request-tokens", args.request_tokens, REQUEST_TOKENS, job.max_model_len)
+    context = _tokens("context", args.context, CONTEXT, job.max_model_len)
+    plan = make_plan(Question(name, job, config.memory_utilization, tokens, context))
+    if isinstance(plan, Refusal):
+        print(f"jaxvllm plan: {plan.message}", file=sys.stderr)
+        return 2 if plan.kind == "usage" else 1
+    print(json.dumps(asdict(plan)) if args.json else report(plan))
+    if args.plot:
+        from jaxvllm.planner.plot import draw_memory
+
+        draw_memory(plan, args.plot)
+    if not plan.fits:
+        print(f"jaxvllm plan: {plan.model} does not fit on {plan.mesh} {plan.device}: {plan.advice}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _tokens(flag: str, given: int | None, default: int, most: int) -> int:
+    if given is not None and not 0 < given <= most:
+        raise ValueError(f"--{flag} must be between 1 and the {most} tokens that the model serves, not {given}")
+    return given or min(default, most)

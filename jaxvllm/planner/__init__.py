@@ -1,0 +1,1 @@
+"""What a model will need of devices that nobody has to own: the real step, compiled for them, and what it says."""

@@ -1,0 +1,60 @@
+"""Well-known models by name: what their config.json says about sizes, RoPE and windows.
+
+`known_models.json` has what families read of the public config.json of each base model; sizes compared with Lightning's
+litgpt (litgpt/config.py), and all parameters with the published count (tests/planner/test_known_models.py).
+"""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxvllm.engine.build import DEMO_MODEL
+from jaxvllm.models import checkpoint
+
+_FILE = Path(__file__).with_name("known_models.json")
+# How a model was trained on, or how its publisher once began its name: the same sizes.
+_KINDS = {"base", "instruct", "it", "pt", "chat", "hf", "meta"}
+
+
+def find_config(model: str) -> tuple[str, dict[str, Any]]:
+    """The full name and the config.json of `model`: a directory, a config.json, "demo", or a name that is known.
+
+    Names match in any case, with or without the owner, and with the names of tuned versions: "llama-3.1-8b-instruct".
+    Nothing is downloaded. ValueError: it is none of these, with the nearest known names.
+    """
+    path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    if path.is_dir():
+        return model, checkpoint.read_config(path)
+    if path.is_file():
+        return model, checkpoint.read_config(path.parent) if path.name == "config.json" else _read(path)
+    known = known_models()
+    words = _words(model)
+    for name, config in known.items():
+        if words in (_words(name), _words(re.sub(r"-\d{4}\b", "", name))):
+            return name, config
+    bare = {name.partition("/")[2].lower(): name for name in known}
+    near = difflib.get_close_matches(model.rpartition("/")[2].lower(), bare, 3, 0.5)
+    hint = f"did you mean {', '.join(bare[name] for name in near)}?" if near else f"known are {', '.join(known)}"
+    raise ValueError(f"model {model!r} is no directory, no config.json and no known name: {hint}")
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """All of them: owner/name to config."""
+    return _read(_FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return config
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """What of a name tells models apart."""
+    return tuple(word for word in name.rpartition("/")[2].lower().split("-") if word not in _KINDS)

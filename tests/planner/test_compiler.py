@@ -1,0 +1,109 @@
+"""The compiler's process: what it says crosses the pipe, and its death is a message."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxvllm.planner import worker
+from jaxvllm.planner.compiler import compile_in_child
+from jaxvllm.planner.findings import Findings, Refusal, from_json, to_json
+from tests.planner.jobs import TINY, job
+
+type MakePython = Callable[[str], None]
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePython:
+    """Puts a program in the place of the interpreter that compiles."""
+
+    def make(program: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!{sys.executable}\nimport os, sys\n{program}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return make
+
+
+def test_a_fatal_error_is_a_message(python):
+    python("print('LLVM ERROR: no such instruction\\n', file=sys.stderr, flush=True); os.abort()")
+    expected = "the compiler ended its process, SIGABRT: LLVM ERROR: no such instruction"
+    assert compile_in_child(job(TINY, "v5e")) == Refusal("compiler", expected)
+
+
+def test_so_is_an_exit(python):
+    python("sys.exit(3)")
+    assert compile_in_child(job(TINY, "v5e")).message == "the compiler ended its process, exit status 3: no message"
+
+
+def test_the_job_and_its_devices_reach_the_process(python):
+    planned = job(TINY, "cpu", mesh="1x4")
+    python(
+        "from jaxvllm.planner.findings import Refusal, to_json\n"
+        "from jaxvllm.planner.job import Job\n"
+        "job = Job.from_json(sys.stdin.read())\n"
+        "about = [job.size, os.environ['JAX_PLATFORMS'], os.environ['JAX_NUM_CPU_DEVICES'], *sys.argv[1:]]\n"
+        "print(to_json(Refusal('usage', str(about))))"
+    )
+    expected = "[4, 'cpu', '4', '-m', 'jaxvllm.planner.worker']"
+    assert compile_in_child(planned) == Refusal("usage", expected)
+
+
+@pytest.fixture(scope="module")
+def findings() -> Findings:
+    # 7 query heads over 1 KV head, on two devices.
+    found = compile_in_child(job(TINY, "cpu", mesh="1x2", max_num_seqs=4, max_num_batched_tokens=16))
+    assert isinstance(found, Findings), found
+    return found
+
+
+def test_findings_survive_the_pipe(findings):
+    assert from_json(to_json(findings)) == findings
+    refusal = Refusal("memory", "Ran out of memory")
+    assert from_json(to_json(refusal)) == refusal
+
+
+def test_a_step_has_the_collectives_of_its_design(findings):
+    """Two all-reduces a layer and one for the embedding, of activations; the best of each device for greedy rows."""
+    for step in (findings.largest, findings.decode):
+        always = [each for each in step.collectives if not each.conditional]
+        # XLA:CPU adds up in float32, which these are.
+        assert [(each.kind, each.count, each.num_bytes) for each in always] == [
+            ("all-reduce", 2 * 2 + 1, step.num_tokens * 56 * 4),
+            ("all-gather", 1, 2 * 2 * step.num_rows * 4),
+        ]
+        sampling = {each.kind: each for each in step.collectives if each.conditional}
+        # Of 132 columns, one to make them divide; once to draw, once for log-probabilities.
+        assert sampling["all-to-all"].num_bytes * sampling["all-to-all"].count == 2 * step.num_rows * 132 // 2 * 4
+        assert step.step_bytes >= step.temp_bytes > 0
+        assert step.argument_bytes > findings.pool_bytes > 0
+    assert (findings.largest.num_tokens, findings.decode.num_tokens) == (16, 4)
+    assert findings.versions["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("9 devices: between 1 and 8 can be compiled for"), "usage"),
+        (NotImplementedError("no kernels"), "usage"),
+        (RuntimeError("libtpu is not installed"), "usage"),
+        (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nwith a long story"), "compiler"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error.\nRan out of"), "memory"),
+    ],
+)
+def test_errors_become_refusals_of_one_line(error, kind, monkeypatch):
+    def fail(job):
+        raise error
+
+    monkeypatch.setattr(worker, "compile_job", fail)
+    refusal = worker._outcome(job(TINY, "v5e"))
+    assert refusal == Refusal(kind, str(error).splitlines()[0])
+
+
+def test_too_many_devices_are_refused_before_anything_compiles():
+    refusal = worker._outcome(replace(job(TINY, "v5e"), size=16))
+    assert refusal == Refusal("usage", "16 devices: between 1 and 8 can be compiled for")

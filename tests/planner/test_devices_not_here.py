@@ -1,0 +1,61 @@
+"""Plans for devices that are not here: real compilers, in the environment .aot, through the command itself."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from pallas_kernels.chips import GpuChip
+from tests.planner.jobs import job
+from tools.aot import AOT, ROOT
+
+# XLA:GPU's workspace for cuBLASLt, of a fixed size (compiled HLO, jax 0.11.2).
+WORKSPACE = 32 * 2**20
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    if not (AOT / "bin" / "python").is_file():
+        missing = "needs the environment .aot: make .aot/.stamp"
+        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
+    return subprocess.run(
+        [AOT / "bin" / "python", "-m", "jaxvllm.plan", *argv], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["v5e", "h200"])
+def test_llama_8b_on_eight(device: str) -> None:
+    # So few tokens that activations are smaller than a weight, and a copied weight or page cannot hide among them.
+    limits = {"mesh": "1x8", "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    flags = [part for name, value in limits.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    done = run("--model", "Llama-3.1-8B", "--device", device, *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout)
+    share = job("Llama-3.1-8B", device, **limits).share
+    assert planned["fits"]
+    assert planned["memory"]["weights"] == share.weight_bytes
+    findings = planned["findings"]
+    for step in (findings["largest"], findings["decode"]):
+        spare = WORKSPACE if isinstance(job("Llama-3.1-8B", device).target.chip, GpuChip) else 0
+        assert step["step_bytes"] - spare < share.smallest_matrix_bytes < findings["pool_bytes"] // 1000
+        # What goes in is what the planner counts; the compiler adds state, and a little to align.
+        assert 0 <= step["argument_bytes"] - share.weight_bytes - findings["pool_bytes"] < 2 * 2**20
+        always = [(c["kind"], c["count"], c["num_bytes"]) for c in step["collectives"] if not c["conditional"]]
+        assert always == [
+            ("all-reduce", 2 * 32 + 1, step["num_tokens"] * 4096 * 2),  # two a layer and the embedding's, in bfloat16
+            ("all-gather", 1, 8 * 2 * step["num_rows"] * 4),  # the best token of each device
+        ]
+    assert findings["largest"]["seconds"] + findings["decode"]["seconds"] < 120
+
+
+@pytest.mark.slow
+def test_a_step_without_room_does_not_fit() -> None:
+    # The weights take 6 of 15.75 GiB, and activations of so many tokens 59: XLA:TPU compiles no such program.
+    done = run(
+        "--model", "Llama-3.2-3B", "--device", "v5e", "--max-num-batched-tokens", "20000", "--max-num-seqs", "20000"
+    )
+    assert done.returncode == 1
+    assert "finds no room for a step: RESOURCE_EXHAUSTED" in done.stdout
+    assert "about 1x2 of v5e would hold it" in done.stderr
+    assert "lower max_num_batched_tokens" in done.stderr

@@ -1,0 +1,76 @@
+"""Floors, against figures by hand and counting by brute force."""
+
+import pytest
+
+from jaxvllm.planner.collectives import Collective
+from jaxvllm.planner.findings import Findings, StepFindings
+from jaxvllm.planner.roofline import _pairs, decode_floors, prefill_floor
+from pallas_kernels.chips import chip_named
+from tests.planner.jobs import job
+
+
+def findings(*collectives: Collective) -> Findings:
+    decode = StepFindings(256, 256, 1.0, 0, 0, 0, collectives)
+    return Findings(StepFindings(2048, 256, 1.0, 0, 0, 0, collectives), decode, 0, {})
+
+
+def test_decode_reads_weights_and_context():
+    planned, chip = job("Llama-3.1-8B", "h200"), chip_named("h200")
+    one, *_ = decode_floors(planned, chip, findings(), 2048, 10**6)
+    # All weights but the embedding, and 2049 tokens of 128 KiB: one is written.
+    assert one.memory == pytest.approx((2 * (8_030_261_248 - 128256 * 4096) + 2049 * 131072) / 4.8e12, rel=1e-6)
+    assert one.compute == pytest.approx(2 * (8_030_261_248 - 128256 * 4096 + 2048 * 32 * 2 * 4096) / 989e12, rel=1e-4)
+    assert one.links == 0
+    assert one.seconds == one.memory
+    assert one.tokens_per_second == 1 / one.seconds
+
+
+def test_batches_are_those_that_have_room():
+    planned, chip = job("Llama-3.1-8B", "h200"), chip_named("h200")
+    assert [floor.num_tokens for floor in decode_floors(planned, chip, findings(), 1000, 64_000)] == [1, 8, 32, 64]
+    assert [floor.num_tokens for floor in decode_floors(planned, chip, findings(), 1000, 63_999)] == [1, 8, 32]
+    few = job("Llama-3.1-8B", "h200", max_num_seqs=10)
+    assert [floor.num_tokens for floor in decode_floors(few, chip, findings(), 1, 10**6)] == [1, 8]
+
+
+def test_links_follow_the_batch_and_skip_what_is_conditional():
+    planned, chip = job("Llama-3.1-8B", "v5e", mesh="1x8"), chip_named("v5e")
+    told = findings(Collective("all-reduce", 65, 2**21, False), Collective("all-to-all", 2, 2**24, True))
+    floors = decode_floors(planned, chip, told, 2048, 10**6)
+    whole = 65 * 2 * 7 / 8 * 2**21 / 100e9
+    assert [floor.links / whole for floor in floors] == pytest.approx([n / 256 for n in (1, 8, 32, 64, 128, 256)])
+    assert prefill_floor(planned, chip, told).links == pytest.approx(whole)
+    assert floors[-1].seconds == max(floors[-1].memory, floors[-1].compute) + floors[-1].links
+
+
+def test_a_window_bounds_what_is_read():
+    chip = chip_named("h200")
+    mixed = job("gemma-2-9b", "h200")
+    full = job(mixed.hf_config | {"sliding_window": None}, "h200")
+    near, far = (decode_floors(mixed, chip, findings(), context, 10**7)[0] for context in (4096, 8192))
+    wide = decode_floors(full, chip, findings(), 8192, 10**7)[0]
+    # Half of the 42 layers see twice as much, the others what they saw; without windows all do.
+    assert wide.memory - near.memory == pytest.approx(2 * (far.memory - near.memory))
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(1, 1), (7, 3), (7, 7), (7, 100), (64, 16)])
+def test_pairs_by_brute_force(tokens, window):
+    assert _pairs(tokens, window) == sum(1 for q in range(tokens) for k in range(q + 1) if q - k < window)
+
+
+def test_rings_are_what_is_published():
+    # GB/s of a chip, both ways: two of the ports, one way, are a ring; a switch's ports are all of a GPU's.
+    ports = {"v5e": (400, 4), "v6e": (800, 4), "v5p": (1200, 6), "v7x": (1200, 6)}
+    nvlink = {"a100": 600, "h100": 900, "h200": 900, "b200": 1800}
+    for name, (both_ways, count) in ports.items():
+        assert chip_named(name).ring_bandwidth == 2 * both_ways / count / 2 * 1e9
+    for name, both_ways in nvlink.items():
+        assert chip_named(name).ring_bandwidth == both_ways / 2 * 1e9
+
+
+def test_prefill_is_bound_by_the_matrix_units():
+    planned, chip = job("Llama-3.1-8B", "h200"), chip_named("h200")
+    floor = prefill_floor(planned, chip, findings())
+    assert floor.num_tokens == 2048
+    assert floor.seconds == floor.compute > floor.memory
+    assert floor.compute == pytest.approx(2 * 2048 * 6_979_321_856 / 989e12, rel=0.05)
