@@ -41,7 +41,3 @@ def place(mesh: Mesh) -> Place:
     """The placement that splits every array by the table of `sharding.rules`."""
     return lambda axes: NamedSharding(mesh, partition_spec(axes))
 
-
-def place_on(device: jax.Device) -> Place:
-    """TEMPORARY, until helpers B and E have moved to meshes: the lead removes it."""
-    return place(mesh_of(device))

@@ -5,22 +5,25 @@ No code of a checkpoint is ever executed: config.json is JSON, weights are safet
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.families import find_family
-from jaxvllm.models.families.family import Family
-from jaxvllm.models.params import Layout, ParamDecl, Params, build, dummy_array, stacked
+from jaxvllm.models.orbax_tree import TREE, OrbaxTree
+from jaxvllm.models.params import Layout, ParamDecl, Params, declare, declare_layer, dummy_array
+from jaxvllm.models.placing import place_all
+from jaxvllm.models.shards import read_shards
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_files import WeightFiles, open_weights
-from jaxvllm.models.weight_names import Source, outer_sources
-from sharding.placement import Place, place_on
+from jaxvllm.models.spread import Spread
+from jaxvllm.models.stored_weights import StoredWeights
+from jaxvllm.models.tiling import Fill, copied
+from sharding.placement import mesh_of, place
 
 LoadFormat = Literal["auto", "dummy"]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -88,98 +91,33 @@ def load(
     layout: Layout,
     load_format: LoadFormat = "auto",
     seed: int = 0,
-    place: Place | None = None,
+    mesh: Mesh | None = None,
 ) -> Params:
-    """The parameters of the checkpoint in `path`, in `dtype`, put by `place` (None: on the first device).
+    """The parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh`; None: the first device.
 
-    Every byte is read once. The host holds one of our arrays at a time, of one layer. `dummy` needs no
-    weights: it makes them from `seed`. ValueError names the file and the tensor that is missing, unexpected,
-    of another shape or dtype.
+    Each device's shard is read straight from the files, safetensors or the tree that `jaxvllm convert` wrote, by the
+    process that has the device. `dummy` needs no weights: it makes them from `seed`, the same on every mesh.
+    ValueError names the file and the tensor that is missing, unexpected, of another shape or dtype.
     """
-    place = place or place_on(jax.devices()[0])
+    mesh = mesh or mesh_of(jax.devices()[0])
+    spread = Spread(spec, mesh.size)
+    sharding = place(mesh)
+
+    def where(decl: ParamDecl) -> NamedSharding:
+        return sharding(decl.axes)
+
     if load_format == "dummy":
-
-        def dummy(name: str, decl: ParamDecl, layer: int | None) -> np.ndarray:
-            return dummy_array(name, decl, layer, dtype, seed)
-
-        return _place_all(spec, layout, dtype, place, dummy)
-    if load_format != "auto":
+        parts = read_shards(partial(_dummy, spec, dtype, seed), spread, layout, dtype, where)
+    elif load_format != "auto":
         raise ValueError(f"load_format must be auto or dummy, not {load_format!r}")
-    family = find_family(read_config(path))
-    with open_weights(path) as files:
-        prefix = _prefix(family, files)
-        outer = outer_sources(spec, prefix)
-        layers = [family.layer_sources(spec, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
-        _check_names(files, family, spec, [outer, *layers])
-
-        def stored(name: str, decl: ParamDecl, layer: int | None) -> np.ndarray:
-            sources = outer[name] if layer is None else layers[layer][name]
-            return _read(files, sources, decl, dtype)
-
-        return _place_all(spec, layout, dtype, place, stored)
+    elif (path / TREE).is_dir():
+        parts = OrbaxTree.open(path / TREE, spec).restore(mesh, dtype)
+    else:
+        weights = StoredWeights.open(path, find_family(read_config(path)), spec)
+        parts = read_shards(weights.fill, spread, layout, dtype, where)
+    return place_all(spread.whole, layout, dtype, where, parts)
 
 
-def _place_all(
-    spec: ModelSpec,
-    layout: Layout,
-    dtype: DTypeLike,
-    place: Place,
-    read: Callable[[str, ParamDecl, int | None], np.ndarray],
-) -> Params:
-    """The tree, on its devices, of the arrays that `read(name, decl, layer)` gives one after the other."""
-
-    def leaf(name: str, decl: ParamDecl, held: tuple[int, ...] | None) -> jax.Array:
-        if held is None or layout == "separate":
-            return jax.device_put(read(name, decl, held[0] if held else None), place(decl.axes))
-        whole = stacked(decl, spec.num_layers)
-        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place(whole.axes))
-        put = jax.jit(_put_layer, donate_argnums=0, out_shardings=place(whole.axes))
-        stack = zeros(whole.shape, jnp.dtype(dtype))
-        for layer in held:
-            value = jax.device_put(read(name, decl, layer), place(decl.axes))
-            stack = put(stack, value, np.int32(layer))
-        return stack
-
-    return build(spec, layout, leaf)
-
-
-def _put_layer(stack: jax.Array, value: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, value, layer, 0)
-
-
-def _read(files: WeightFiles, sources: tuple[Source, ...], decl: ParamDecl, dtype: DTypeLike) -> np.ndarray:
-    """One of our arrays, put together from the tensors it comes from."""
-    array = np.empty(decl.shape, jnp.dtype(dtype))
-    for source in sources:
-        rows = files.reader(source.name, source.shape)(source.rows)
-        array[source.at] = rows.reshape(source.view)
-    return array
-
-
-def _prefix(family: Family, files: WeightFiles) -> str:
-    """Which of its prefixes the family's tensors have here."""
-    for prefix in family.prefixes:
-        if f"{prefix}embed_tokens.weight" in files.names:
-            return prefix
-    return family.prefixes[0]
-
-
-def _check_names(
-    files: WeightFiles, family: Family, spec: ModelSpec, sources: list[Mapping[str, tuple[Source, ...]]]
-) -> None:
-    """Every tensor that we need is there with its shape, and none is there that we do not understand."""
-    used = {source.name: source.shape for part in sources for group in part.values() for source in group}
-    for name, shape in used.items():
-        files.reader(name, shape)
-    # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
-    known = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_embeddings else ()))
-    unexpected = sorted(
-        name for name in files.names - set(used) if not name.endswith(known) and not name.startswith(family.foreign)
-    )
-    if unexpected:
-        name = unexpected[0]
-        raise ValueError(
-            f"{files.directory / files.file_of[name]}: unexpected tensor {name}"
-            f"{f' and {len(unexpected) - 1} more' if unexpected[1:] else ''}: {family.architecture} has none "
-            "of that name with this config, and ignoring it would change the model"
-        )
+def _dummy(spec: ModelSpec, dtype: DTypeLike, seed: int, name: str, layer: int | None) -> Fill:
+    decls = declare(spec) if layer is None else declare_layer(spec)
+    return copied(dummy_array(name, decls[name], layer, dtype, seed))

@@ -1,65 +1,92 @@
 """The tensors of a checkpoint, in one safetensors file or many. Nothing else is read, nothing is executed."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("BF16", "F16", "F32")
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
+
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file mapped into memory: what is not looked at is not read."""
+
+    tensors: Mapping[str, StoredTensor]
+    mapped: np.ndarray  # u8[bytes of the file]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """ValueError when it is not a complete safetensors file."""
+        try:
+            with safe_open(path, framework="numpy"):
+                pass  # that checked the header, and the length of the file against it
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a complete safetensors file ({error}): download it again") from error
+        mapped = np.memmap(path, np.uint8, mode="r")
+        # Format: u64 length of the header, the header in JSON, the data.
+        data = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+        header = json.loads(mapped[8:data].tobytes())
+        tensors = {
+            name: StoredTensor(entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        return cls(tensors, mapped)
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Open checkpoint files. Tensors are read when asked for, straight from the mapped file."""
+    """Open checkpoint files. A tensor's bytes are read when they are copied out of it, straight from the file."""
 
     directory: Path
     file_of: Mapping[str, str]  # file name by tensor name
-    handles: Mapping[str, Any]  # safe_open by file name
+    files: Mapping[str, WeightFile]  # by file name
 
     @property
     def names(self) -> set[str]:
         return set(self.file_of)
 
-    def reader(self, name: str, shape: tuple[int, ...]) -> Callable[[slice], np.ndarray]:
-        """Reads rows of the tensor; ValueError now if it is missing, or has another shape or dtype."""
+    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor, still in its file; ValueError if it is missing, or has another shape or dtype."""
         if name not in self.file_of:
             raise ValueError(f"{self.directory} lacks the tensor {name}, which should have shape {shape}")
         where = f"{self.directory / self.file_of[name]}: tensor {name}"
-        part = self.handles[self.file_of[name]].get_slice(name)
-        if tuple(part.get_shape()) != shape:
-            raise ValueError(f"{where} has shape {tuple(part.get_shape())}, and the config makes it {shape}")
-        if part.get_dtype() not in DTYPES:
-            raise ValueError(f"{where} has dtype {part.get_dtype()}: supported are {', '.join(DTYPES)}")
-        return lambda rows: np.asarray(part[rows])
+        file = self.files[self.file_of[name]]
+        tensor = file.tensors[name]
+        if tensor.shape != shape:
+            raise ValueError(f"{where} has shape {tensor.shape}, and the config makes it {shape}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{where} has dtype {tensor.dtype}: supported are {', '.join(DTYPES)}")
+        return np.ndarray(shape, DTYPES[tensor.dtype], file.mapped, tensor.offset)
 
 
-@contextmanager
-def open_weights(directory: Path) -> Iterator[WeightFiles]:
+def open_weights(directory: Path) -> WeightFiles:
     """The weight files of a directory, all open; ValueError when one is missing, broken or inconsistent."""
-    files, file_of = _find(directory)
-    with ExitStack() as stack:
-        handles = {}
-        for file in files:
-            try:
-                handles[file] = stack.enter_context(safe_open(directory / file, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{directory / file} is not a complete safetensors file ({error}): download it again"
-                ) from error
-        held = {file: set(handle.keys()) for file, handle in handles.items()}
-        if file_of is None:
-            file_of = dict.fromkeys(held[SINGLE], SINGLE)
-        for name, file in file_of.items():
-            if name not in held[file]:
-                raise ValueError(f"{directory / INDEX} says that {file} holds {name}, and it does not")
-        yield WeightFiles(directory, file_of, handles)
+    names, file_of = _find(directory)
+    files = {name: WeightFile.open(directory / name) for name in names}
+    if file_of is None:
+        file_of = dict.fromkeys(files[SINGLE].tensors, SINGLE)
+    for name, file in file_of.items():
+        if name not in files[file].tensors:
+            raise ValueError(f"{directory / INDEX} says that {file} holds {name}, and it does not")
+    return WeightFiles(directory, file_of, files)
 
 
 def _find(directory: Path) -> tuple[list[str], dict[str, str] | None]:

@@ -13,19 +13,19 @@ class Source:
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor in the file
-    at: tuple[slice | int, ...]  # the part of our array
-    view: tuple[int, ...]  # what the rows are reshaped to: the shape of that part
+    at: tuple[int, ...]  # where that part of our array begins
+    view: tuple[int, ...]  # the shape of that part, to which the rows are reshaped
     rows: slice = slice(None)
 
 
 # From (spec, beginning of the names of a layer) to the sources of each of its arrays.
 LayerSources = Callable[[ModelSpec, str], Mapping[str, tuple[Source, ...]]]
-EVERYTHING = (slice(None),)
 
 
 def whole(name: str, shape: tuple[int, ...], view: tuple[int, ...] | None = None) -> tuple[Source, ...]:
     """The sources of an array that is one tensor, perhaps reshaped."""
-    return (Source(name, shape, EVERYTHING, view or shape),)
+    view = view or shape
+    return (Source(name, shape, (0,) * len(view), view),)
 
 
 def outer_sources(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
@@ -50,7 +50,7 @@ def separate_projections(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source
             Source(
                 f"{prefix}self_attn.{letter}_proj.{kind}",
                 (K * (part.stop - part.start), *tail),
-                (slice(None), part),
+                (0, part.start, *(0 for _ in tail)),
                 (K, part.stop - part.start, *tail),
             )
             for letter, part in inside.items()
@@ -58,7 +58,7 @@ def separate_projections(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source
 
     def gate_up(kind: str, shape: tuple[int, ...]) -> tuple[Source, ...]:
         names = (f"{prefix}mlp.{half}_proj.{kind}" for half in ("gate", "up"))
-        return tuple(Source(name, shape, (i,), shape) for i, name in enumerate(names))
+        return tuple(Source(name, shape, (i, *(0 for _ in shape)), (1, *shape)) for i, name in enumerate(names))
 
     sources["qkv"] = qkv("weight", (E,))
     sources["gate_up"] = gate_up("weight", (F, E))
@@ -81,7 +81,7 @@ def fused_projections(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, .
     )
     sources = norm_sources(spec, prefix) | unfused_outputs(spec, prefix)
     sources["qkv"] = tuple(
-        Source(name, shape, (slice(None), at), (K, at.stop - at.start, E), rows) for rows, at in parts
+        Source(name, shape, (0, at.start, 0), (K, at.stop - at.start, E), rows) for rows, at in parts
     )
     sources["gate_up"] = whole(f"{prefix}mlp.gate_up_proj.weight", (2 * F, E), (2, F, E))
     return sources

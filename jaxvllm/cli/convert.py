@@ -1,0 +1,45 @@
+"""`jaxvllm convert`: a checkpoint as an orbax tree, which every mesh loads without reading what it does not need."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sharding.mesh import MeshShape
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Converts; exit code 0, or 2 with one line on standard error when something given is wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        shape = MeshShape.parse(args.mesh)
+        # Behind the parsing: --help needs no device.
+        import jax
+
+        from jaxvllm.models.checkpoint import resolve
+        from jaxvllm.models.conversion import convert
+        from sharding.placement import make_mesh
+
+        model = resolve(args.model)
+        convert(model, args.output, dtype=args.dtype, mesh=make_mesh(shape, jax.devices()))
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"jaxvllm convert: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(f"{args.output} holds the model: load it on any mesh, --model {args.output}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxvllm convert",
+        description="Write a checkpoint as an orbax tree, split over devices. It needs jaxvllm[orbax].",
+    )
+    parser.add_argument("--model", required=True, help="a directory in Hugging Face format, or a hub name")
+    parser.add_argument("--output", required=True, type=Path, help="a directory that is empty or not there yet")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: what the config states")
+    parser.add_argument("--mesh", default="1x1", help="devices that share the work, as 1x8 (default: 1x1)")
+    return parser

@@ -1,0 +1,244 @@
+"""Every device reads its own shard of a checkpoint, and nothing else is ever on the host."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import Layout, Params
+from jaxvllm.models.spec import ModelSpec
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from tests.models.fixture import NAMES, Fixture
+
+INDEX = "model.safetensors.index.json"
+
+
+def divisible(name: str) -> Fixture:
+    """The fixture with an FFN that divides over 8 devices."""
+    fixture = Fixture.load(name)
+    size = fixture.config["intermediate_size"]
+    wider = -(-size // 8) * 8
+    sizes = {size: wider, 2 * size: 2 * wider}
+    shapes = {
+        tensor: [sizes.get(n, n) for n in shape] if ".mlp." in tensor else shape
+        for tensor, shape in fixture.shapes.items()
+    }
+    return replace(fixture, config=fixture.config | {"intermediate_size": wider}, shapes=shapes)
+
+
+def spread_by_hand(name: str, array: np.ndarray, spec: ModelSpec, size: int) -> np.ndarray:
+    """What `Spread` says in words, of one array of one layer, by padding and repeating."""
+    K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
+    copies = size // np.gcd(K, size)
+    share = -(-G // copies)
+
+    def query_heads(heads: np.ndarray) -> np.ndarray:  # [K, G, ...] -> [K * copies, share, ...]
+        padding = [(0, 0), (0, copies * share - G), *[(0, 0)] * (heads.ndim - 2)]
+        return np.pad(heads, padding).reshape(K * copies, share, *heads.shape[2:])
+
+    match name:
+        case "embed" | "lm_head":
+            return np.pad(array, ((0, -len(array) % size), (0, 0)))
+        case "qkv" | "qkv_bias":
+            heads = array.reshape(K, G + 2, D, -1)
+            both = [query_heads(heads[:, :G]), np.repeat(heads[:, G:], copies, axis=0)]
+            return np.concatenate(both, axis=1).reshape(K * copies, (share + 2) * D, *array.shape[2:])
+        case "o":
+            heads = np.moveaxis(array.reshape(-1, K, G, D), 0, -1)
+            return np.moveaxis(query_heads(heads), -1, 0).reshape(len(array), -1)
+        case "q_norm" if spec.qk_norm == "full":
+            return query_heads(array)
+        case "k_norm" if spec.qk_norm == "full":
+            return np.repeat(array, copies, axis=0)
+    return array
+
+
+# Which dimension of an array is split; of the others every device has all.
+SPLIT = {"embed": 0, "lm_head": 0, "qkv": 0, "qkv_bias": 0, "o": 1, "gate_up": 1, "gate_up_bias": 1, "down": 1}
+
+
+def layers_of(params: Params, num_layers: int) -> list[dict[str, jax.Array]]:
+    layers = params["layers"]
+    if isinstance(layers, list):
+        return layers
+    return [{name: stack[i] for name, stack in layers.items()} for i in range(num_layers)]
+
+
+def check(name: str, got: jax.Array, canonical: jax.Array, spec: ModelSpec, size: int) -> None:
+    expected = spread_by_hand(name, np.asarray(canonical), spec, size)
+    np.testing.assert_array_equal(np.asarray(got), expected, err_msg=name)
+    axis = 0 if name in ("q_norm", "k_norm") and spec.qk_norm == "full" else SPLIT.get(name)
+    if axis is None:
+        assert got.sharding.is_fully_replicated, name
+        return
+    shards = np.split(expected, size, axis)
+    for shard, mine in zip(got.addressable_shards, shards, strict=True):
+        np.testing.assert_array_equal(np.asarray(shard.data), mine, err_msg=name)
+
+
+def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **options: Any) -> None:
+    """On a mesh of `size`, the arrays of one device, spread by hand."""
+    one = checkpoint.load(directory, spec, dtype=jnp.float32, layout="separate", **options)
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    many = checkpoint.load(directory, spec, dtype=jnp.float32, layout=layout, mesh=mesh, **options)
+    assert set(many) == set(one)
+    for name in set(one) - {"layers"}:
+        check(name, many[name], one[name], spec, size)
+    for got, canonical in zip(layers_of(many, spec.num_layers), one["layers"], strict=True):
+        assert set(got) == set(canonical)
+        for name in got:
+            check(name, got[name], canonical[name], spec, size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
+    fixture = divisible(name)
+    spec = model_spec(fixture.config, fixture.max_model_len)
+    directory = fixture.write_checkpoint(tmp_path)
+    for size in (2, 4, 8):
+        if spec.qk_norm == "full" and size == 8:
+            with pytest.raises(ValueError, match="norms all of them together: use a mesh of 1x1, 1x2"):
+                check_spread(directory, spec, size, "separate")
+        else:
+            check_spread(directory, spec, size, "separate")
+
+
+# Fused; 7 query heads over one KV head; biases.
+@pytest.mark.parametrize(("name", "size"), [("phi3", 4), ("llama", 8), ("llama-bias", 2)])
+def test_stacked_layers_are_filled_shard_by_shard(name: str, size: int, tmp_path: Path) -> None:
+    fixture = divisible(name)
+    check_spread(fixture.write_checkpoint(tmp_path), model_spec(fixture.config), size, "stacked")
+
+
+def test_three_kv_heads_over_two_devices_and_dummy_weights(tmp_path: Path) -> None:
+    # A device's heads then belong to two KV heads, one of them shared with its neighbour.
+    spec = replace(model_spec(divisible("llama-bias").config), num_heads=15, num_kv_heads=3, vocab_size=13)
+    for size in (2, 4):
+        check_spread(tmp_path, spec, size, "separate", load_format="dummy", seed=5)
+
+
+def write_large(directory: Path) -> tuple[int, int]:
+    """A checkpoint of 220 MB in four files; the bytes of all tensors, and of the largest."""
+    E, F, V, H, K, D = 1024, 6144, 6151, 8, 2, 128
+    sizes = dict(vocab_size=V, hidden_size=E, intermediate_size=F, num_hidden_layers=2, head_dim=D)
+    sizes |= dict(num_attention_heads=H, num_key_value_heads=K, max_position_embeddings=64)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
+    files: dict[str, dict[str, tuple[int, ...]]] = {
+        "embed": {"model.embed_tokens.weight": (V, E)},
+        "head": {"lm_head.weight": (V, E), "model.norm.weight": (E,)},
+    }
+    for i in range(2):
+        shapes = {"q": (H * D, E), "k": (K * D, E), "v": (K * D, E), "o": (E, H * D)}
+        layer = {f"self_attn.{name}_proj": shape for name, shape in shapes.items()}
+        layer |= {"mlp.gate_proj": (F, E), "mlp.up_proj": (F, E), "mlp.down_proj": (E, F)}
+        layer |= {"input_layernorm": (E,), "post_attention_layernorm": (E,)}
+        files[f"layer{i}"] = {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    stream = np.random.default_rng(0)
+    for file, shapes in files.items():
+        tensors = {name: stream.random(shape, np.float32) for name, shape in shapes.items()}
+        save_file(tensors, directory / f"{file}.safetensors")
+    weight_map = {name: f"{file}.safetensors" for file, shapes in files.items() for name in shapes}
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    sizes_of = [4 * int(np.prod(shape)) for shapes in files.values() for shape in shapes.values()]
+    return sum(sizes_of), max(sizes_of)
+
+
+MEMORY = """
+import json, sys, threading, time
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxvllm.models import checkpoint, stored_weights
+from jaxvllm.models.families import model_spec
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+
+
+def on_host():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def on_devices():
+    # A shard and the array that it is of share their memory.
+    shards = (shard.data for array in jax.live_arrays() for shard in array.addressable_shards)
+    return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
+
+
+beside, total = [], []
+
+
+def sample():
+    # On a busy machine a thread of XLA's is late to let go; and jax frees what it took from NumPy when next called.
+    for _ in range(50):
+        held = on_host() - on_devices()
+        if layout == "separate" or held - before < limit:
+            break
+        time.sleep(0.01)
+        jax.device_put(0)
+    beside.append(held)
+
+
+def watched_copied(array, copied=stored_weights.copied):
+    fill = copied(array)
+
+    def watched_fill(out, start):
+        fill(out, start)
+        sample()
+
+    return watched_fill
+
+
+def watched_make(*args, make=jax.make_array_from_callback):
+    array = make(*args)
+    sample()
+    return array
+
+
+def watch(done):
+    while not done.wait(0.002):
+        total.append(on_host())
+
+
+stored_weights.copied, jax.make_array_from_callback = watched_copied, watched_make
+directory, limit = Path(sys.argv[1]), float(sys.argv[2])
+spec = model_spec(checkpoint.read_config(directory))
+for size, layout in ((1, "separate"), (8, "separate"), (1, "stacked"), (2, "stacked"), (8, "stacked")):
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    for _ in range(2):  # the first load's programs stay
+        params = None
+        jax.block_until_ready(jnp.zeros(3) + 1)  # jax frees what it took from NumPy when it is next called
+        beside, total, before, done = [], [], on_host() - on_devices(), threading.Event()
+        (thread := threading.Thread(target=watch, args=[done])).start()
+        params = jax.block_until_ready(checkpoint.load(directory, spec, dtype=jnp.float32, layout=layout, mesh=mesh))
+        done.set()
+        thread.join()
+    print(json.dumps([size, layout, max(beside) - before, max(total) - before - on_devices()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_host_holds_one_tensor_beside_what_is_on_devices(tmp_path: Path) -> None:
+    whole, largest = write_large(tmp_path)
+    assert whole > 8 * largest
+    # glibc then gives back what is freed, and its pools say nothing about us.
+    env = os.environ | {"PYTHONPATH": ".", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    argv = [sys.executable, "-c", MEMORY, str(tmp_path), str(1.2 * largest)]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        size, layout, beside, beyond = json.loads(line)
+        # In the separate layout what is read becomes the array, gate and up together: nothing comes on top.
+        assert (beside if layout == "stacked" else beyond) < 1.2 * largest, line
