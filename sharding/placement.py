@@ -40,4 +40,3 @@ def mesh_of(device: jax.Device) -> Mesh:
 def place(mesh: Mesh) -> Place:
     """The placement that splits every array by the table of `sharding.rules`."""
     return lambda axes: NamedSharding(mesh, partition_spec(axes))
-

@@ -41,4 +41,3 @@ def test_collisions_and_unknown_axes_are_refused() -> None:
         partition_spec(("heads", "vocab"))
     with pytest.raises(ValueError, match="unknown logical axis 'time'.*vocab, embed"):
         partition_spec(("time",))
-
