@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
+    from jaxvllm.engine.hosts import follow as follow
     from jaxvllm.engine.llm import LLM as LLM
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
     from jaxvllm.engine.outputs import RequestOutput as RequestOutput
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jaxvllm.engine.llm",
+    "follow": "jaxvllm.engine.hosts",
     "EngineConfig": "jaxvllm.config",
     "SamplingParams": "jaxvllm.core.sampling_params",
     "RequestOutputKind": "jaxvllm.core.sampling_params",
@@ -25,7 +27,7 @@ _HOMES = {
     "CompletionOutput": "jaxvllm.engine.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "RequestOutputKind", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "RequestOutputKind", "SamplingParams", "follow"]
 
 
 def __getattr__(name: str) -> Any:

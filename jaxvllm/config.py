@@ -1,6 +1,7 @@
 """EngineConfig: everything a user may choose about an engine, validated once, never changed."""
 
 import difflib
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
@@ -16,7 +17,11 @@ _VLLM_NAMES = {
     "num_gpu_blocks_override": "num_pages",
     "tensor_parallel_size": "mesh",
     "data_parallel_size": "mesh",
+    "nnodes": "num_processes",
+    "node_rank": "process_id",
+    "master_addr": "coordinator",
 }
+_HOST_PORT = re.compile(r".+:\d{1,5}")
 PAGE_SIZES = (16, 32, 64, 128)
 
 
@@ -31,16 +36,20 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of the pages; auto: dtype
     seed: int = 0  # of dummy weights, and of the seeds of requests that give none
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
-    max_num_seqs: int | None = None  # requests running at once; None: 64 on CPU, 256 elsewhere
-    max_num_batched_tokens: int | None = None  # tokens a step; None: 512 on CPU, 2048 elsewhere
+    max_num_seqs: int | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
+    max_num_batched_tokens: int | None = None  # tokens a step of a replica; None: 512 on CPU, 2048 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
     page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
-    num_pages: int | None = None  # None: as many as memory_utilization leaves room for
+    num_pages: int | None = None  # of each replica; None: as many as memory_utilization leaves room for
     memory_utilization: float = 0.9  # share of the device's free memory that weights, a step and pages may take
     enable_prefix_caching: bool = True
     scheduler: str = "v1"  # one of core.policy.POLICIES
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    mesh: str = "1x1"  # data x model; only 1x1 until tensor parallelism lands
+    mesh: str = "1x1"  # replicas of the model x devices that each is spread over
+    multihost: bool = False  # several processes make up the mesh: those that the environment or the next three tell of
+    coordinator: str | None = None  # HOST:PORT, any free port of the host of process 0
+    num_processes: int | None = None  # that make up the mesh, usually one on each host
+    process_id: int | None = None  # of this one; process 0 takes the requests, the others follow it
     row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
@@ -64,7 +73,7 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "num_processes"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
@@ -74,12 +83,21 @@ class EngineConfig:
             raise ValueError(f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}")
         if self.scheduler not in POLICIES:
             raise ValueError(f"scheduler must be one of {', '.join(POLICIES)}, not {self.scheduler!r}")
-        if self.mesh_shape.num_devices != 1:
-            raise NotImplementedError(f"mesh {self.mesh} is not supported yet: use 1x1")
+        if self.coordinator is not None and not _HOST_PORT.fullmatch(self.coordinator):
+            raise ValueError(f"coordinator must be HOST:PORT, not {self.coordinator!r}")
+        index, count = self.process_id, self.num_processes
+        if index is not None and (type(index) is not int or index < 0 or (count is not None and index >= count)):
+            raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")
+        MeshShape.parse(str(self.mesh))  # (1, 8) and 8 are told what to write, too
         for name in ("row_buckets", "token_buckets"):
             value = getattr(self, name)
             if value is not None and not (value and all(type(count) is int and count > 0 for count in value)):
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
+
+    @property
+    def has_others(self) -> bool:
+        """Whether this process is one of several."""
+        return self.multihost or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -90,8 +90,11 @@ class Totals:
 
 
 def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, chosen: dict[str, Any]) -> int:
+    from jaxvllm.engine.hosts import follow_config
     from jaxvllm.engine.llm import LLM
 
+    if follow_config(config):
+        return 0
     with LLM.from_config(config) as llm:
         params = replace(llm.get_default_sampling_params(), **chosen)
         texts = prompts
@@ -165,14 +168,12 @@ class Timeline:
 
     def record(self) -> None:
         """Notes who is in the batch after a step: `P` computes its prompt, `#` decodes."""
-        scheduler = self._engine.scheduler
-        slots = scheduler.slots
-        self._steps.append(
-            {
-                request.request_id: "P" if slots.num_known[slot] == slots.num_prompt[slot] else "#"
-                for slot, request in scheduler.running()
-            }
-        )
+        marks: dict[str, str] = {}
+        for replica in self._engine.replicas:
+            slots = replica.scheduler.slots
+            for slot, request in replica.scheduler.running():
+                marks[request.request_id] = "P" if slots.num_known[slot] == slots.num_prompt[slot] else "#"
+        self._steps.append(marks)
 
     def draw(self, prompts: list[str], width: int = 64) -> str:
         """One line a request; a column is one step, or several when there are many."""

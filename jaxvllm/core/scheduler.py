@@ -76,6 +76,10 @@ class Scheduler:
                 "prompt, or give the engine more memory"
             )
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of `request` that would not be computed if it were admitted now: their KV is in the prefix cache."""
+        return len(self._hits(request)) * self.pool.page_size
+
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 

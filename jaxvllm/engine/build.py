@@ -1,12 +1,15 @@
-"""From an EngineConfig to the parts of an engine: tokenizer, weights, pages, scheduler, runner."""
+"""From an EngineConfig to the parts of an engine: tokenizer, and for each replica weights, pages, scheduler, runner."""
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 import jaxvllm
 from jaxvllm.config import EngineConfig
@@ -22,12 +25,15 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
+from jaxvllm.runtime.leader import Leader
 from jaxvllm.runtime.memory import free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.programs import use_persistent_cache
 from jaxvllm.runtime.runner import CacheShape, Runner, compile_step
 from pallas_kernels.backend import Backend
-from sharding.placement import place_on
+from sharding.hosts import ALONE, Hosts
+from sharding.placement import make_mesh, replica_meshes
 
 logger = logging.getLogger(__name__)
 
@@ -45,39 +51,33 @@ class EngineParts:
     """What `Engine` is made of."""
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
-    make_scheduler: Callable[[], Scheduler]  # with its own slots and pages, all free
-    runner: Runner
+    make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
+    runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     default_params: SamplingParams
 
 
-def build(config: EngineConfig) -> EngineParts:
-    """Loads the model onto the first device and makes everything around it.
+def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = None) -> EngineParts:
+    """Loads the model onto the devices of the mesh and makes everything around it.
 
+    With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
     Raises ValueError (what the user gave is wrong) or NotImplementedError (we cannot run it), naming the file.
     """
     if config.cache_directory is not None:
         use_persistent_cache(config.cache_directory)
-    device = jax.devices()[0]
+    devices = jax.devices()
+    if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
+        raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
+    meshes = replica_meshes(make_mesh(config.mesh_shape, devices))
+    device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
     directory = DEMO_MODEL if config.model == "demo" else checkpoint.resolve(config.model)
     hf_config = checkpoint.read_config(directory)
     spec, max_model_len = _spec(hf_config, config.max_model_len)
+    _log_costs(Spread(spec, meshes[0].size))
     dtype = _dtype(config.dtype, hf_config, on_cpu)
-    layout: Layout = "separate" if on_cpu else "stacked"
-    params = checkpoint.load(
-        directory,
-        spec,
-        dtype=dtype,
-        load_format=config.load_format,
-        layout=layout,
-        seed=config.seed,
-        place=place_on(device),
-    )
-    if on_cpu and prefers_in_out():
-        params = to_in_out(params)
     backend = Backend.of_device(config.attention_backend, device, dtype)
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
@@ -96,10 +96,21 @@ def build(config: EngineConfig) -> EngineParts:
         max_pages=max_pages,
         dtype=PAGE_DTYPES.get(config.kv_cache_dtype, dtype),
     )
-    num_pages = config.num_pages or _num_pages(config, params, spec, ladder, smallest, backend, device)
-    runner = Runner(params, spec, replace(smallest, num_pages=num_pages), ladder, backend)
+    replicas = _load(config, directory, spec, dtype, meshes)
+    # All weights are there before the room beside them is measured, and all replicas get as many pages.
+    room = config.num_pages or _num_pages(config, replicas[0], spec, ladder, smallest, backend, meshes)
+    num_pages = hosts.least(room)
+    shape = replace(smallest, num_pages=num_pages)
+
+    def make_runner(params: Params, mesh: Mesh) -> Runner:
+        return Runner(params, spec, shape, ladder, backend, mesh, leader)
+
+    # A program is compiled for its devices, so each replica compiles its own. XLA lets the others do it meanwhile.
+    with ThreadPoolExecutor(len(meshes)) as threads:
+        runners = tuple(threads.map(make_runner, replicas, meshes))
     if config.warm_up == "full":
-        runner.programs.wait()
+        for runner in runners:
+            runner.programs.wait()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
 
     def make_scheduler() -> Scheduler:
@@ -111,12 +122,49 @@ def build(config: EngineConfig) -> EngineParts:
     return EngineParts(
         tokenizer=tokenizer,
         make_scheduler=make_scheduler,
-        runner=runner,
+        runners=runners,
         spec=spec,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
         default_params=default_params(directory),
     )
+
+
+def _log_costs(spread: Spread) -> None:
+    """What a model whose heads do not divide over its devices costs there."""
+    spec, whole, copies = spread.spec, spread.whole, spread.kv_copies
+    if copies > 1:
+        text = "KV heads: %d over %d devices, so there are %d copies of each, and pages take %d times the memory"
+        logger.info(text, spec.num_kv_heads, spread.size, copies, copies)
+    if whole.num_heads > spec.num_heads:
+        text = "query heads: %d over %d devices, so they take the time and memory of %d"
+        logger.info(text, spec.num_heads, spread.size, whole.num_heads)
+
+
+def _load(
+    config: EngineConfig, directory: Path, spec: ModelSpec, dtype: jnp.dtype, meshes: Sequence[Mesh]
+) -> list[Params]:
+    """The weights on each of `meshes`: read once, and copied from device to device."""
+    on_cpu = meshes[0].devices.flat[0].platform == "cpu"
+    layout: Layout = "separate" if on_cpu else "stacked"
+    params = checkpoint.load(
+        directory,
+        spec,
+        dtype=dtype,
+        layout=layout,
+        load_format=config.load_format,
+        seed=config.seed,
+        mesh=meshes[0],
+    )
+    # Only on one device: several on a CPU are virtual, for proving what real ones will do, not for speed.
+    if on_cpu and meshes[0].size == 1 and prefers_in_out():
+        params = to_in_out(params)
+
+    def copied(mesh: Mesh) -> Params:
+        copy: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
+        return copy
+
+    return [params, *map(copied, meshes[1:])]
 
 
 def _spec(hf_config: dict[str, object], max_model_len: int | None) -> tuple[ModelSpec, int]:
@@ -154,15 +202,21 @@ def _num_pages(
     ladder: BucketLadder,
     smallest: CacheShape,
     backend: Backend,
-    device: jax.Device,
+    meshes: Sequence[Mesh],
 ) -> int:
-    """Pages for what the device has left. On an accelerator XLA tells what the largest step needs; a host pages."""
-    struct = smallest.pages(spec, backend)
-    room = free_bytes(device, config.memory_utilization)
-    if device.platform != "cpu":
-        room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest, backend, device.platform))
-    page_bytes = struct.size * struct.dtype.itemsize // smallest.num_pages
-    return pages_that_fit(room, page_bytes, useful=smallest.num_slots * smallest.max_pages + 1)
+    """Pages of each replica, for what the fullest device of this process has left.
+
+    On an accelerator XLA tells what the largest step needs; a host pages.
+    """
+    struct = smallest.pages(spec, backend, meshes[0])
+    devices = [device for mesh in meshes for device in mesh.local_devices]
+    room = min(free_bytes(device, config.memory_utilization) for device in devices)
+    if devices[0].platform == "cpu":
+        room //= len(devices)  # they are all this host
+    else:
+        room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest, backend, meshes[0]))
+    share = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
+    return pages_that_fit(room, share // smallest.num_pages, useful=smallest.num_slots * smallest.max_pages + 1)
 
 
 def _tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:

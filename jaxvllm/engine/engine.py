@@ -1,8 +1,8 @@
-"""The engine: schedule, dispatch, and one step later collect, update, process. Single-threaded and synchronous."""
+"""The engine: checks requests, shares them out among its replicas, and steps those. Single-threaded and synchronous."""
 
 import random
 import time
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
@@ -10,15 +10,16 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.request import QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
-from jaxvllm.engine.build import build
+from jaxvllm.engine.hosts import lead
 from jaxvllm.engine.output_processor import OutputProcessor, child_request_ids, is_watched
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
-from jaxvllm.runtime.runner import InFlight
+from jaxvllm.engine.replica import Replica
+from jaxvllm.engine.router import Router
 
-# Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
-# while the host reads step N and plans step N + 2.
-DEPTH = 2
+# How often to ask which of several replicas is done. No device idles meanwhile, for each has its next step already, and
+# asking eight takes 4% of a core.
+POLL_SECONDS = 5e-4
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was built, and gauges of now."""
+    """Counters since the engine was built, and gauges of now, over all replicas."""
 
     num_steps: int
     num_prompt_tokens: int
@@ -51,26 +52,24 @@ class Engine:
 
     def __init__(self, config: EngineConfig):
         """Loads the model and compiles what the first request needs."""
-        parts = build(config)
+        parts = lead(config)
         self.config = config
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.default_params = parts.default_params
-        self._make_scheduler = parts.make_scheduler
-        self.scheduler = parts.make_scheduler()
-        self.runner = parts.runner
+        self.replicas = tuple(Replica(parts.make_scheduler, runner) for runner in parts.runners)
         self.outputs = OutputProcessor(parts.tokenizer)
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self._eos_token_ids = parts.eos_token_ids
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
-        self._in_flight: deque[InFlight] = deque()
+        self._router = self._make_router()
         self._closed = False
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_prompt_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work
+        return any(replica.has_work for replica in self.replicas)
 
     def check(
         self,
@@ -91,7 +90,7 @@ class Engine:
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens)
         if len(self._stop_ids(params)) > MAX_STOP_IDS:
             raise ValueError(f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer")
-        self.scheduler.check_fits(len(read.token_ids), self._limit(read, params))
+        self.replicas[0].scheduler.check_fits(len(read.token_ids), self._limit(read, params))  # all are equal
         return Submission(request_id, read, params, priority)
 
     def submit(self, submission: Submission) -> None:
@@ -105,25 +104,22 @@ class Engine:
                 raise ValueError(f"request id {name!r} is in use: choose another")
         self.outputs.add(request_id, prompt, params, children, time.monotonic())
         self._num_prompt_tokens += len(prompt.token_ids)
-        for index, child_id in enumerate(children):
-            child = params.child(index)
-            request = Request(
-                request_id=child_id,
-                prompt_token_ids=prompt.token_ids,
-                sampling_params=child,
-                seed=self._seeds.getrandbits(63) if child.seed is None else child.seed,
-                stop_token_ids=self._stop_ids(child),
-                limit=self._limit(prompt, child),
-                key=QueueKey(submission.priority, next(self._arrivals)),
-                salt=prompt.cache_salt,
-            )
-            self.scheduler.add(request, watched=is_watched(params))
+        requests = [
+            self._request(child_id, prompt, params.child(index), submission.priority)
+            for index, child_id in enumerate(children)
+        ]
+        scheduler = self._router.choose(requests[0])  # one for all of them: they share the pages of their prompt
+        for request in requests:
+            scheduler.add(request, watched=is_watched(params))
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches the next step, and reads the one before it. Returns what its tokens mean to callers.
+        """Dispatches each replica's next step, and reads the one before it. Returns what the tokens mean to callers.
 
-        When anything breaks it off, Ctrl-C included, every request is dropped and the prefix cache with them: host and
-        device may have stopped at different points, and a page must never be found that was not computed.
+        Replicas do not wait for each other: where several compute, those that are done are read.
+
+        When anything breaks it off, Ctrl-C included, every request of every replica is dropped and the prefix caches
+        with them: host and device may have stopped at different points, and a page must never be found that was not
+        computed.
         """
         try:
             return self._step()
@@ -132,58 +128,84 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestOutput]:
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.outputs.scheduled(plan)
-            self._in_flight.append(self.runner.dispatch(plan))
-            self._num_steps += 1
-        if not self._in_flight or (plan is not None and len(self._in_flight) < DEPTH):
-            return []
-        done = self._in_flight.popleft()
-        output = self.runner.collect(done)
-        update = self.scheduler.update(done.plan, output)
-        self._num_output_tokens += update.num_new_tokens
-        results, stopped = self.outputs.process(update, output)
-        for request_id in stopped:
-            self.scheduler.finish(request_id)
-        return results
+        for replica in self.replicas:
+            replica.dispatch(self.outputs)
+        return [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
+
+    def _to_collect(self) -> list[Replica]:
+        """The replicas whose oldest step must be read now: of several, those that are done, so that none waits."""
+        busy = [replica for replica in self.replicas if replica.is_busy]
+        due = [replica for replica in busy if replica.is_due]
+        if len(busy) < 2:
+            return due
+        while not (ready := [replica for replica in due if replica.is_ready]) and len(due) == len(busy):
+            time.sleep(POLL_SECONDS)
+        return ready
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now and frees its pages; None when it is unknown or has ended."""
         if request_id not in self.outputs:
             return None
-        children = [self.scheduler.finish(child_id) for child_id in self.outputs.children(request_id)]
-        return self.outputs.abort(request_id, [child for child in children if child is not None])
+        ended = [
+            replica.scheduler.finish(child_id)
+            for child_id in self.outputs.children(request_id)
+            for replica in self.replicas  # only one knows it
+        ]
+        return self.outputs.abort(request_id, [child for child in ended if child is not None])
 
     def stats(self) -> EngineStats:
         """How busy the engine is."""
-        pool = self.scheduler.pool
+        schedulers = [replica.scheduler for replica in self.replicas]
         return EngineStats(
-            num_steps=self._num_steps,
+            num_steps=sum(replica.num_steps for replica in self.replicas),
             num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_preemptions=self.scheduler.num_preemptions,
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_pages=pool.num_pages - 1,
-            num_pages_owned=pool.num_owned,
-            num_programs=self.runner.programs.num_compiled,
+            num_output_tokens=sum(replica.num_output_tokens for replica in self.replicas),
+            num_preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
+            num_running=sum(scheduler.num_running for scheduler in schedulers),
+            num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
+            num_pages=sum(scheduler.pool.num_pages - 1 for scheduler in schedulers),
+            num_pages_owned=sum(scheduler.pool.num_owned for scheduler in schedulers),
+            num_programs=sum(replica.runner.programs.num_compiled for replica in self.replicas),
         )
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; running requests keep their pages."""
-        self.scheduler.pool.reset_prefix_cache()
+        for replica in self.replicas:
+            replica.scheduler.pool.reset_prefix_cache()
+
+    def wait_until_compiled(self) -> None:
+        """Blocks until every bucket of every replica is compiled; nothing compiles after."""
+        for replica in self.replicas:
+            replica.runner.programs.wait()
 
     def close(self) -> None:
         """Stops background work and frees the device's memory. The engine takes no request afterwards."""
         self._closed = True
-        self.runner.close()
+        # All at once: each waits for the bucket that it is compiling.
+        with ThreadPoolExecutor(len(self.replicas)) as threads:
+            list(threads.map(lambda replica: replica.runner.close(), self.replicas))
 
     def _reset(self) -> None:
-        self._in_flight.clear()
-        self.scheduler = self._make_scheduler()
+        for replica in self.replicas:
+            replica.reset()
         self.outputs = OutputProcessor(self.tokenizer)
-        self.runner.reset()
+        self._router = self._make_router()
+
+    def _make_router(self) -> Router:
+        return Router(replica.scheduler for replica in self.replicas)
+
+    def _request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        """One sequence for a scheduler. Seeds and places in the queue are drawn here, so no routing can change them."""
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_token_ids=self._stop_ids(params),
+            limit=self._limit(prompt, params),
+            key=QueueKey(priority, next(self._arrivals)),
+            salt=prompt.cache_salt,
+        )
 
     def _limit(self, prompt: Prompt, params: SamplingParams) -> int:
         longest = self.max_model_len

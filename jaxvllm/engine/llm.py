@@ -20,7 +20,7 @@ type Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """An engine and a model in this process. All prompts of a call run as one continuous batch."""
+    """An engine and a model in this process. All prompts of a call run as one continuous batch of each replica."""
 
     def __init__(self, model: str = "demo", **options: Any):
         """Loads `model`; `options` are the fields of `EngineConfig`. Unknown ones are a TypeError that names them."""
@@ -97,13 +97,18 @@ class LLM:
         """What `generate` uses when it is given none: what the checkpoint recommends."""
         return self.engine.default_params
 
-    def pages(self) -> PoolView:
-        """The page pool and the pages of every running request, as they are now; print it for a picture."""
-        return PoolView.take(self.engine.scheduler)
+    def pages(self, replica: int = 0) -> PoolView:
+        """The page pool of a replica and the pages of its running requests, as they are now; print it for a picture."""
+        count = len(self.engine.replicas)
+        if not 0 <= replica < count:
+            raise ValueError(
+                f"replica {replica} is not one of the {count} of mesh {self.config.mesh}: they count from 0"
+            )
+        return PoolView.take(self.engine.replicas[replica].scheduler)
 
     def wait_until_compiled(self) -> None:
         """Blocks until every bucket is compiled; nothing compiles after."""
-        self.engine.runner.programs.wait()
+        self.engine.wait_until_compiled()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix: the next prompts are computed from their first token."""

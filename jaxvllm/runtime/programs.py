@@ -17,6 +17,8 @@ from jaxvllm.runtime.buckets import Bucket, BucketLadder
 logger = logging.getLogger(__name__)
 
 COMPILE_NICENESS = 15
+# How often to see whether a program is there: a tenth of a slow step.
+WAIT_SECONDS = 0.01
 
 type Compiled = Callable[..., Any]
 
@@ -47,12 +49,25 @@ class Programs:
     def num_compiled(self) -> int:
         return len(self._ready)
 
-    def choose(self, plan: StepPlan) -> tuple[Bucket, Compiled]:
-        """The cheapest compiled program that holds `plan`."""
+    def choose(self, plan: StepPlan) -> Bucket:
+        """The cheapest bucket that is compiled and holds `plan`."""
         ready = tuple(self._ready)  # a snapshot: the compiling thread adds to it
         bucket = self.ladder.choose(plan, ready)
         assert bucket is not None, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
-        return bucket, self._ready[bucket]
+        return bucket
+
+    def wait_for(self, bucket: Bucket) -> Compiled:
+        """The program of `bucket`, when it is compiled: another process may have chosen it, and had it earlier.
+
+        RuntimeError when it does not compile.
+        """
+        while True:
+            compiling = self._thread.is_alive()
+            if bucket in self._ready:
+                return self._ready[bucket]
+            if not compiling:
+                raise RuntimeError(f"bucket {bucket} did not compile here, and process 0 uses it: see the log above")
+            self._thread.join(WAIT_SECONDS)
 
     def wait(self) -> None:
         """Blocks until every bucket is compiled: nothing compiles after."""

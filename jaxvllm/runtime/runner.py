@@ -17,6 +17,8 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import pack, packed_size
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.calls import Admit, Call, Close, Reset, Step
+from jaxvllm.runtime.leader import Leader
 from jaxvllm.runtime.programs import Compiled, Programs
 from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admissions
 from jaxvllm.runtime.step import DeviceOutput, step
@@ -113,16 +115,21 @@ class Runner:
         ladder: BucketLadder,
         backend: Backend,
         mesh: Mesh,
+        leader: Leader | None = None,
     ):
-        """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background."""
+        """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background.
+
+        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does.
+        """
         self.shape = shape
+        self._leader = leader
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(mesh)
         self._new_pages = _maker(partial(jnp.zeros, pages.shape, pages.dtype), pages)
         self._new_state = _maker(partial(DeviceState.create, shape.num_slots, shape.max_pages), state)
         self._kv_pages: KVPages
         self._state: DeviceState
-        self.reset()
+        self.make(Reset())
         admissions = jax.ShapeDtypeStruct(
             pack_admissions((), shape.num_slots, shape.max_pages).shape, jnp.int32, sharding=state.last_token.sharding
         )
@@ -131,18 +138,15 @@ class Runner:
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
-        self._kv_pages = self._state = None  # type: ignore[assignment]  # freed before there are new ones
-        self._kv_pages = self._new_pages()
-        self._state = self._new_state()
+        self._call(Reset())
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Starts the step and returns at once: the next may be dispatched before this one's output is read."""
         for admissions in batched(plan.admissions, ADMISSION_BATCH):
-            packed = pack_admissions(admissions, self.shape.num_slots, self.shape.max_pages)
-            self._state = self._admit(self._state, packed)
-        bucket, program = self.programs.choose(plan)
-        packed = pack(plan, bucket, trash_slot=self.shape.num_slots)
-        self._kv_pages, self._state, output = program(self._params, self._kv_pages, self._state, packed)
+            self._call(Admit(pack_admissions(admissions, self.shape.num_slots, self.shape.max_pages)))
+        bucket = self.programs.choose(plan)
+        output = self._call(Step(bucket, pack(plan, bucket, trash_slot=self.shape.num_slots)))
+        assert output is not None
         output.token_ids.copy_to_host_async()
         return InFlight(plan, output)
 
@@ -157,12 +161,34 @@ class Runner:
 
     def read_pages(self, pages: np.ndarray) -> np.ndarray:
         """The KV of `pages` on the host, for those who want to look: f[L, len(pages), ...], layout of the backend."""
+        if not self._kv_pages.is_fully_addressable:
+            raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
         return np.asarray(self._kv_pages[:, pages])
 
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory. Nothing may be dispatched afterwards."""
-        self.programs.close()
-        self._params = self._kv_pages = self._state = None  # type: ignore[assignment]
+        self._call(Close())
+
+    def make(self, call: Call) -> DeviceOutput | None:
+        """Does `call` here, and only here; a step has an output. Whatever changes the devices is one of these calls."""
+        match call:
+            case Admit(packed):
+                self._state = self._admit(self._state, packed)
+            case Step(bucket, packed):
+                program = self.programs.wait_for(bucket)
+                self._kv_pages, self._state, output = program(self._params, self._kv_pages, self._state, packed)
+                return output
+            case Reset():
+                self._kv_pages = self._state = None  # type: ignore[assignment]  # freed before there are new ones
+                self._kv_pages = self._new_pages()
+                self._state = self._new_state()
+            case Close():
+                self.programs.close()
+                self._params = self._kv_pages = self._state = None  # type: ignore[assignment]
+        return None
+
+    def _call(self, call: Call) -> DeviceOutput | None:
+        return self.make(call) if self._leader is None else self._leader.call(self.make, call)
 
 
 def _maker(make: Callable[[], Any], like: Any) -> Compiled:

@@ -65,8 +65,8 @@ def test_prompts_from_standard_input_and_chat(engine_flags, capsys, monkeypatch)
     [
         ([], "there is no prompt"),
         (["a", "--top-p", "0"], "top_p"),
-        (["a", "--mesh", "1x9"], "mesh 1x9"),
-        (["a", "--mesh", "axb"], "axb"),
+        (["a", "--mesh", "1x9"], "mesh 1x9 needs 9 devices and there are 8"),
+        (["a", "--mesh", "3x8", "--model", "/no/such/place"], "JAX_NUM_CPU_DEVICES=24"),
         (["a", "--model", "/no/such/place"], "/no/such/place"),
         (["--prompts-file", "/no/such/file"], "/no/such/file"),
         (["a", "--max-model-len", "99999999"], "max_model_len"),
@@ -94,3 +94,16 @@ def test_help_is_quick_and_needs_no_device(module):
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "--max-num-seqs" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [("0x1", "mesh 0x1 has an empty axis"), ("axb", "mesh 'axb' is not DxM: write replicas x devices of each")],
+)
+def test_a_mesh_that_is_none_is_told_before_jax_is_imported(mesh, said):
+    code = "import sys; from jaxvllm.cli.generate import main; status = main(sys.argv[1:])\n"
+    code += "assert 'jax' not in sys.modules, 'too late'\nsys.exit(status)"
+    argv = [sys.executable, "-c", code, "a", "--mesh", mesh]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith(f"jaxvllm generate: {said}") and result.stderr.count("\n") == 1

@@ -45,6 +45,6 @@ def wide_llm(shared_wide_llm: LLM) -> Iterator[LLM]:
 
 
 def _watched(llm: LLM) -> Iterator[LLM]:
-    llm.engine.scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
     yield llm
     assert_idle(llm)

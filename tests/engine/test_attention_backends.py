@@ -67,7 +67,7 @@ def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str) -> None:
     options = dict(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
     with LLM(kv_cache_dtype=dtype, **options) as small, LLM(**options) as full:
-        pages = [llm.engine.runner.read_pages(np.arange(1, 3)) for llm in (small, full)]
+        pages = [llm.engine.replicas[0].runner.read_pages(np.arange(1, 3)) for llm in (small, full)]
         assert pages[0].nbytes * 4 == pages[1].nbytes
         coarse, exact = (llm.generate(PROMPTS, params, use_tqdm=False) for llm in (small, full))
     for one, other in zip(coarse, exact, strict=True):

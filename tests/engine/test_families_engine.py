@@ -23,7 +23,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_alone(family: tuple[Fixture, LLM]) -> None:
     fixture, llm = family
-    llm.engine.scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
     for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):
         assert greedy_tokens(llm, [prompt]) == [expected], f"prompt of {len(prompt)} tokens"
     assert_idle(llm)
@@ -31,8 +31,8 @@ def test_alone(family: tuple[Fixture, LLM]) -> None:
 
 def test_mixed_in_one_batch_and_chunked(family: tuple[Fixture, LLM]) -> None:
     fixture, llm = family
-    assert llm.engine.scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
-    llm.engine.scheduler.pool.reset_prefix_cache()
+    assert llm.engine.replicas[0].scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
+    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
     before = llm.engine.stats()
     assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
     after = llm.engine.stats()
@@ -44,7 +44,7 @@ def test_mixed_in_one_batch_and_chunked(family: tuple[Fixture, LLM]) -> None:
 
 def test_with_a_prefix_hit(family: tuple[Fixture, LLM]) -> None:
     fixture, llm = family
-    llm.engine.scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
     greedy_tokens(llm, fixture.prompts)
     page_size = llm.config.page_size
     for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):

@@ -133,7 +133,7 @@ def test_n_completions_share_their_prompts_pages(llm: LLM) -> None:
     most = 0
     while engine.has_work:
         engine.step()
-        engine.scheduler.check_invariants()
+        engine.replicas[0].scheduler.check_invariants()
         most = max(most, engine.stats().num_pages_owned)
     assert most <= 3 + 3 * 3  # 3 full pages of the prompt once; the last one and two of output each
 
@@ -172,7 +172,7 @@ def test_a_stream_never_shows_half_a_character(llm: LLM) -> None:
     """Fed with the tokens of a text of many bytes a character, through the engine's own output path."""
     text = "日本語 ёж 🦊 é"  # not in the tokenizer's training text: mostly a token a byte
     tokens = iter(llm.get_tokenizer().encode(text, add_special_tokens=False))
-    collect = llm.engine.runner.collect
+    collect = llm.engine.replicas[0].runner.collect
 
     def scripted(step: Any) -> Any:
         output = collect(step)
@@ -181,7 +181,7 @@ def test_a_stream_never_shows_half_a_character(llm: LLM) -> None:
     count = len(llm.get_tokenizer().encode(text, add_special_tokens=False))
     assert count > 1.5 * len(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.runner, "collect", scripted)
+        patch.setattr(llm.engine.replicas[0].runner, "collect", scripted)
         shown = [output.outputs[0].text for output in llm.stream([5], replace(GREEDY, max_tokens=count))]
     assert shown[-1] == text
     assert all(text.startswith(part) and "\ufffd" not in part for part in shown)
@@ -216,13 +216,13 @@ def test_abort_frees_pages_midway(llm: LLM) -> None:
         engine.submit(engine.check(name, PROMPTS[0], params))
     for _ in range(12):
         engine.step()
-        engine.scheduler.check_invariants()
+        engine.replicas[0].scheduler.check_invariants()
     for name, params in kinds.items():
         output = engine.abort(name)
         assert output is not None and output.finished and len(output.outputs) == params.n
         assert {completion.finish_reason for completion in output.outputs} == {"abort"}
         assert all(completion.token_ids and completion.text for completion in output.outputs), "what it had so far"
-        engine.scheduler.check_invariants()
+        engine.replicas[0].scheduler.check_invariants()
     assert engine.stats().num_pages_owned == 0
     assert engine.has_work  # a step is still on its way; its tokens are nobody's
     assert [engine.step(), engine.step()] == [[], []]
@@ -247,7 +247,9 @@ def test_ctrl_c_leaves_the_engine_idle(llm: LLM, monkeypatch: pytest.MonkeyPatch
         if where == "step":
             patch.setattr(llm.engine, "step", interrupt_after(5, llm.engine.step))
         elif where == "collect":
-            patch.setattr(llm.engine.runner, "collect", interrupt_after(5, llm.engine.runner.collect))
+            patch.setattr(
+                llm.engine.replicas[0].runner, "collect", interrupt_after(5, llm.engine.replicas[0].runner.collect)
+            )
         else:
             patch.setattr(tqdm, "update", interrupt_after(3, tqdm.update))
         with pytest.raises(KeyboardInterrupt):
@@ -264,20 +266,21 @@ def test_a_step_that_breaks_off_leaves_no_wrong_prefix(
     llm.reset_prefix_cache()
     llm.generate([prompt[::-1] for prompt in PROMPTS], GREEDY, use_tqdm=False)  # other keys and values in the pages
     llm.reset_prefix_cache()
-    choose = llm.engine.runner.programs.choose
+    programs = llm.engine.replicas[0].runner.programs
+    wait_for = programs.wait_for
 
-    def broken(plan: Any) -> Any:
-        bucket, program = choose(plan)
+    def broken(bucket: Any) -> Any:
+        program = wait_for(bucket)
 
         def call(*args: Any) -> None:
             if computed:
                 program(*args)
             raise KeyboardInterrupt
 
-        return bucket, call
+        return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner.programs, "choose", broken)
+        patch.setattr(programs, "wait_for", broken)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_idle(llm)

@@ -31,7 +31,7 @@ type Count = Callable[[], AbstractContextManager]
 def test_200_mixed_requests(wide_llm: LLM, compilations: Count) -> None:
     wide_llm.wait_until_compiled()
     programs = wide_llm.engine.stats().num_programs
-    assert programs == len(wide_llm.engine.runner.programs.ladder.buckets)
+    assert programs == len(wide_llm.engine.replicas[0].runner.programs.ladder.buckets)
     with compilations() as seen:
         wide_llm.generate(PROMPTS[:150], PARAMS[:150], use_tqdm=False)
         with few_pages(wide_llm, 40):  # preempted, and with prefixes found again
@@ -44,8 +44,10 @@ def test_200_mixed_requests(wide_llm: LLM, compilations: Count) -> None:
 
 def test_a_compilation_on_the_way_would_be_seen(llm: LLM, compilations: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: here is a step that compiles."""
-    collect = llm.engine.runner.collect
-    monkeypatch.setattr(llm.engine.runner, "collect", lambda step: (jax.jit(jnp.sin)(1.0), collect(step))[1])
+    collect = llm.engine.replicas[0].runner.collect
+    monkeypatch.setattr(
+        llm.engine.replicas[0].runner, "collect", lambda step: (jax.jit(jnp.sin)(1.0), collect(step))[1]
+    )
     with compilations() as seen:
         llm.generate(PROMPTS[:1], PARAMS[0], use_tqdm=False)
     assert seen.count > 0

@@ -38,7 +38,7 @@ def write_tiny_checkpoint(directory: Path, **generation_config: Any) -> Path:
     return directory
 
 
-def tiny_llm(directory: Path, **options: Any) -> LLM:
+def tiny_llm(directory: Path | str, **options: Any) -> LLM:
     """An LLM of two programs: 8 running requests, 16 tokens a step, 64 pages; `options` change what they name."""
     small = dict(
         max_model_len=MAX_MODEL_LEN,
@@ -56,7 +56,7 @@ def tiny_llm(directory: Path, **options: Any) -> LLM:
 @contextmanager
 def few_pages(llm: LLM, count: int) -> Iterator[Pages]:
     """Leaves the engine `count` pages, none of them with a cached prefix: the test holds the others."""
-    pool = llm.engine.scheduler.pool
+    pool = llm.engine.replicas[0].scheduler.pool
     pool.reset_prefix_cache()
     held = pool.allocate(pool.num_available - count)
     try:
@@ -70,7 +70,8 @@ def assert_idle(llm: LLM) -> None:
     engine = llm.engine
     assert not engine.has_work
     assert engine.outputs.num_requests == 0
-    engine.scheduler.check_invariants()
+    for replica in engine.replicas:
+        replica.scheduler.check_invariants()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pages_owned) == (0, 0, 0)
 

@@ -55,8 +55,7 @@ def test_serves_from_the_largest_while_the_rest_compiles(compiler: Compiler) -> 
     programs = Programs(LADDER, compiler)
     assert compiler.asked[0] == LARGEST
     for plan in (make_plan(1), make_plan(4), make_plan(1, [5]), make_plan(3, [29])):
-        bucket, program = programs.choose(plan)
-        assert bucket == LARGEST == program()
+        assert programs.choose(plan) == LARGEST == programs.wait_for(LARGEST)()
     compiler.wait_until_asked(2)
     assert programs.num_compiled == 1
     compiler.compile(len(LADDER.buckets))
@@ -68,8 +67,7 @@ def test_serves_from_the_largest_while_the_rest_compiles(compiler: Compiler) -> 
         (make_plan(1, [5]), Bucket(8, 4)),
         (make_plan(3, [29]), Bucket(32, 4)),
     ]:
-        bucket, program = programs.choose(plan)
-        assert bucket == expected == program()
+        assert programs.choose(plan) == expected == programs.wait_for(expected)()
 
 
 def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
@@ -77,8 +75,21 @@ def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
     compiler.compile(1)
     compiler.wait_until_asked(3)  # the largest, the first of the rest, and the one after it
     assert programs.num_compiled == 2
-    assert programs.choose(make_plan(1))[0] == Bucket(4, 4)
-    assert programs.choose(make_plan(1, [2]))[0] == LARGEST
+    assert programs.choose(make_plan(1)) == Bucket(4, 4)
+    assert programs.choose(make_plan(1, [2])) == LARGEST
+    compiler.compile(100)
+    programs.wait()
+
+
+def test_who_needs_a_bucket_that_is_not_ready_waits_for_it(compiler: Compiler) -> None:
+    programs = Programs(LADDER, compiler)
+    waiting = threading.Thread(target=programs.wait_for, args=[Bucket(4, 4)])
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    compiler.compile(1)
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
     compiler.compile(100)
     programs.wait()
 
@@ -115,7 +126,9 @@ def test_a_bucket_that_fails_is_logged_and_the_others_serve(caplog: pytest.LogCa
     assert "no decode 4 on this chip" in caplog.text
     assert programs.num_compiled == len(LADDER.buckets) - 1
     # Behind it all others compiled; its plans run padded in the next larger one.
-    assert programs.choose(make_plan(4))[0] == Bucket(8, 4)
+    assert programs.choose(make_plan(4)) == Bucket(8, 4)
+    with pytest.raises(RuntimeError, match="bucket decode 4 did not compile here, and process 0 uses it"):
+        programs.wait_for(Bucket(4, 4))
 
 
 def test_without_the_largest_there_is_no_engine() -> None:

@@ -1,0 +1,23 @@
+"""What the processes of an engine must have been given alike: what differs is an error before it can be a hang."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sharding.hosts import Hosts
+
+
+def agree(hosts: Hosts, facts: Mapping[str, Any], offer: str = "") -> str:
+    """Process 0's `offer`, when the `facts` of all processes are equal; ValueError, in all of them, when not."""
+    mine = {name: repr(value) for name, value in facts.items()}
+    told = [json.loads(text) for text in hosts.share(json.dumps([mine, offer]))]
+    first, its_offer = told[0]
+    for index, (facts_there, _) in enumerate(told):
+        for name in sorted(first.keys() | facts_there.keys()):
+            here, there = first.get(name, "missing"), facts_there.get(name, "missing")
+            if here != there:
+                raise ValueError(
+                    f"{name} is {here} in process 0 and {there} in process {index}: start all processes with the same "
+                    "options and versions"
+                )
+    return str(its_offer)

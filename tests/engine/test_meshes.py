@@ -1,0 +1,316 @@
+"""The same tokens come out of every mesh, and several replicas behave as one engine."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import cache_key
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxvllm import LLM, EngineConfig, RequestOutput, SamplingParams
+from jaxvllm.cli.generate import Timeline
+from jaxvllm.engine import build
+from jaxvllm.engine.build import DEMO_MODEL
+from jaxvllm.engine.replica import DEPTH, Replica
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.runner import COMPILER_OPTIONS, CacheShape
+from pallas_kernels.backend import Backend
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh, replica_meshes
+from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
+from tests.models.fixture import Fixture
+
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
+# Every way to draw a token. Those without a seed get theirs in the order of submission, so no mesh may change them.
+WAYS = (
+    replace(GREEDY, max_tokens=10),
+    replace(GREEDY, max_tokens=10, logprobs=3),
+    SEEDED,
+    replace(SEEDED, top_p=0.8),
+    replace(SEEDED, top_k=7, logprobs=2),
+    replace(SEEDED, min_p=0.1, n=2),
+    replace(SEEDED, seed=None),
+    replace(SEEDED, seed=None, n=2),
+)
+PROMPTS = random_prompts(len(WAYS), longest=30, seed=11, vocab_size=120)
+
+
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """LLVM at -O0, which halves the seconds: these programs run for a few steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0)
+        yield
+
+
+@contextmanager
+def one_program() -> Iterator[None]:
+    """Engines with the bucket that holds every plan, and no other."""
+    with quick_compilation(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketLadder, "build", lambda *counts: BucketLadder((Bucket(16, 8),)))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_move(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A persistent cache that answers for all devices alike, as jax's own does on GPUs.
+
+    Or 8x1 would compile one program eight times, 35 seconds; it takes 5.
+    """
+    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in options}
+    hashed = cache_key._hash_serialized_compile_options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_key, "_hash_serialized_compile_options", lambda *args, **_: hashed(*args, True))
+        for name, value in zip(options, (str(tmp_path_factory.mktemp("xla")), 0.0), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request came to."""
+
+    token_ids: list[list[int]]
+    logprobs: list[Any]
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "Answer":
+        return cls([one.token_ids for one in output.outputs], [one.logprobs for one in output.outputs])
+
+
+def answers(llm: LLM) -> list[Answer]:
+    llm.engine._seeds.seed(0)  # as in a new engine
+    llm.reset_prefix_cache()
+    outputs = llm.generate(PROMPTS, WAYS, use_tqdm=False)
+    assert_idle(llm)
+    return [Answer.of(output) for output in outputs]
+
+
+def assert_same(given: list[Answer], expected: list[Answer]) -> None:
+    assert [one.token_ids for one in given] == [one.token_ids for one in expected]
+    for one, other in zip(given, expected, strict=True):
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert (mine is None) == (theirs is None)
+            for ranked, wanted in zip(mine or (), theirs or (), strict=True):
+                assert ranked.keys() == wanted.keys()
+                for token, logprob in ranked.items():
+                    assert logprob.rank == wanted[token].rank
+                    assert logprob.logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
+
+
+# All meshes.
+
+
+def write_checkpoint(directory: Path, ffn_size: int) -> Path:
+    """The `llama` fixture, 7 query heads over 1 KV head, with another FFN."""
+    small = Fixture.load("llama")
+    old = small.config["intermediate_size"]
+    shapes = {name: [ffn_size if size == old else size for size in shape] for name, shape in small.shapes.items()}
+    config = small.config | {"intermediate_size": ffn_size}
+    return replace(small, config=config, shapes=shapes).write_checkpoint(directory)
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its FFN divides by 8; its heads by nothing."""
+    return write_checkpoint(tmp_path_factory.mktemp("seven"), ffn_size=112)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> str:
+    return "demo" if request.param == "demo" else str(request.getfixturevalue("seven"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[Answer]:
+    with one_program(), tiny_llm(model) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        pytest.param(model, mesh, marks=[] if (model, mesh) == ("seven", "1x2") else pytest.mark.slow)
+        for model in ("seven", "demo")
+        for mesh in ("1x2", "1x4", "1x8", "2x4", "8x1")
+    ],
+    indirect=["model"],
+    scope="module",  # or each test would have its own `expected`
+)
+def test_the_same_tokens_on_every_mesh(model: str, expected: list[Answer], mesh: str) -> None:
+    # With the program for decoding alone once too: its rows are its tokens.
+    with quick_compilation() if mesh == "1x2" else one_program(), tiny_llm(model, mesh=mesh) as llm:
+        assert_same(answers(llm), expected)
+        assert sum(replica.num_steps > 0 for replica in llm.engine.replicas) == llm.config.mesh_shape.data
+
+
+def test_a_model_that_cannot_be_spread(tmp_path: Path) -> None:
+    """Found before a weight is read: there is none."""
+    (tmp_path / "config.json").write_text(json.dumps(Fixture.load("llama").config))
+    with pytest.raises(
+        ValueError, match="an FFN of size 116 does not divide over 8 devices: use a mesh of 1x1, 1x2, 1x4"
+    ):
+        tiny_llm(tmp_path, mesh="1x8")
+
+
+def test_more_devices_than_there_are() -> None:
+    with pytest.raises(ValueError, match="mesh 3x3 needs 9 devices and there are 8: .*JAX_NUM_CPU_DEVICES=9"):
+        LLM("/no/such/model", mesh="3x3")
+
+
+def test_heads_that_do_not_divide_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxvllm")
+    spec = model_spec(Fixture.load("llama").config, None)
+    build._log_costs(Spread(spec, 1))
+    assert not caplog.messages
+    build._log_costs(Spread(spec, 4))
+    assert caplog.messages == [
+        "KV heads: 1 over 4 devices, so there are 4 copies of each, and pages take 4 times the memory",
+        "query heads: 7 over 4 devices, so they take the time and memory of 8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pages"),
+    [
+        ("1x1", 100),
+        ("1x2", 100),  # half the room a device, and half of each page
+        ("1x8", 25),  # four copies of each of the two KV heads
+        ("4x1", 25),  # for each replica
+        ("2x4", 25),  # four devices share half the room, and two copies
+    ],
+)
+def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch, mesh: str, pages: int) -> None:
+    spec, backend = model_spec(checkpoint.read_config(DEMO_MODEL), None), Backend()
+    shape = CacheShape(num_pages=2, page_size=16, num_slots=8, max_pages=64, dtype=jnp.dtype(jnp.float32))
+    page_bytes = 4 * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
+    fullest = jax.devices()[0]
+    monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes)
+    meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
+    ladder = BucketLadder((Bucket(16, 8),))
+    assert build._num_pages(EngineConfig(mesh=mesh), {}, spec, ladder, shape, backend, meshes) == pages
+
+
+# Two replicas.
+
+
+@pytest.fixture(scope="module")
+def shared_two(seven: Path) -> Iterator[LLM]:
+    with one_program(), tiny_llm(seven, mesh="2x1") as llm:
+        yield llm
+
+
+@pytest.fixture
+def two(shared_two: LLM) -> Iterator[LLM]:
+    shared_two.engine._reset()  # the first replica gets the first request again
+    yield shared_two
+    assert_idle(shared_two)
+
+
+@pytest.mark.parametrize("model", ["seven"], indirect=True, scope="module")
+def test_the_same_tokens_from_two_replicas(two: LLM, expected: list[Answer]) -> None:
+    assert_same(answers(two), expected)
+
+
+def submit(llm: LLM, **params: SamplingParams) -> None:
+    for name, one in params.items():
+        llm.engine.submit(llm.engine.check(name, PROMPTS[0], one))
+
+
+def running(llm: LLM) -> list[list[str]]:
+    """The ids of each replica's running requests."""
+    return [[request.request_id for _, request in one.scheduler.running()] for one in llm.engine.replicas]
+
+
+def test_completions_of_one_request_share_a_replica(two: LLM) -> None:
+    submit(two, three=replace(SEEDED, n=3), one=GREEDY, other=GREEDY)
+    while two.engine.stats().num_waiting:
+        two.engine.step()
+    assert running(two) == [["three#0", "three#1", "three#2"], ["one", "other"]]
+    stats = two.engine.stats()
+    assert (stats.num_running, stats.num_pages) == (5, 2 * 64)
+    assert stats.num_pages_owned == sum(one.scheduler.pool.num_owned for one in two.engine.replicas)
+    assert [len(two.pages(replica).requests) for replica in (0, 1)] == [3, 2]
+    with pytest.raises(ValueError, match="replica 2 is not one of the 2 of mesh 2x1"):
+        two.pages(2)
+    with pytest.raises(ValueError, match="request id 'one' is in use"):
+        submit(two, one=GREEDY)
+    for name in ("three", "one", "other"):
+        output = two.engine.abort(name)
+        assert output is not None and {completion.finish_reason for completion in output.outputs} == {"abort"}
+    while two.engine.has_work:
+        assert two.engine.step() == []
+
+
+def test_a_prompt_comes_back_to_the_replica_that_knows_it(two: LLM) -> None:
+    long = [list(range(2, 60)), list(range(60, 118))]
+    cached = [
+        [two.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens for prompt in prompts]
+        for prompts in (long, long, long[::-1])  # the last time it is the other one's turn
+    ]
+    assert cached == [[0, 0], [48, 48], [48, 48]]
+    assert [one.scheduler.pool.num_owned for one in two.engine.replicas] == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["collect", "dispatch"])
+def test_what_breaks_one_replica_off_resets_all(two: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    expected = [Answer.of(output) for output in two.generate(PROMPTS, SEEDED, use_tqdm=False)]
+    runner = two.engine.replicas[1].runner
+    call, uses = getattr(runner, where), itertools.count(1)
+
+    def broken(*args: Any) -> Any:
+        if next(uses) == 4:
+            raise KeyboardInterrupt
+        return call(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, where, broken)
+        with pytest.raises(KeyboardInterrupt):
+            two.generate(PROMPTS, SEEDED, use_tqdm=False)
+    assert_idle(two)
+    assert [len(one.scheduler.pool._cached) for one in two.engine.replicas] == [0, 0]
+    assert [Answer.of(output) for output in two.generate(PROMPTS, SEEDED, use_tqdm=False)] == expected
+
+
+def test_no_replica_waits_for_another(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replica's device is stuck: the second one's request is answered."""
+    stuck, free = two.engine.replicas
+    submit(two, stuck=GREEDY, free=GREEDY)
+    with monkeypatch.context() as patch:
+        is_ready = Replica.is_ready.fget
+        patch.setattr(Replica, "is_ready", property(lambda self: self is not stuck and is_ready(self)))
+        steps = stuck.num_steps
+        finished: list[str] = []
+        while not finished:
+            finished += [output.request_id for output in two.engine.step() if output.finished]
+        assert finished == ["free"]
+        assert stuck.num_steps - steps == DEPTH
+    while two.engine.has_work:
+        finished += [output.request_id for output in two.engine.step() if output.finished]
+    assert finished == ["free", "stuck"]
+
+
+def test_the_batch_is_drawn_with_the_requests_of_all_replicas(two: LLM) -> None:
+    timeline = Timeline(two.engine)
+    submit(two, **{str(i): replace(GREEDY, max_tokens=6) for i in range(3)})
+    while two.engine.has_work:
+        two.engine.step()
+        timeline.record()
+    lines = timeline.draw(["first", "second", "third"]).splitlines()
+    assert [line.count("#") >= 5 for line in lines[1:4]] == [True] * 3
+    assert "3" in lines[-1], "all three ran at once"

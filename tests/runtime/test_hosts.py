@@ -1,0 +1,422 @@
+"""Several processes run one engine: the first leads, the others follow; none hangs when another ends."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src.distributed import State, initialize
+
+from jaxvllm import LLM, EngineConfig
+from jaxvllm.engine import hosts as engine_hosts
+from jaxvllm.runtime import follower, leader, link
+from jaxvllm.runtime.agreement import agree
+from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.calls import Abandon, Admit, Call, Close, Message, Reset, Step, read_message, to_bytes
+from jaxvllm.runtime.follower import Follower
+from jaxvllm.runtime.leader import Leader
+from sharding.hosts import Hosts, join
+from tests.runtime import hosts_program
+
+ROOT = Path(__file__).parent.parent.parent
+SECONDS = 60
+CALLS: tuple[Call, ...] = (
+    Admit(np.arange(8 * 5, dtype=np.int32).reshape(8, 5)),
+    Step(Bucket(16, 4), np.arange(-3, 37, dtype=np.int32)),
+    Reset(),
+    Close(),
+)
+
+
+def same(one: Message | None, other: Message | None) -> bool:
+    assert type(one) is type(other)
+    if isinstance(one, Step) and isinstance(other, Step) and one.bucket != other.bucket:
+        return False
+    if isinstance(one, Admit | Step) and isinstance(other, Admit | Step):
+        return one.packed.dtype == other.packed.dtype and np.array_equal(one.packed, other.packed)
+    return one == other
+
+
+def test_what_is_told_is_what_is_heard() -> None:
+    wire = io.BytesIO(b"".join(map(to_bytes, (*CALLS, Abandon()))))
+    assert all(same(read_message(wire), call) for call in CALLS)
+    assert read_message(wire) == Abandon()
+    assert read_message(wire) is None
+
+
+def test_half_a_call_is_none() -> None:
+    whole = to_bytes(CALLS[1])
+    assert all(read_message(io.BytesIO(whole[:size])) is None for size in range(len(whole)))
+
+
+def test_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GREETING_SECONDS", 0.05)
+    token = link.new_token()
+    with link.listen() as server, socket.socket() as silent:
+        address = ("localhost", server.getsockname()[1])
+        silent.connect(address)
+        assert link.accept(server, token) is None
+        with link.connect(address, link.new_token(), 1):
+            assert link.accept(server, token) is None
+        with link.connect(address, token, 1):
+            welcome = link.accept(server, token)
+            assert welcome is not None and welcome[0] == 1
+            welcome[1].close()
+
+
+# A leader and its followers in one process: only the devices are missing.
+
+
+@dataclass(frozen=True)
+class FakeHosts(Hosts):
+    """Hosts that share through a list, each in a thread of its own."""
+
+    told: dict[int, str] = field(default_factory=dict)
+    met: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+
+    def share(self, text: str, seconds: int = 0) -> tuple[str, ...]:
+        self.told[self.index] = text
+        self.met.wait(SECONDS)
+        return tuple(self.told[index] for index in range(self.count))
+
+
+def fake_hosts(count: int) -> list[FakeHosts]:
+    told: dict[int, str] = {}
+    met = threading.Barrier(count)
+    return [FakeHosts(index, count, "localhost", told, met) for index in range(count)]
+
+
+def in_threads(*functions: Any) -> list[Any]:
+    """What the functions return or raise when they run at the same time."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=[index]) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+@dataclass
+class FakeRunner:
+    """Remembers what it was made to do."""
+
+    made: list[Call] = field(default_factory=list)
+
+    def make(self, call: Call) -> int:
+        self.made.append(call)
+        return len(self.made)
+
+
+@dataclass
+class Group:
+    """A leader with two followers, and why processes were ended."""
+
+    leader: Leader
+    followers: list[Follower]
+    ended: list[str]
+
+    def wait_for_ends(self, count: int) -> None:
+        deadline = time.monotonic() + SECONDS
+        while len(self.ended) < count and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)  # one more would be one too many
+        assert len(self.ended) == count, self.ended
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    ended: list[str] = []
+    for module in (leader, follower):
+        monkeypatch.setattr(module, "say", ended.append)
+        monkeypatch.setattr(module, "end_process", lambda: None)
+    monkeypatch.setattr(link, "GRACE_SECONDS", 0.2)
+    hosts = fake_hosts(3)
+    first, *others = in_threads(
+        lambda: Leader(hosts[0], {"model": "demo"}),
+        *(lambda host=host: Follower(host, {"model": "demo"}) for host in hosts[1:]),
+    )
+    yield Group(first, others, ended)
+    for one in others:
+        one.__exit__(KeyboardInterrupt)
+    first.abandon()
+    first._thread.shutdown()
+    while any(wire.fileno() >= 0 for wire in (*first._wires.values(), *(one._wire for one in others))):
+        time.sleep(0.005)
+    leader.atexit.unregister(first._leave)
+
+
+def test_followers_make_the_calls_of_the_leader(group: Group) -> None:
+    runners = [FakeRunner() for _ in range(3)]
+    answers = [group.leader.call(runners[0].make, call) for call in CALLS]
+    assert answers == [1, 2, 3, 4]
+    in_threads(*(lambda i=i: group.followers[i].follow(runners[i + 1]) for i in range(2)))  # type: ignore[misc]
+    for runner in runners:
+        assert all(same(made, call) for made, call in zip(runner.made, CALLS, strict=True))
+    group.wait_for_ends(0)
+
+
+def test_a_call_is_told_before_it_is_made(group: Group) -> None:
+    heard: list[Message] = []
+
+    def make(call: Call) -> None:
+        heard.append(group.followers[0]._calls.get(timeout=SECONDS))
+
+    group.leader.call(make, Reset())
+    assert heard == [Reset()]
+
+
+def test_a_call_that_fails_lets_the_followers_go(group: Group) -> None:
+    def fail(call: Call) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        group.leader.call(fail, Reset())
+    group.wait_for_ends(2)
+    with pytest.raises(RuntimeError, match="start all of them again"):
+        group.leader.call(fail, Reset())
+
+
+def test_an_interrupted_call_is_made_all_the_same(group: Group) -> None:
+    made = threading.Event()
+
+    def make(call: Call) -> None:
+        threading.main_thread().join(0.1)
+        made.set()
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            group.leader.call(make, Reset())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert made.wait(SECONDS)
+    assert group.followers[1]._calls.get(timeout=SECONDS) == Reset()
+
+
+def test_when_a_follower_ends_so_does_the_leader(group: Group) -> None:
+    group.leader.call(lambda call: None, Reset())
+    with pytest.raises(OSError), group.followers[1]:
+        raise OSError
+    group.wait_for_ends(1)
+    assert group.ended == ["process 2 of 3 has ended, and process 0 of 3 cannot go on: see its log"]
+
+
+def test_when_the_leader_dies_so_do_the_followers(group: Group) -> None:
+    for wire in group.leader._wires.values():
+        wire.shutdown(socket.SHUT_RDWR)
+    group.leader._closed = True
+    group.wait_for_ends(2)
+    assert sorted(group.ended)[0] == "process 0 of 3 has ended, and process 1 of 3 cannot go on: see its log"
+
+
+def test_without_an_engine_the_followers_end(group: Group) -> None:
+    group.leader.abandon()
+    group.wait_for_ends(2)
+
+
+def test_an_error_of_all_is_left_to_each(group: Group) -> None:
+    for one in group.followers:
+        with pytest.raises(ValueError), one:
+            raise ValueError
+    for left in group.leader._left:
+        left.wait(SECONDS)
+    time.sleep(0.02)  # within the grace that the leader has for an error of its own
+    group.leader.abandon()
+    group.wait_for_ends(0)
+
+
+def test_what_differs_is_an_error_everywhere() -> None:
+    first, second = fake_hosts(2)
+    errors = in_threads(lambda: agree(first, {"page_size": 16}, "offer"), lambda: agree(second, {"page_size": 32}))
+    for error in errors:
+        assert type(error) is ValueError
+        assert str(error).startswith("page_size is 16 in process 0 and 32 in process 1: start all processes with")
+
+
+def test_all_processes_take_the_least() -> None:
+    first, second = fake_hosts(2)
+    assert in_threads(lambda: first.least(7), lambda: second.least(5)) == [5, 5]
+    assert Hosts().least(9) == 9
+
+
+# Joining.
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments that jax was given; the environment names nobody."""
+    for name in list(os.environ):
+        if name.startswith(("JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_PROC", "SLURM_", "OMPI_", "KUBERNETES_")):
+            monkeypatch.delenv(name)
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
+    before = jax.config.jax_enable_recoverability, jax.config.jax_enable_preemption_service  # type: ignore[attr-defined]
+    yield calls
+    jax.config.update("jax_enable_recoverability", before[0])
+    jax.config.update("jax_enable_preemption_service", before[1])
+
+
+def test_joins_by_flags_before_the_environment(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    join()
+    join("host:1", 2, 0)
+    join(process_id=1)
+    assert joined == [(None, 4, 3), ("host:1", 2, 0), (None, 4, 1)]
+
+
+def test_what_the_environment_leaves_open_is_jaxs_to_find(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    join()
+    assert joined == [(None, None, None)]
+    monkeypatch.setenv("JAX_PROCESS_ID", "one")
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID must be a whole number, not 'one'"):
+        join()
+
+
+def test_nobody_to_join_is_an_error(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.distributed, "initialize", State().initialize)  # jax itself, which finds nobody here
+    with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id, or set JAX_COORD"):
+        join()
+
+
+def test_after_jaxs_first_use_it_is_too_late(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(ValueError, match=r"could not join others: .*must be called before any JAX calls.*[^\n]*$"):
+        join("localhost:1", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(coordinator="host"), "coordinator must be HOST:PORT, not 'host'"),
+        (dict(num_processes=0), "num_processes must be a positive integer"),
+        (dict(num_processes=2, process_id=2), "process_id must be from 0 to below num_processes, not 2"),
+        (dict(process_id=-1), "not -1"),
+        (dict(process_id="1"), "not '1'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**options)
+
+
+def test_several_processes_share_one_replica() -> None:
+    with pytest.raises(NotImplementedError, match="mesh 2x4 has 2 replicas.* use 1x4 and start as many groups"):
+        LLM(mesh="2x4", multihost=True)
+
+
+def test_alone_nobody_follows() -> None:
+    assert not engine_hosts.follow()
+    assert engine_hosts._hosts(EngineConfig()) == Hosts()
+
+
+# Two processes, two devices each.
+
+
+@dataclass
+class Processes:
+    """Two processes that run one scenario of `hosts_program.py`."""
+
+    processes: list[subprocess.Popen[str]]
+
+    def wait(self) -> list[tuple[int, str, str]]:
+        """Exit code, standard output and standard error of both."""
+        outputs = [process.communicate(timeout=3 * SECONDS) for process in self.processes]
+        return [(process.returncode, *output) for process, output in zip(self.processes, outputs, strict=True)]
+
+
+@contextmanager
+def two_processes(scenario: str) -> Iterator[Processes]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    program = [sys.executable, "-m", "tests.runtime.hosts_program", scenario]
+    processes = [
+        subprocess.Popen(
+            [*program, str(index), coordinator],
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    try:
+        yield Processes(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow  # two processes start jax and compile
+def test_two_processes_complete_as_one() -> None:
+    with two_processes("complete") as both:
+        with LLM(**hosts_program.options("1x1")) as llm:
+            expected = hosts_program.complete(llm)
+        leads, follows = both.wait()
+    assert leads[0] == 0, leads[2]
+    assert follows[0] == 0, follows[2]
+    completed, broken_off, after = json.loads(leads[1].splitlines()[-1])
+    assert completed == expected
+    assert len(expected) == len(hosts_program.REQUESTS) + 1  # one was aborted
+    assert broken_off > 0
+    assert after == expected[:1]
+    assert "process 1 of 2 follows process 0" in follows[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "the follower"])
+def test_when_one_is_killed_the_other_ends(victim: int) -> None:
+    with two_processes("endless") as both:
+        output = both.processes[0].stdout
+        assert output is not None
+        assert any("alive" in line for line in output)  # gloo writes there, too
+        both.processes[victim].kill()
+        start = time.monotonic()
+        code = both.processes[1 - victim].wait(SECONDS)
+        assert time.monotonic() - start < 10
+        assert code not in (0, -signal.SIGKILL)
+        assert f"process {victim} of 2 has ended" in both.wait()[1 - victim][2]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("differ", "page_size is 16 in process 0 and 32 in process 1"),
+        ("lead twice", "this is process 1 of 2, and only process 0 takes requests: call jaxvllm.follow"),
+    ],
+    ids=["differ", "lead twice"],
+)
+def test_a_mistake_ends_both(scenario: str, message: str) -> None:
+    with two_processes(scenario) as both:
+        (code_0, _, text_0), (code_1, _, text_1) = both.wait()
+    assert code_0 and code_1
+    assert message in text_1
+    assert (message if scenario == "differ" else "other than 0 call is 'follow' in process 0 and 'LLM'") in text_0
