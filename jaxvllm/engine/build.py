@@ -4,46 +4,36 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-import jaxvllm
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.page_pool import PagePool, pages_for
+from jaxvllm.core.page_pool import PagePool
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.core.scheduler import Scheduler, check_token_budget
+from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.engine.choices import Choices
 from jaxvllm.engine.default_params import default_params
 from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
 from jaxvllm.models import checkpoint
-from jaxvllm.models.families import model_spec
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
-from jaxvllm.models.params import Layout, Params
+from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
+from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
 from jaxvllm.runtime.leader import Leader
-from jaxvllm.runtime.memory import free_bytes, pages_that_fit, step_bytes
+from jaxvllm.runtime.memory import claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.programs import use_persistent_cache
-from jaxvllm.runtime.runner import CacheShape, Runner, compile_step
+from jaxvllm.runtime.runner import Runner, compile_step
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
 
 logger = logging.getLogger(__name__)
-
-# As in vLLM without scales: what goes beyond the range of e4m3, 448, saturates.
-PAGE_DTYPES = {
-    "fp8": jnp.dtype(jnp.float8_e4m3fn),
-    "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
-    "fp8_e5m2": jnp.dtype(jnp.float8_e5m2),
-}
-DEMO_MODEL = Path(jaxvllm.__file__).parent / "assets" / "demo"
 
 
 @dataclass(frozen=True)
@@ -67,40 +57,34 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     """
     if config.cache_directory is not None:
         use_persistent_cache(config.cache_directory)
+    claim_gpu_memory()
     devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
         raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
     meshes = replica_meshes(make_mesh(config.mesh_shape, devices))
     device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
-    directory = DEMO_MODEL if config.model == "demo" else checkpoint.resolve(config.model)
-    hf_config = checkpoint.read_config(directory)
-    spec, max_model_len = _spec(hf_config, config.max_model_len)
+    directory = checkpoint.resolve(config.model)
+    choices = Choices.of(config, checkpoint.read_config(directory), on_cpu)
+    spec = choices.spec
     _log_costs(Spread(spec, meshes[0].size))
-    dtype = _dtype(config.dtype, hf_config, on_cpu)
-    backend = Backend.of_device(config.attention_backend, device, dtype)
+    backend = Backend.of_device(config.attention_backend, device, choices.dtype)
+    if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
+        # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
+        raise NotImplementedError("attention backend interpret-gpu runs on one device: use interpret, or a mesh of Dx1")
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
-    max_num_seqs, max_num_batched_tokens = _batch_limits(config, on_cpu)
-    check_token_budget(max_num_batched_tokens, max_num_seqs)  # before buckets of these sizes fail to make sense
+    seqs, tokens = choices.max_num_seqs, choices.max_num_batched_tokens
     ladder = BucketLadder.build(
-        _buckets(config.row_buckets, "row_buckets", 1, max_num_seqs),
-        _buckets(config.token_buckets, "token_buckets", min(16, max_num_batched_tokens), max_num_batched_tokens),
+        _buckets(config.row_buckets, "row_buckets", 1, seqs),
+        _buckets(config.token_buckets, "token_buckets", min(16, tokens), tokens),
     )
-    max_pages = pages_for(max_model_len, config.page_size)
-    smallest = CacheShape(
-        num_pages=2,
-        page_size=config.page_size,
-        num_slots=max_num_seqs,
-        max_pages=max_pages,
-        dtype=PAGE_DTYPES.get(config.kv_cache_dtype, dtype),
-    )
-    replicas = _load(config, directory, spec, dtype, meshes)
+    replicas = _load(config, directory, choices, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
-    room = config.num_pages or _num_pages(config, replicas[0], spec, ladder, smallest, backend, meshes)
+    room = config.num_pages or _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
     num_pages = hosts.least(room)
-    shape = replace(smallest, num_pages=num_pages)
+    shape = choices.cache_shape(num_pages)
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         return Runner(params, spec, shape, ladder, backend, mesh, leader)
@@ -114,9 +98,9 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
 
     def make_scheduler() -> Scheduler:
-        slots = SlotTable(max_num_seqs, max_model_len, config.page_size)
+        slots = SlotTable(seqs, choices.max_model_len, config.page_size)
         pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
-        return Scheduler(slots, pool, POLICIES[config.scheduler], max_num_batched_tokens)
+        return Scheduler(slots, pool, POLICIES[config.scheduler], tokens)
 
     tokenizer = _tokenizer(config, directory)
     return EngineParts(
@@ -124,7 +108,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
-        max_model_len=max_model_len,
+        max_model_len=choices.max_model_len,
         eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
         default_params=default_params(directory),
     )
@@ -141,23 +125,19 @@ def _log_costs(spread: Spread) -> None:
         logger.info(text, spec.num_heads, spread.size, whole.num_heads)
 
 
-def _load(
-    config: EngineConfig, directory: Path, spec: ModelSpec, dtype: jnp.dtype, meshes: Sequence[Mesh]
-) -> list[Params]:
+def _load(config: EngineConfig, directory: Path, choices: Choices, meshes: Sequence[Mesh]) -> list[Params]:
     """The weights on each of `meshes`: read once, and copied from device to device."""
-    on_cpu = meshes[0].devices.flat[0].platform == "cpu"
-    layout: Layout = "separate" if on_cpu else "stacked"
     params = checkpoint.load(
         directory,
-        spec,
-        dtype=dtype,
-        layout=layout,
+        choices.spec,
+        dtype=choices.dtype,
+        layout=choices.layout,
         load_format=config.load_format,
         seed=config.seed,
         mesh=meshes[0],
     )
     # Only on one device: several on a CPU are virtual, for proving what real ones will do, not for speed.
-    if on_cpu and meshes[0].size == 1 and prefers_in_out():
+    if choices.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
         params = to_in_out(params)
 
     def copied(mesh: Mesh) -> Params:
@@ -165,26 +145,6 @@ def _load(
         return copy
 
     return [params, *map(copied, meshes[1:])]
-
-
-def _spec(hf_config: dict[str, object], max_model_len: int | None) -> tuple[ModelSpec, int]:
-    """The model, and the length it serves: some RoPE scalings depend on it, so it comes first."""
-    spec = model_spec(hf_config, max_model_len)
-    return spec, max_model_len or spec.max_position
-
-
-def _batch_limits(config: EngineConfig, on_cpu: bool) -> tuple[int, int]:
-    """Requests and tokens of a step; the one that the config leaves open makes room for the other."""
-    seqs, tokens = (64, 512) if on_cpu else (256, 2048)
-    max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
-    return max_num_seqs, config.max_num_batched_tokens or max(tokens, max_num_seqs)
-
-
-def _dtype(name: str, hf_config: dict[str, object], on_cpu: bool) -> jnp.dtype:
-    if name == "auto":
-        # XLA emulates bfloat16 on CPU: float32 is several times faster there.
-        name = "float32" if on_cpu else checkpoint.config_dtype(hf_config)
-    return jnp.dtype(name)
 
 
 def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: int) -> tuple[int, ...]:
@@ -196,25 +156,20 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: 
 
 
 def _num_pages(
-    config: EngineConfig,
-    params: Params,
-    spec: ModelSpec,
-    ladder: BucketLadder,
-    smallest: CacheShape,
-    backend: Backend,
-    meshes: Sequence[Mesh],
+    config: EngineConfig, choices: Choices, params: Params, largest: Bucket, backend: Backend, meshes: Sequence[Mesh]
 ) -> int:
     """Pages of each replica, for what the fullest device of this process has left.
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
-    struct = smallest.pages(spec, backend, meshes[0])
+    smallest = choices.cache_shape(num_pages=2)
+    struct = smallest.pages(choices.spec, backend, meshes[0])
     devices = [device for mesh in meshes for device in mesh.local_devices]
     room = min(free_bytes(device, config.memory_utilization) for device in devices)
     if devices[0].platform == "cpu":
         room //= len(devices)  # they are all this host
     else:
-        room -= step_bytes(compile_step(params, struct, spec, smallest, ladder.largest, backend, meshes[0]))
+        room -= step_bytes(compile_step(params, struct, choices.spec, smallest, largest, backend, meshes[0]))
     share = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
     return pages_that_fit(room, share // smallest.num_pages, useful=smallest.num_slots * smallest.max_pages + 1)
 

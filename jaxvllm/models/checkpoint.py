@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+import jaxvllm
 from jaxvllm.models.families import find_family
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, ParamDecl, Params, declare, declare_layer, dummy_array
@@ -25,6 +26,8 @@ from jaxvllm.models.stored_weights import StoredWeights
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, place
 
+# The model that ships inside the package.
+DEMO_MODEL = Path(jaxvllm.__file__).parent / "assets" / "demo"
 LoadFormat = Literal["auto", "dummy"]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What a hub repository is downloaded for.
@@ -33,10 +36,12 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(model: str) -> Path:
-    """The directory of a model: a local one, or a Hugging Face hub name, which is downloaded if need be.
+    """The directory of a model: "demo", a local one, or a Hugging Face hub name, which is downloaded if need be.
 
-    ValueError when it is neither, or cannot be downloaded.
+    ValueError when it is none of them, or cannot be downloaded.
     """
+    if model == "demo":
+        return DEMO_MODEL
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -6,13 +6,11 @@ from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
-from jaxvllm.engine.build import PAGE_DTYPES
-from jaxvllm.models import checkpoint
+from jaxvllm.engine.choices import Choices
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -31,7 +29,7 @@ class Job:
     replicas: int
     size: int  # devices that each replica is spread over
     dtype: str
-    kv_cache_dtype: str
+    page_dtype: str
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -44,23 +42,18 @@ class Job:
     @classmethod
     def of_config(cls, config: EngineConfig, hf_config: dict[str, Any], device: str) -> "Job":
         """What an engine of this config would run on such devices, where it leaves things open too."""
-        on_cpu = device == CPU
-        dtype: str = config.dtype
-        if dtype == "auto":
-            dtype = "float32" if on_cpu else checkpoint.config_dtype(hf_config)
-        seqs, tokens = (64, 512) if on_cpu else (256, 2048)
-        max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
+        choices = Choices.of(config, hf_config, device == CPU)
         return cls(
             hf_config=hf_config,
             device=device,
             replicas=config.mesh_shape.data,
             size=config.mesh_shape.model,
-            dtype=dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_model_len=config.max_model_len or model_spec(hf_config).max_position,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens or max(tokens, max_num_seqs),
-            page_size=config.page_size,
+            dtype=choices.dtype.name,
+            page_dtype=choices.page_dtype.name,
+            max_model_len=choices.max_model_len,
+            max_num_seqs=choices.max_num_seqs,
+            max_num_batched_tokens=choices.max_num_batched_tokens,
+            page_size=choices.page_size,
         )
 
     @cached_property
@@ -85,14 +78,9 @@ class Job:
         return Share(self.spread, jnp.dtype(self.dtype))
 
     @property
-    def page_dtype(self) -> np.dtype:
-        dtype: np.dtype = PAGE_DTYPES.get(self.kv_cache_dtype, jnp.dtype(self.dtype))
-        return dtype
-
-    @property
     def page_bytes(self) -> int:
         """Of one page on each device."""
-        return self.share.page_bytes(self.page_size, self.page_dtype, self.backend)
+        return self.share.page_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
 
     @property
     def max_pages(self) -> int:

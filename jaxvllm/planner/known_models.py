@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.engine.build import DEMO_MODEL
 from jaxvllm.models import checkpoint
 
 _FILE = Path(__file__).with_name("known_models.json")
@@ -24,7 +23,7 @@ def find_config(model: str) -> tuple[str, dict[str, Any]]:
     Names match in any case, with or without the owner, and with the names of tuned versions: "llama-3.1-8b-instruct".
     Nothing is downloaded. ValueError: it is none of these, with the nearest known names.
     """
-    path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    path = checkpoint.DEMO_MODEL if model == "demo" else Path(model).expanduser()
     if path.is_dir():
         return model, checkpoint.read_config(path)
     if path.is_file():

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxvllm.runtime.memory import GPU_SHARE
 from pallas_kernels.backend import KERNEL_DTYPES, REFERENCE, Backend
-from pallas_kernels.chips import CHIPS, Chip, chip_named
+from pallas_kernels.chips import CHIPS, Chip, GpuChip, chip_named
 
 CPU = "cpu"
 
@@ -17,7 +18,7 @@ class Target:
 
     name: str
     chip: Chip | None
-    memory_bytes: int  # of one device
+    memory_bytes: int  # of one device, that a program can have
 
     @classmethod
     def named(cls, name: str, count: int) -> "Target":
@@ -27,7 +28,9 @@ class Target:
         if name not in CHIPS:
             raise ValueError(f"no device is called {name!r}: known are {', '.join(CHIPS)} and {CPU}")
         chip = chip_named(name)
-        return cls(name, chip, chip.hbm_bytes)
+        # For a TPU, that is what libtpu grants already.
+        share = GPU_SHARE if isinstance(chip, GpuChip) else 1
+        return cls(name, chip, int(chip.hbm_bytes * share))
 
     def backend(self, dtype: np.dtype) -> Backend:
         """The kernels that the engine chooses on such a device, for a model that computes in `dtype`."""

@@ -59,7 +59,7 @@ def compile_job(job: Job) -> Findings:
     layout: Layout = "stacked" if chip else "separate"
     # Half of what the weights leave: a copy of the pages could not hide, and the step has room.
     num_pages = max((job.target.memory_bytes - job.share.weight_bytes) // 2 // job.page_bytes, 2)
-    shape = CacheShape(num_pages, job.page_size, job.max_num_seqs, job.max_pages, job.page_dtype)
+    shape = CacheShape(num_pages, job.page_size, job.max_num_seqs, job.max_pages, jnp.dtype(job.page_dtype))
     params, pages = abstract_params(job.spec, dtype, layout, mesh), shape.pages(job.spec, job.backend, mesh)
 
     def compile_bucket(bucket: Bucket) -> StepFindings:

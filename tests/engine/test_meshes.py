@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax._src import cache_key
 from jax.experimental.compilation_cache import compilation_cache
@@ -17,13 +16,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxvllm import LLM, EngineConfig, RequestOutput, SamplingParams
 from jaxvllm.cli.generate import Timeline
 from jaxvllm.engine import build
-from jaxvllm.engine.build import DEMO_MODEL
+from jaxvllm.engine.choices import Choices
 from jaxvllm.engine.replica import DEPTH, Replica
 from jaxvllm.models import checkpoint
+from jaxvllm.models.checkpoint import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.runner import COMPILER_OPTIONS, CacheShape
+from jaxvllm.runtime.runner import COMPILER_OPTIONS
 from pallas_kernels.backend import Backend
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
@@ -196,14 +196,14 @@ def test_heads_that_do_not_divide_are_told(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch, mesh: str, pages: int) -> None:
-    spec, backend = model_spec(checkpoint.read_config(DEMO_MODEL), None), Backend()
-    shape = CacheShape(num_pages=2, page_size=16, num_slots=8, max_pages=64, dtype=jnp.dtype(jnp.float32))
+    config = EngineConfig(mesh=mesh)
+    choices = Choices.of(config, checkpoint.read_config(DEMO_MODEL), on_cpu=True)
+    spec = choices.spec
     page_bytes = 4 * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
     fullest = jax.devices()[0]
     monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes)
     meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
-    ladder = BucketLadder((Bucket(16, 8),))
-    assert build._num_pages(EngineConfig(mesh=mesh), {}, spec, ladder, shape, backend, meshes) == pages
+    assert build._num_pages(config, choices, {}, Bucket(16, 8), Backend(), meshes) == pages
 
 
 # Two replicas.

@@ -1,0 +1,70 @@
+"""What an engine is where its config leaves that open: it depends on the model, and on whether it runs on a CPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.scheduler import check_token_budget
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import Layout
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.runner import CacheShape
+
+# As in vLLM without scales: what goes beyond the range of e4m3, 448, saturates.
+_EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The engine and the planner make them alike. ValueError names what cannot be."""
+
+    spec: ModelSpec
+    max_model_len: int  # tokens
+    dtype: jnp.dtype  # of weights and activations
+    layout: Layout
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    page_dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], on_cpu: bool) -> Self:
+        """What `config` makes of the model whose config.json is `hf_config`."""
+        # The length comes first: some RoPE scalings depend on it.
+        spec = model_spec(dict(hf_config), config.max_model_len)
+        name: str = config.dtype
+        if name == "auto":
+            # XLA emulates bfloat16 on CPU: float32 is several times faster there.
+            name = "float32" if on_cpu else checkpoint.config_dtype(hf_config)
+        dtype = jnp.dtype(name)
+        # Requests and tokens of a step; the one that the config leaves open makes room for the other.
+        seqs, tokens = (64, 512) if on_cpu else (256, 2048)
+        max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
+        max_num_batched_tokens = config.max_num_batched_tokens or max(tokens, max_num_seqs)
+        check_token_budget(max_num_batched_tokens, max_num_seqs)
+        return cls(
+            spec=spec,
+            max_model_len=config.max_model_len or spec.max_position,
+            dtype=dtype,
+            # Read in place by XLA: see `models.params`.
+            layout="separate" if on_cpu else "stacked",
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=config.page_size,
+            page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
+        )
+
+    def cache_shape(self, num_pages: int) -> CacheShape:
+        """Slots for all requests, each of full length, over a pool of so many pages."""
+        return CacheShape(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_slots=self.max_num_seqs,
+            max_pages=pages_for(self.max_model_len, self.page_size),
+            dtype=self.page_dtype,
+        )
