@@ -21,7 +21,7 @@ _VLLM_NAMES = {
     "node_rank": "process_id",
     "master_addr": "coordinator",
 }
-_HOST_PORT = re.compile(r".+:\d{1,5}")
+_HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 PAGE_SIZES = (16, 32, 64, 128)
 
 
@@ -83,8 +83,10 @@ class EngineConfig:
             raise ValueError(f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}")
         if self.scheduler not in POLICIES:
             raise ValueError(f"scheduler must be one of {', '.join(POLICIES)}, not {self.scheduler!r}")
-        if self.coordinator is not None and not _HOST_PORT.fullmatch(self.coordinator):
-            raise ValueError(f"coordinator must be HOST:PORT, not {self.coordinator!r}")
+        if self.coordinator is not None:
+            match = _HOST_PORT.fullmatch(str(self.coordinator))
+            if match is None or int(match[1]) > 65535:
+                raise ValueError(f"coordinator must be HOST:PORT, not {self.coordinator!r}")
         index, count = self.process_id, self.num_processes
         if index is not None and (type(index) is not int or index < 0 or (count is not None and index >= count)):
             raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")

@@ -6,6 +6,7 @@ a program can really use. Nothing here asks for a device, so kernels take a chip
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 KIB = 2**10
 MIB = 2**20
@@ -21,12 +22,17 @@ class TpuChip:
     hbm_bytes: int  # of the whole device, after what the runtime keeps for itself
     hbm_bandwidth: float  # bytes/s, of the whole device
     bf16_flops: float  # FLOP/s, of the whole device
-    ring_bandwidth: float  # bytes/s that the device sends when its slice is one ring, used both ways round
+    link_bandwidth: float  # bytes/s that a chip sends to one neighbour
+    devices_per_chip: int
     num_cores: int  # TensorCores in the device
     vmem_bytes: int  # of one TensorCore: the most that a kernel's buffers and the compiler's own may take together
     smem_bytes: int  # of one TensorCore
     mxu_size: int  # rows and columns of one matrix unit
     num_mxus: int  # of one TensorCore
+
+    def ring_bandwidth(self, num_chips: int) -> float:
+        """Bytes/s that each of the chips sends when they form a ring, used both ways round."""
+        return self.link_bandwidth * (2 if num_chips > 2 else 1)  # two chips have one link between them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ class GpuChip:
     hbm_bytes: int
     hbm_bandwidth: float  # bytes/s
     bf16_flops: float  # FLOP/s
-    ring_bandwidth: float  # bytes/s that it sends to the other GPUs of its machine
+    link_bandwidth: float  # bytes/s that it sends to the other GPUs of its machine
     num_sms: int
     clock_ghz: float  # boost
     fp32_lanes_per_sm: int
@@ -47,67 +53,76 @@ class GpuChip:
     shared_memory_per_block: int  # bytes, with the opt-in above 48 KiB that every kernel of ours takes
     shared_memory_per_sm: int  # bytes
     l2_bytes: int
+    devices_per_chip: ClassVar[int] = 1
+
+    def ring_bandwidth(self, num_chips: int) -> float:
+        """Bytes/s that each of the GPUs sends when they form a ring: a switch gives any number all of its links."""
+        return self.link_bandwidth
 
 
 Chip = TpuChip | GpuChip
 
 # Rates: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}. HBM, VMEM and SMEM: the limits that libtpu 0.0.48.1 names when a
-# program asks for too much (v5e: 15.75 of 16 GiB). MXUs: the same pages, and jax's tpu_info. Rings: a chip's
-# bidirectional ICI bandwidth there (400, 1200, 800, 1200 GB/s) over its four ports (v5e, v6e) or six. A ring has two
-# ports of a chip and sends half of what is both ways. Corners of slices up to 8 chips have no more (v5p's cube: three).
+# program asks for too much (v5e: 15.75 of 16 GiB). MXUs: the same pages, and jax's tpu_info. Links: a chip's
+# bidirectional ICI bandwidth there (400, 1200, 800, 1200 GB/s) over its four ports (v5e, v6e) or six, and half of that
+# one way. A ring has two ports of a chip; corners of slices up to 8 chips have no more (v5p's cube: three).
 _TPUS = (
     TpuChip(
         name="v5e", device_kind="TPU v5 lite", hbm_bytes=int(15.75 * GIB), hbm_bandwidth=819e9, bf16_flops=197e12,
-        ring_bandwidth=100e9, num_cores=1, vmem_bytes=128 * MIB, smem_bytes=MIB, mxu_size=128, num_mxus=4,
+        link_bandwidth=50e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB,
+        smem_bytes=MIB, mxu_size=128, num_mxus=4,
     ),
     TpuChip(
         name="v5p", device_kind="TPU v5", hbm_bytes=int(95.73 * GIB), hbm_bandwidth=2765e9, bf16_flops=459e12,
-        ring_bandwidth=200e9, num_cores=2, vmem_bytes=64 * MIB, smem_bytes=MIB, mxu_size=128, num_mxus=4,
+        link_bandwidth=100e9, devices_per_chip=1, num_cores=2, vmem_bytes=64 * MIB,
+        smem_bytes=MIB, mxu_size=128, num_mxus=4,
     ),
     TpuChip(
         name="v6e", device_kind="TPU v6 lite", hbm_bytes=int(31.24 * GIB), hbm_bandwidth=1638e9, bf16_flops=918e12,
-        ring_bandwidth=200e9, num_cores=1, vmem_bytes=128 * MIB, smem_bytes=MIB, mxu_size=256, num_mxus=2,
+        link_bandwidth=100e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB,
+        smem_bytes=MIB, mxu_size=256, num_mxus=2,
     ),
     # A chip has 192 GiB, 7380 GB/s and 2307 TFLOP/s; a device is half of it.
     TpuChip(
         name="v7x", device_kind="TPU7x", hbm_bytes=int(94.74 * GIB), hbm_bandwidth=3690e9, bf16_flops=1153.5e12,
-        ring_bandwidth=200e9, num_cores=1, vmem_bytes=64 * MIB, smem_bytes=MIB, mxu_size=256, num_mxus=2,
+        link_bandwidth=100e9, devices_per_chip=2, num_cores=1, vmem_bytes=64 * MIB,
+        smem_bytes=MIB, mxu_size=256, num_mxus=2,
     ),
 )  # fmt: skip
 
 # Rates: NVIDIA's data sheets of the SXM boards (L4: of its one board), halved where they are given with sparsity.
-# Rings: half of NVLink's (L4: of PCIe 4.0's) bandwidth there, which is the sum of both directions.
+# Links: half of NVLink's (L4: of PCIe 4.0's) bandwidth there, which is the sum of both directions.
 # Sizes, counts and clocks as the driver reports them: openxla/xla, xla/backends/gpu/target_config/specs (L4: the Ada
 # white paper, and the CUDA programming guide's table of compute capability 8.9).
 _GPUS = (
     GpuChip(
         name="h100", device_kind="NVIDIA H100 80GB HBM3", compute_capability=(9, 0), hbm_bytes=84_942_979_072,
-        hbm_bandwidth=3352e9, bf16_flops=989e12, ring_bandwidth=450e9, num_sms=132, clock_ghz=1.98,
+        hbm_bandwidth=3352e9, bf16_flops=989e12, link_bandwidth=450e9, num_sms=132, clock_ghz=1.98,
         fp32_lanes_per_sm=128, threads_per_sm=2048, shared_memory_per_block=227 * KIB,
         shared_memory_per_sm=228 * KIB, l2_bytes=50 * MIB,
     ),
     GpuChip(
         name="h200", device_kind="NVIDIA H200", compute_capability=(9, 0), hbm_bytes=151_397_597_184,
-        hbm_bandwidth=4800e9, bf16_flops=989e12, ring_bandwidth=450e9, num_sms=132, clock_ghz=1.98,
+        hbm_bandwidth=4800e9, bf16_flops=989e12, link_bandwidth=450e9, num_sms=132, clock_ghz=1.98,
         fp32_lanes_per_sm=128, threads_per_sm=2048, shared_memory_per_block=227 * KIB,
         shared_memory_per_sm=228 * KIB, l2_bytes=50 * MIB,
     ),
     GpuChip(
         name="b200", device_kind="NVIDIA B200", compute_capability=(10, 0), hbm_bytes=191_514_411_008,
-        hbm_bandwidth=7672e9, bf16_flops=2250e12, ring_bandwidth=900e9, num_sms=148, clock_ghz=1.965,
+        hbm_bandwidth=7672e9, bf16_flops=2250e12, link_bandwidth=900e9, num_sms=148, clock_ghz=1.965,
         fp32_lanes_per_sm=128, threads_per_sm=2048, shared_memory_per_block=227 * KIB,
         shared_memory_per_sm=228 * KIB, l2_bytes=132_644_864,
     ),
     GpuChip(
         name="a100", device_kind="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), hbm_bytes=85_100_068_864,
-        hbm_bandwidth=2039e9, bf16_flops=312e12, ring_bandwidth=300e9, num_sms=108, clock_ghz=1.41,
+        hbm_bandwidth=2039e9, bf16_flops=312e12, link_bandwidth=300e9, num_sms=108, clock_ghz=1.41,
         fp32_lanes_per_sm=64, threads_per_sm=2048, shared_memory_per_block=163 * KIB,
         shared_memory_per_sm=164 * KIB, l2_bytes=40 * MIB,
     ),
     # ECC takes a part of the 24 GB: nvidia-smi shows 23034 MiB.
     GpuChip(
         name="l4", device_kind="NVIDIA L4", compute_capability=(8, 9), hbm_bytes=23_034 * MIB,
-        hbm_bandwidth=300e9, bf16_flops=121e12, ring_bandwidth=32e9, num_sms=58, clock_ghz=2.04,
+        hbm_bandwidth=300e9, bf16_flops=121e12, link_bandwidth=32e9, num_sms=58, clock_ghz=2.04,
         fp32_lanes_per_sm=128, threads_per_sm=1536, shared_memory_per_block=99 * KIB,
         shared_memory_per_sm=100 * KIB, l2_bytes=48 * MIB,
     ),

@@ -65,7 +65,7 @@ def _is_installed(module: str) -> bool:
 def _tpu_devices(chip: TpuChip, count: int) -> list[jax.Device]:
     # libtpu reads these when it is loaded, which the first topology does.
     os.environ.update(_LIBTPU_ENVIRONMENT)
-    num_chips = -(-count // 2) if chip.name == "v7x" else count
+    num_chips = -(-count // chip.devices_per_chip)
     for name in _TPU_SLICES[chip.name]:
         sides = [int(side) for side in name.split(":")[1].split("x")]
         if math.prod(sides) >= num_chips:

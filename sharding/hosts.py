@@ -1,6 +1,7 @@
 """The processes that run one model together, usually one a host: how they find and what they tell each other."""
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ JOIN_SECONDS = 300
 LOAD_SECONDS = 3600
 # For all to read what the last of them has said.
 READ_SECONDS = 30
+# A wait inside jax is deaf to Ctrl-C, so a long one is many of these.
+SLICE_SECONDS = 1
 
 
 @dataclass(frozen=True)
@@ -33,28 +36,46 @@ class Hosts:
         return f"process {self.index} of {self.count}"
 
     def share(self, text: str, seconds: int = JOIN_SECONDS) -> tuple[str, ...]:
-        """Every process's `text`, in their order. All call it, equally often; TimeoutError after `seconds` without."""
+        """Every process's `text`, in their order. All call it, equally often; TimeoutError after `seconds` without.
+
+        What else goes wrong on the way, process 0 having gone among it, is jax's own error.
+        """
         if self.count == 1:
             return (text,)
         client: Any = global_state.client
         # Nothing can be written twice, so each call has a number; every process counts its own calls, there.
         number = client.key_value_increment(f"jaxvllm/calls/{self.index}", 1)
-        client.key_value_set(f"jaxvllm/{number}/{self.index}", text)
-        try:
-            texts = tuple(
-                client.blocking_key_value_get(f"jaxvllm/{number}/{index}", seconds * 1000)
-                for index in range(self.count)
-            )
-        except jax.errors.JaxRuntimeError as error:
-            raise TimeoutError(f"{self} waited {seconds} s for the others: see their logs") from error
+        client.key_value_set(f"jaxvllm/{number}/text/{self.index}", text)
+        texts = self._read(f"jaxvllm/{number}/text", seconds)
         # What process 0 reads may make it end, and the service with it: not before the others have read it too.
-        with suppress(jax.errors.JaxRuntimeError):
-            client.wait_at_barrier(f"jaxvllm/{number}", READ_SECONDS * 1000)
+        with suppress(jax.errors.JaxRuntimeError, TimeoutError):
+            client.key_value_set(f"jaxvllm/{number}/read/{self.index}", "")
+            if self.leads:
+                self._read(f"jaxvllm/{number}/read", READ_SECONDS)
         return texts
 
     def least(self, number: int) -> int:
         """The least that any process gives."""
         return min(map(int, self.share(str(number), LOAD_SECONDS)))
+
+    def meet(self) -> None:
+        """Returns when all have come here, however long the slowest loads or compiles."""
+        self.share("", LOAD_SECONDS)
+
+    def _read(self, place: str, seconds: int) -> tuple[str, ...]:
+        """What every process has written at `place`, when the last of them has."""
+        deadline = time.monotonic() + seconds
+        texts: list[str] = []
+        while len(texts) < self.count:
+            try:
+                key = f"{place}/{len(texts)}"
+                texts.append(global_state.client.blocking_key_value_get(key, SLICE_SECONDS * 1000))  # type: ignore[union-attr]
+            except jax.errors.JaxRuntimeError as error:
+                if not str(error).startswith("DEADLINE_EXCEEDED"):
+                    raise
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self} waited {seconds} s for process {len(texts)}: see its log") from None
+        return tuple(texts)
 
 
 ALONE = Hosts()

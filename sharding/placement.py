@@ -15,7 +15,7 @@ Place = Callable[[tuple[str | None, ...]], NamedSharding]
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh over the first `shape.num_devices` of the devices, in the order that their interconnect likes.
 
-    ValueError when there are fewer.
+    ValueError when there are fewer, or when they do not form such a mesh.
     """
     if len(devices) < shape.num_devices:
         way_out = "use a smaller mesh"
@@ -24,7 +24,12 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
         raise ValueError(f"mesh {shape} needs {shape.num_devices} devices and there are {len(devices)}: {way_out}")
     # Auto and not Explicit: arrays outside the step's shard_map carry their sharding, types need not.
     types = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((shape.data, shape.model), (DATA, MODEL), types, devices=devices[: shape.num_devices])
+    try:
+        return jax.make_mesh((shape.data, shape.model), (DATA, MODEL), types, devices=devices[: shape.num_devices])
+    except (AssertionError, NotImplementedError) as error:  # jax's own words are a page of device coordinates
+        raise ValueError(
+            f"mesh {shape} is no part of a {devices[0].device_kind} slice: use sides that are powers of two"
+        ) from error
 
 
 def replica_meshes(mesh: Mesh) -> tuple[Mesh, ...]:

@@ -15,6 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         shape = MeshShape.parse(args.mesh)
+        if shape.data > 1:
+            raise ValueError(f"mesh {shape} would hold {shape.data} copies of the model: give 1x{shape.num_devices}")
         # Behind the parsing: --help needs no device.
         import jax
 
@@ -36,10 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxvllm convert",
-        description="Write a checkpoint as an orbax tree, split over devices. It needs jaxvllm[orbax].",
+        description="Write a checkpoint as an orbax tree, split over devices. It needs jaxvllm[orbax], and the whole "
+        "model is on the devices meanwhile: on CPU, in the host's memory.",
     )
     parser.add_argument("--model", required=True, help="a directory in Hugging Face format, or a hub name")
     parser.add_argument("--output", required=True, type=Path, help="a directory that is empty or not there yet")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: what the config states")
-    parser.add_argument("--mesh", default="1x1", help="devices that share the work, as 1x8 (default: 1x1)")
+    parser.add_argument("--mesh", default="1x1", help="1xM: M devices that hold the model together (default: 1x1)")
     return parser

@@ -28,10 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)  # options may stand between prompts
     try:
-        prompts = _prompts(args)
         config = EngineConfig.from_options(**given(args, EngineConfig))
         chosen = given(args, SamplingParams)
         SamplingParams(**chosen)  # a mistake is told before a model is loaded
+        if config.has_others and _follows(config):
+            return 0
+        prompts = _prompts(args)
         return _run(args, prompts, config, DEFAULTS | chosen)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm generate: {error}", file=sys.stderr)
@@ -67,6 +69,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
+def _follows(config: EngineConfig) -> bool:
+    """Computes for another process until that is done; False in the one that takes the prompts."""
+    from jaxvllm.engine.hosts import follow_config
+
+    return follow_config(config)
+
+
 @dataclass(frozen=True)
 class Totals:
     """The closing line."""
@@ -90,11 +99,8 @@ class Totals:
 
 
 def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, chosen: dict[str, Any]) -> int:
-    from jaxvllm.engine.hosts import follow_config
     from jaxvllm.engine.llm import LLM
 
-    if follow_config(config):
-        return 0
     with LLM.from_config(config) as llm:
         params = replace(llm.get_default_sampling_params(), **chosen)
         texts = prompts

@@ -57,7 +57,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     """
     if config.cache_directory is not None:
         use_persistent_cache(config.cache_directory)
-    claim_gpu_memory()
+    claim_gpu_memory(config.memory_utilization)
     devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
         raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
@@ -65,7 +65,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
     directory = checkpoint.resolve(config.model)
-    choices = Choices.of(config, checkpoint.read_config(directory), on_cpu)
+    choices = Choices.of(config, checkpoint.read_config(directory), device.platform)
     spec = choices.spec
     _log_costs(Spread(spec, meshes[0].size))
     backend = Backend.of_device(config.attention_backend, device, choices.dtype)
@@ -80,6 +80,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         _buckets(config.row_buckets, "row_buckets", 1, seqs),
         _buckets(config.token_buckets, "token_buckets", min(16, tokens), tokens),
     )
+    tokenizer, defaults = _tokenizer(config, directory), default_params(directory)
     replicas = _load(config, directory, choices, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     room = config.num_pages or _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
@@ -89,12 +90,12 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         return Runner(params, spec, shape, ladder, backend, mesh, leader)
 
-    # A program is compiled for its devices, so each replica compiles its own. XLA lets the others do it meanwhile.
-    with ThreadPoolExecutor(len(meshes)) as threads:
-        runners = tuple(threads.map(make_runner, replicas, meshes))
+    runners = _make_all(make_runner, replicas, meshes)
     if config.warm_up == "full":
         for runner in runners:
             runner.programs.wait()
+    # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
+    hosts.meet()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
 
     def make_scheduler() -> Scheduler:
@@ -102,7 +103,6 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
         return Scheduler(slots, pool, POLICIES[config.scheduler], tokens)
 
-    tokenizer = _tokenizer(config, directory)
     return EngineParts(
         tokenizer=tokenizer,
         make_scheduler=make_scheduler,
@@ -110,8 +110,22 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         spec=spec,
         max_model_len=choices.max_model_len,
         eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
-        default_params=default_params(directory),
+        default_params=defaults,
     )
+
+
+def _make_all(
+    make: Callable[[Params, Mesh], Runner], replicas: Sequence[Params], meshes: Sequence[Mesh]
+) -> tuple[Runner, ...]:
+    """A runner for each replica. When one cannot be made, the others stop compiling."""
+    # A program is compiled for its devices, so each replica compiles its own. XLA lets the others do it meanwhile.
+    with ThreadPoolExecutor(len(meshes)) as threads:
+        made = [threads.submit(make, params, mesh) for params, mesh in zip(replicas, meshes, strict=True)]
+    if any(future.exception() for future in made):
+        for future in made:
+            if not future.exception():
+                future.result().close()
+    return tuple(future.result() for future in made)
 
 
 def _log_costs(spread: Spread) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is where its config leaves that open: it depends on the model, and on whether it runs on a CPU."""
+"""What an engine is where its config leaves that open: it depends on the model, and on what it runs on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,15 +33,12 @@ class Choices:
     page_dtype: jnp.dtype
 
     @classmethod
-    def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], on_cpu: bool) -> Self:
-        """What `config` makes of the model whose config.json is `hf_config`."""
+    def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> Self:
+        """What `config` makes of the model whose config.json is `hf_config`, on devices of `platform`."""
+        on_cpu = platform == "cpu"
         # The length comes first: some RoPE scalings depend on it.
         spec = model_spec(dict(hf_config), config.max_model_len)
-        name: str = config.dtype
-        if name == "auto":
-            # XLA emulates bfloat16 on CPU: float32 is several times faster there.
-            name = "float32" if on_cpu else checkpoint.config_dtype(hf_config)
-        dtype = jnp.dtype(name)
+        dtype = _dtype(config.dtype, hf_config, platform)
         # Requests and tokens of a step; the one that the config leaves open makes room for the other.
         seqs, tokens = (64, 512) if on_cpu else (256, 2048)
         max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
@@ -68,3 +65,16 @@ class Choices:
             max_pages=pages_for(self.max_model_len, self.page_size),
             dtype=self.page_dtype,
         )
+
+
+def _dtype(name: str, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:
+    if name == "float16" and platform == "tpu":
+        # Nor has our kernel, and XLA's attention in float16 copies all pages there.
+        raise ValueError("TPUs have no float16: set dtype to bfloat16 or auto")
+    if name == "auto" and platform == "cpu":
+        name = "float32"  # XLA emulates bfloat16 there: float32 is several times faster
+    elif name == "auto":
+        name = checkpoint.config_dtype(hf_config)
+        if name == "float16" and platform == "tpu":
+            name = "bfloat16"
+    return jnp.dtype(name)

@@ -1,5 +1,6 @@
 """The engine: checks requests, shares them out among its replicas, and steps those. Single-threaded and synchronous."""
 
+import logging
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,9 @@ from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.router import Router
 
-# How often to ask which of several replicas is done. No device idles meanwhile, for each has its next step already, and
+logger = logging.getLogger(__name__)
+
+# How often to ask which of several replicas is done. While they have work, each device has its next step already, and
 # asking eight takes 4% of a core.
 POLL_SECONDS = 5e-4
 
@@ -64,8 +67,13 @@ class Engine:
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._router = self._make_router()
-        self._closed = False
+        self._is_closed = False
+        self._is_broken = False  # a step broke off, and what it left behind is not cleared away yet
         self._num_prompt_tokens = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +103,7 @@ class Engine:
 
     def submit(self, submission: Submission) -> None:
         """Queues a checked request. Raises ValueError when its id is in use, RuntimeError after `close`."""
-        if self._closed:
-            raise RuntimeError("this engine is closed: build another")
+        self._ready()
         request_id, prompt, params = submission.request_id, submission.prompt, submission.params
         children = child_request_ids(request_id, params.n)
         for name in (request_id, *children):
@@ -119,12 +126,17 @@ class Engine:
 
         When anything breaks it off, Ctrl-C included, every request of every replica is dropped and the prefix caches
         with them: host and device may have stopped at different points, and a page must never be found that was not
-        computed.
+        computed. RuntimeError after `close`.
         """
+        self._ready()
         try:
             return self._step()
         except BaseException:
-            self._reset()
+            self._is_broken = True
+            try:
+                self._reset()
+            except Exception:  # what broke the step off is told; `_ready` tries again, and tells of this
+                logger.exception("the engine could not be reset")
             raise
 
     def _step(self) -> list[RequestOutput]:
@@ -180,16 +192,27 @@ class Engine:
 
     def close(self) -> None:
         """Stops background work and frees the device's memory. The engine takes no request afterwards."""
-        self._closed = True
+        self._is_closed = True
         # All at once: each waits for the bucket that it is compiling.
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             list(threads.map(lambda replica: replica.runner.close(), self.replicas))
 
+    def _ready(self) -> None:
+        """Raises RuntimeError after `close`. Clears up after a step that broke off, if that did not succeed then."""
+        if self._is_closed:
+            raise RuntimeError("this engine is closed: build another")
+        if self._is_broken:
+            self._reset()
+
     def _reset(self) -> None:
+        # The host's side of all replicas first: whatever happens to a device, no request may be left half known.
         for replica in self.replicas:
-            replica.reset()
+            replica.drop()
         self.outputs = OutputProcessor(self.tokenizer)
         self._router = self._make_router()
+        for replica in self.replicas:
+            replica.runner.reset()
+        self._is_broken = False
 
     def _make_router(self) -> Router:
         return Router(replica.scheduler for replica in self.replicas)

@@ -154,7 +154,7 @@ class LLM:
         return submissions
 
     def _require_idle(self) -> None:
-        if self.engine.has_work:
+        if self.engine.has_work and not self.engine.is_closed:
             raise RuntimeError("a stream of this LLM is still open: read it to its end or close it first")
 
     def _complete(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
@@ -180,7 +180,7 @@ class LLM:
         finally:
             for submission in submissions:
                 self.engine.abort(submission.request_id)
-            while self.engine.has_work:
+            while self.engine.has_work and not self.engine.is_closed:
                 self.engine.step()
 
 

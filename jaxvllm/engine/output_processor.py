@@ -146,6 +146,8 @@ class OutputProcessor:
             end = Finished(child, FinishReason.ABORT)
             self._finish(group, group.completions[child.request_id], end)
             self._note_preemptions(group, child)
+        for completion in group.completions.values():  # of those that never reached it, their submission broke off
+            completion.finish_reason = completion.finish_reason or FinishReason.ABORT
         return self._emit(group, [child.request_id for child in children])
 
     def _take_token(

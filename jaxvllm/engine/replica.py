@@ -61,9 +61,8 @@ class Replica:
             self.scheduler.finish(request_id)
         return results
 
-    def reset(self) -> None:
-        """Drops every request, and the prefix cache with them."""
+    def drop(self) -> None:
+        """Forgets every request, and the prefix cache with them; the devices are `runner.reset`'s."""
         self._in_flight.clear()
         self.is_due = False
         self.scheduler = self._make_scheduler()
-        self.runner.reset()

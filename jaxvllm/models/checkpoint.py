@@ -42,7 +42,10 @@ def resolve(model: str) -> Path:
     """
     if model == "demo":
         return DEMO_MODEL
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # ~ of a user that there is not
+        raise ValueError(f"model {model!r} is in nobody's home ({error}): give the directory without ~") from error
     if path.is_dir():
         return path
     if path.is_file():

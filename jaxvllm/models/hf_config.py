@@ -1,5 +1,6 @@
 """Reading a Hugging Face config.json: typed, with errors that name the key, in its old and new spellings."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -39,16 +40,17 @@ class HfConfig:
             if self.values.get(key) not in neutral:
                 raise ValueError(f"config {key} = {self.values[key]!r} is not supported: it changes the model")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self._reject(key, "an integer", value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._reject(key, f"an integer of at least {least}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
+        """Above zero and finite, as every number is that a family asks for."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._reject(key, "a number", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            self._reject(key, "a positive number", value)
         return float(value)
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
@@ -66,7 +68,7 @@ class HfConfig:
 
     def activation(self, key: str, default: str | None = None) -> Activation:
         value = self._get(key, default)
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             self._reject(key, f"one of {', '.join(ACTIVATIONS)}", value)
         return ACTIVATIONS[value]
 
@@ -74,7 +76,7 @@ class HfConfig:
         """`full_attention` or `sliding_attention` for each layer."""
         value = self._get("layer_types", default)
         known = ("full_attention", "sliding_attention")
-        if not isinstance(value, list) or len(value) != len(default) or not set(value) <= set(known):
+        if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
             self._reject("layer_types", f"a list of {len(default)} of {' and '.join(known)}", value)
         return value
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from jaxvllm.models.spec import ModelSpec
 
-# Meshes that an error may recommend.
-_COMMON_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
+# Meshes that an error may recommend: those that slices of TPUs have, too.
+_COMMON_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)

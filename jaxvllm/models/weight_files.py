@@ -101,6 +101,8 @@ def _find(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(file_of.values()))
+        if not all(isinstance(file, str) for file in files):
+            raise TypeError("a file's name must be a string")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: it needs a weight_map") from error
     for file in files:

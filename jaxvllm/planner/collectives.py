@@ -15,9 +15,15 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.-]+))")
+# Attributes that name one computation, or several in braces.
+_CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|[%\w.-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|[%\w.-]+)")
+_NAME = re.compile(r"[\w.-]+")
 _BODY = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
+
+
+class UnreadableHlo(ValueError):
+    """The text of a program is not as the compilers that we know write it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -29,18 +35,18 @@ class Collective:
     num_bytes: int  # of the result on each device, each time
     conditional: bool  # only when a branch is taken: in a step, when a row samples or wants log-probabilities
 
-    def bytes_sent(self, num_devices: int) -> float:
-        """Bytes that each device sends at least in a run, when the devices form a ring.
+    def bytes_sent(self, ring: int) -> float:
+        """Bytes that each of the `ring` devices, or chips, that form a ring sends at least in a run.
 
-        N devices pass N - 1 of N equal parts on, an all-reduce twice: once to add up and once to tell. (An all-to-all
+        N of them pass N - 1 of N equal parts on, an all-reduce twice: once to add up and once to tell. (An all-to-all
         sends as much, and what goes further than to a neighbour takes the ring for longer: that is not counted.)
         """
-        share = (num_devices - 1) / num_devices
+        share = (ring - 1) / ring
         match self.kind:
             case "all-reduce":
                 each = 2 * share * self.num_bytes
             case "reduce-scatter":
-                each = (num_devices - 1) * self.num_bytes
+                each = (ring - 1) * self.num_bytes
             case "collective-permute" | "collective-broadcast":
                 each = self.num_bytes
             case "all-gather" | "all-to-all":
@@ -60,7 +66,7 @@ def read_collectives(hlo: str) -> tuple[Collective, ...]:
     """The collectives of one run of the program whose optimized HLO is `hlo` (`Compiled.as_text()`), larger first.
 
     Bodies of loops count as often as they run; a pair of start and done is one; so is what a fusion or an asynchronous
-    call wraps. ValueError: a loop with collectives whose length the text does not tell.
+    call wraps. UnreadableHlo: a loop with collectives whose length the text does not tell.
     """
     computations, entry = _parse(hlo)
     found: Counter[tuple[Kind, int, bool]] = Counter()
@@ -83,7 +89,7 @@ def _parse(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
         elif current is not None and (match := _INSTRUCTION.match(line)):
             current.append(_Instruction(*match.groups()))
     if not entry:
-        raise ValueError("this is no HLO text: it has no ENTRY computation")
+        raise UnreadableHlo("this is no HLO text: it has no ENTRY computation")
     return computations, entry
 
 
@@ -104,12 +110,16 @@ def _walk(
             for kind, num_bytes, branch, times in inside:
                 yield kind, num_bytes, branch, times * trips
         elif instruction.opcode == "conditional":
-            for many, one in _BRANCHES.findall(instruction.rest):
-                for branch in re.findall(r"[\w.-]+", many or one):
-                    yield from _walk(computations, branch, True)
+            for called in _names(_BRANCHES, instruction):
+                yield from _walk(computations, called, True)
         elif not instruction.opcode.endswith(("-done", "-update")):  # those name again what their start calls
-            for called in _CALLED.findall(instruction.rest):
+            for called in _names(_CALLED, instruction):
                 yield from _walk(computations, called, conditional)
+
+
+def _names(attribute: re.Pattern[str], instruction: _Instruction) -> Iterator[str]:
+    for names in attribute.findall(instruction.rest):
+        yield from _NAME.findall(names)
 
 
 def _trip_count(loop: _Instruction, condition: list[_Instruction]) -> int:
@@ -122,7 +132,7 @@ def _trip_count(loop: _Instruction, condition: list[_Instruction]) -> int:
             limits = [constants[name] for name in re.findall(r"%([\w.-]+)", instruction.rest) if name in constants]
             if len(limits) == 1:
                 return limits[0]
-    raise ValueError(f"the loop {loop.name} has collectives, and the program does not tell how often it runs")
+    raise UnreadableHlo(f"the loop {loop.name} has collectives, and the program does not tell how often it runs")
 
 
 def _num_bytes(shape: str) -> int:

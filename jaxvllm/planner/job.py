@@ -15,7 +15,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.share import Share
-from jaxvllm.planner.target import CPU, Target
+from jaxvllm.planner.target import Target
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from pallas_kernels.backend import Backend
 
@@ -42,12 +42,13 @@ class Job:
     @classmethod
     def of_config(cls, config: EngineConfig, hf_config: dict[str, Any], device: str) -> "Job":
         """What an engine of this config would run on such devices, where it leaves things open too."""
-        choices = Choices.of(config, hf_config, device == CPU)
+        shape = config.mesh_shape
+        choices = Choices.of(config, hf_config, Target.named(device, shape.num_devices).platform)
         return cls(
             hf_config=hf_config,
             device=device,
-            replicas=config.mesh_shape.data,
-            size=config.mesh_shape.model,
+            replicas=shape.data,
+            size=shape.model,
             dtype=choices.dtype.name,
             page_dtype=choices.page_dtype.name,
             max_model_len=choices.max_model_len,
@@ -86,6 +87,11 @@ class Job:
     def max_pages(self) -> int:
         """Of one request."""
         return pages_for(self.max_model_len, self.page_size)
+
+    @property
+    def useful_pages(self) -> int:
+        """The most of a replica: every request at full length, and the trash page."""
+        return self.max_num_seqs * self.max_pages + 1
 
     @property
     def largest(self) -> Bucket:

@@ -20,18 +20,21 @@ _KINDS = {"base", "instruct", "it", "pt", "chat", "hf", "meta"}
 def find_config(model: str) -> tuple[str, dict[str, Any]]:
     """The full name and the config.json of `model`: a directory, a config.json, "demo", or a name that is known.
 
-    Names match in any case, with or without the owner, and with the names of tuned versions: "llama-3.1-8b-instruct".
+    Names match in any case, with their owner or none, and with the names of tuned versions: "llama-3.1-8b-instruct".
     Nothing is downloaded. ValueError: it is none of these, with the nearest known names.
     """
-    path = checkpoint.DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    try:
+        path = checkpoint.DEMO_MODEL if model == "demo" else Path(model).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"model {model!r} begins with a home that is not here: give the whole path") from error
     if path.is_dir():
         return model, checkpoint.read_config(path)
     if path.is_file():
         return model, checkpoint.read_config(path.parent) if path.name == "config.json" else _read(path)
     known = known_models()
-    words = _words(model)
+    owner, words = _owner(model), _words(model)
     for name, config in known.items():
-        if words in (_words(name), _words(re.sub(r"-\d{4}\b", "", name))):
+        if owner in ("", _owner(name)) and words in (_words(name), _words(re.sub(r"-\d{4}\b", "", name))):
             return name, config
     bare = {name.partition("/")[2].lower(): name for name in known}
     near = difflib.get_close_matches(model.rpartition("/")[2].lower(), bare, 3, 0.5)
@@ -52,6 +55,10 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return config
+
+
+def _owner(name: str) -> str:
+    return name.rpartition("/")[0].lower()
 
 
 def _words(name: str) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ class Memory:
         room = int(total * utilization) - weights - step_bytes
         if job.device == CPU:
             room = min(room, CPU_KV_LIMIT // (job.replicas * job.size))
-        # As `runtime.memory.pages_that_fit`: page 0 is the trash page, and no more than all slots could use.
-        num_pages = min(room // job.page_bytes, job.max_num_seqs * job.max_pages + 1) if room > 0 else 0
+        # As `runtime.memory.pages_that_fit`; page 0 is the trash page.
+        num_pages = min(room // job.page_bytes, job.useful_pages) if room > 0 else 0
         usable = max(num_pages - 1, 0)
         kv = num_pages * job.page_bytes
         num_requests = usable // pages_for(request_tokens, job.page_size)

@@ -8,7 +8,9 @@ from jaxvllm.planner.findings import Findings, Refusal
 from jaxvllm.planner.job import Job
 from jaxvllm.planner.memory import Memory
 from jaxvllm.planner.roofline import Floor, decode_floors, prefill_floor
+from jaxvllm.planner.target import CPU
 from pallas_kernels.deviceless import MAX_DEVICES
+from sharding.mesh import MeshShape
 
 # Replicas of these sizes are tried when a model does not fit.
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -16,7 +18,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan, and for what load."""
+    """What to plan, and for what load. ValueError: more devices to a replica than there are compilers for."""
 
     model: str
     job: Job
@@ -24,13 +26,24 @@ class Question:
     request_tokens: int  # of the requests whose number is asked for
     context: int  # tokens that each decoding request attends to
 
+    def __post_init__(self) -> None:
+        if self.job.target.chip and self.job.size > MAX_DEVICES:
+            raise ValueError(
+                f"mesh {self.mesh} has {self.job.size} devices to a replica, more than the {MAX_DEVICES} that can be "
+                f"planned: plan 1x{MAX_DEVICES}, or Dx{MAX_DEVICES} for D replicas"
+            )
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.job.replicas, self.job.size)
+
 
 @dataclass(frozen=True)
 class Plan:
     """The answer. There are no `findings` when the weights alone are too large, or the compiler found no room."""
 
     model: str
-    mesh: str
+    mesh: MeshShape
     device: str
     dtype: str
     attention: str  # the kernels that run: tpu, gpu or reference
@@ -39,7 +52,7 @@ class Plan:
     memory: Memory
     findings: Findings | None
     no_room: str  # what the compiler said when it found no room for a step
-    kv_copies: int  # devices that hold the same KV head
+    kv_copies: int  # devices, or heads of a device, that hold the same KV head
     zero_heads: int  # query heads of zeros, that make heads divide
     zero_tokens: int  # rows of the vocabulary that are never sampled, likewise
     context: int
@@ -71,7 +84,7 @@ def make_plan(question: Question) -> Plan | Refusal:
     whole = job.spread.whole
     return Plan(
         model=question.model,
-        mesh=f"{job.replicas}x{job.size}",
+        mesh=question.mesh,
         device=job.device,
         dtype=job.dtype,
         attention=job.backend.kind,
@@ -99,6 +112,8 @@ def _memory(question: Question, job: Job, step_bytes: int) -> Memory:
 def _advice(question: Question, step_bytes: int) -> str:
     """The smallest mesh of the same devices that has room for a request, as far as can be told without compiling."""
     job = question.job
+    if job.device == CPU:
+        return "virtual devices share the memory of this machine: choose a smaller model, or fewer replicas"
     for size in (size for size in _SIZES if size > job.size):
         try:
             larger = replace(job, size=size)

@@ -25,7 +25,7 @@ def draw_memory(plan: Plan, path: Path) -> None:
 
     memory = plan.memory
     parts = {"weights": memory.weights, "step": memory.step, "KV": memory.kv, "unused": max(memory.unused, 0)}
-    devices = [str(device) for device in range(int(plan.mesh.split("x")[1]))]
+    devices = [str(device) for device in range(plan.mesh.model)]
     figure = Figure(figsize=(3 + 0.6 * len(devices), 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -70,7 +70,7 @@ def _floors(plan: Plan) -> Iterator[str]:
     if plan.prefill is None:
         yield "no roofline: the rates of this device are not known"
         return
-    replicas = int(plan.mesh.split("x")[0])
+    replicas = plan.mesh.data
     yield "roofline: a floor by published rates, not a forecast (no launches, latency or imperfect overlap)"
     yield f"  {'step':<36}{'memory':>9}{'compute':>9}{'links':>9}{'floor, ms':>11}{'tokens/s':>12}" + (
         f"{f'of {replicas} replicas':>16}" if replicas > 1 else ""
@@ -78,6 +78,8 @@ def _floors(plan: Plan) -> Iterator[str]:
     for floor in plan.decode:
         yield _floor(f"decode, {floor.num_tokens} x {plan.context} tokens of context", floor, replicas)
     yield _floor(f"prefill, {plan.prefill.num_tokens} tokens of one prompt", plan.prefill, replicas)
+    if plan.mesh.model > 1 and not plan.prefill.links:
+        yield "  no links: a replica is one chip, and how fast its devices reach each other is not published"
 
 
 def _floor(name: str, floor: Floor, replicas: int) -> str:

@@ -45,8 +45,8 @@ def decode_floors(job: Job, chip: Chip, findings: Findings, context: int, num_to
 def _decode_floor(job: Job, chip: Chip, findings: Findings, context: int, rows: int) -> Floor:
     seen = rows * sum(min(context, window or context) for window in job.spec.windows)
     # Collectives carry a row's activations each: fewer rows, as many fewer bytes.
-    sent = _bytes_sent(job, findings.decode.collectives) * rows / findings.decode.num_rows
-    return _floor(job, chip, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, sent=sent)
+    links = _link_seconds(job, chip, findings.decode.collectives) * rows / findings.decode.num_rows
+    return _floor(job, chip, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, links=links)
 
 
 def prefill_floor(job: Job, chip: Chip, findings: Findings) -> Floor:
@@ -54,12 +54,12 @@ def prefill_floor(job: Job, chip: Chip, findings: Findings) -> Floor:
     tokens = job.max_num_batched_tokens
     pairs = sum(_pairs(tokens, window or tokens) for window in job.spec.windows)
     read = tokens * job.spec.num_layers
-    sent = _bytes_sent(job, findings.largest.collectives)
-    return _floor(job, chip, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, sent=sent)
+    links = _link_seconds(job, chip, findings.largest.collectives)
+    return _floor(job, chip, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
 
 
 def _floor(
-    job: Job, chip: Chip, *, num_tokens: int, num_rows: int, positions_read: int, pairs: int, sent: float
+    job: Job, chip: Chip, *, num_tokens: int, num_rows: int, positions_read: int, pairs: int, links: float
 ) -> Floor:
     """`positions_read` and `pairs` (of a query and a position that it sees) are of all layers together."""
     spec, share = job.share.spec, job.share
@@ -72,12 +72,17 @@ def _floor(
         num_tokens,
         memory=(share.bytes_read + kv) / chip.hbm_bandwidth,
         compute=flops / chip.bf16_flops,
-        links=sent / chip.ring_bandwidth,
+        links=links,
     )
 
 
-def _bytes_sent(job: Job, collectives: Iterable[Collective]) -> float:
-    return sum(each.bytes_sent(job.size) for each in collectives if not each.conditional)
+def _link_seconds(job: Job, chip: Chip, collectives: Iterable[Collective]) -> float:
+    """Of what greedy rows need. Chips form the ring; how fast the devices of one chip reach each other is not known."""
+    num_chips = -(-job.size // chip.devices_per_chip)
+    if num_chips == 1:
+        return 0.0
+    sent = sum(each.bytes_sent(num_chips) for each in collectives if not each.conditional)
+    return sent / chip.ring_bandwidth(num_chips)
 
 
 def _pairs(tokens: int, window: int) -> int:

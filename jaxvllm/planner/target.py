@@ -1,15 +1,15 @@
 """What a plan is for: a chip that nobody has to own, or the CPU at hand."""
 
-import os
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from jaxvllm.runtime.memory import GPU_SHARE
+from jaxvllm.runtime.memory import _host_bytes_available
 from pallas_kernels.backend import KERNEL_DTYPES, REFERENCE, Backend
-from pallas_kernels.chips import CHIPS, Chip, GpuChip, chip_named
+from pallas_kernels.chips import CHIPS, Chip, TpuChip, chip_named
 
-CPU = "cpu"
+CPU: Literal["cpu"] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,24 @@ class Target:
 
     name: str
     chip: Chip | None
-    memory_bytes: int  # of one device, that a program can have
+    memory_bytes: int  # of one device; of a CPU, its part of what programs may still take
 
     @classmethod
     def named(cls, name: str, count: int) -> "Target":
         """The device called `name`, of which there are `count`. ValueError: no such device."""
         if name == CPU:
-            return cls(CPU, None, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count)
+            return cls(CPU, None, _host_bytes_available() // count)
         if name not in CHIPS:
             raise ValueError(f"no device is called {name!r}: known are {', '.join(CHIPS)} and {CPU}")
         chip = chip_named(name)
-        # For a TPU, that is what libtpu grants already.
-        share = GPU_SHARE if isinstance(chip, GpuChip) else 1
-        return cls(name, chip, int(chip.hbm_bytes * share))
+        return cls(name, chip, chip.hbm_bytes)
+
+    @property
+    def platform(self) -> Literal["cpu", "gpu", "tpu"]:
+        """What JAX calls the platform of such devices."""
+        if self.chip is None:
+            return CPU
+        return "tpu" if isinstance(self.chip, TpuChip) else "gpu"
 
     def backend(self, dtype: np.dtype) -> Backend:
         """The kernels that the engine chooses on such a device, for a model that computes in `dtype`."""

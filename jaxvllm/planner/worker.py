@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.params import Layout, abstract_params
-from jaxvllm.planner.collectives import read_collectives
+from jaxvllm.planner.collectives import UnreadableHlo, read_collectives
 from jaxvllm.planner.findings import Findings, Refusal, StepFindings, to_json
 from jaxvllm.planner.job import Job
 from jaxvllm.runtime.buckets import Bucket
@@ -43,7 +43,8 @@ def _outcome(job: Job) -> Findings | Refusal:
         message = next(iter(str(error).splitlines()), type(error).__name__)
         if any(words in str(error) for words in _NO_ROOM):
             return Refusal("memory", message)
-        return Refusal("compiler" if isinstance(error, jax.errors.JaxRuntimeError) else "usage", message)
+        of_compiler = isinstance(error, jax.errors.JaxRuntimeError | UnreadableHlo)
+        return Refusal("compiler" if of_compiler else "usage", message)
 
 
 def compile_job(job: Job) -> Findings:
@@ -57,8 +58,10 @@ def compile_job(job: Job) -> Findings:
     mesh = make_mesh(MeshShape(1, job.size), devices)
     dtype = jnp.dtype(job.dtype)
     layout: Layout = "stacked" if chip else "separate"
-    # Half of what the weights leave: a copy of the pages could not hide, and the step has room.
-    num_pages = max((job.target.memory_bytes - job.share.weight_bytes) // 2 // job.page_bytes, 2)
+    # Half of what the weights leave: a copy of the pages could not hide, and the step has room. No more than an engine
+    # would have: it must not take the room of a step whose model is small.
+    half = (job.target.memory_bytes - job.share.weight_bytes) // 2 // job.page_bytes
+    num_pages = max(min(half, job.useful_pages), 2)
     shape = CacheShape(num_pages, job.page_size, job.max_num_seqs, job.max_pages, jnp.dtype(job.page_dtype))
     params, pages = abstract_params(job.spec, dtype, layout, mesh), shape.pages(job.spec, job.backend, mesh)
 

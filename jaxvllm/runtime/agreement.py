@@ -1,4 +1,4 @@
-"""What the processes of an engine must have been given alike: what differs is an error before it can be a hang."""
+"""What the processes of an engine must have in common: what one of them lacks is everybody's error, never a hang."""
 
 import json
 from collections.abc import Mapping
@@ -21,3 +21,10 @@ def agree(hosts: Hosts, facts: Mapping[str, Any], offer: str = "") -> str:
                     "options and versions"
                 )
     return str(its_offer)
+
+
+def all_well(hosts: Hosts, trouble: str = "") -> None:
+    """Returns when no process has `trouble`; ConnectionError, in all of them, with the first one's when not."""
+    for told in hosts.share(trouble):
+        if told:
+            raise ConnectionError(told)

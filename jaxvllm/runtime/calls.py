@@ -40,29 +40,39 @@ class Abandon:
     """No call of a device, but the last word to those who wait for one: there will be no engine to follow."""
 
 
-type Call = Admit | Step | Reset | Close
-type Message = Call | Abandon
+@dataclass(frozen=True)
+class Ready:
+    """No call either, and the one thing that a follower says: it has compiled the step of `bucket`."""
 
-# On the wire a message is a header, then its packed words: little-endian int32 throughout, nothing that could be run.
-_HEADER = struct.Struct("<4i")  # kind, two sizes, number of words
-_WORDLESS = (Reset(), Close(), Abandon())
-_ADMIT, _STEP = 3, 4
+    bucket: Bucket
+
+
+type Call = Admit | Step | Reset | Close
+type Message = Call | Abandon | Ready
+
+# On the wire a message is a header, then its packed words: little-endian, 32 bits each, nothing that could be run.
+_HEADER = struct.Struct("<4I")  # kind, two sizes, number of words
+_BARE = (Reset(), Close(), Abandon())  # of kinds 0, 1 and 2
+_ADMIT, _STEP, _READY = 3, 4, 5
+_NO_WORDS = np.zeros(0, np.int32)
 
 
 def to_bytes(message: Message) -> bytes:
     """`message` on the wire."""
     match message:
         case Admit(packed):
-            sizes, words = (_ADMIT, len(packed), packed.shape[1]), packed
+            kind, sizes, words = _ADMIT, packed.shape, packed
         case Step(bucket, packed):
-            sizes, words = (_STEP, bucket.num_tokens, bucket.num_rows), packed
+            kind, sizes, words = _STEP, (bucket.num_tokens, bucket.num_rows), packed
+        case Ready(bucket):
+            kind, sizes, words = _READY, (bucket.num_tokens, bucket.num_rows), _NO_WORDS
         case _:
-            sizes, words = (_WORDLESS.index(message), 0, 0), np.zeros(0, np.int32)
-    return _HEADER.pack(*sizes, words.size) + words.astype("<i4").tobytes()
+            kind, sizes, words = _BARE.index(message), (0, 0), _NO_WORDS
+    return _HEADER.pack(kind, *sizes, words.size) + words.astype("<i4").tobytes()
 
 
 def read_message(stream: BinaryIO) -> Message | None:
-    """The next message on the wire; None where that ends, be it in the middle of one."""
+    """The next message on the wire; None where that ends, be it in the middle of one. ValueError when it is none."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -71,8 +81,12 @@ def read_message(stream: BinaryIO) -> Message | None:
     if len(payload) < 4 * num_words:
         return None
     packed = np.frombuffer(payload, "<i4")
+    if kind < len(_BARE):
+        return _BARE[kind]
     if kind == _ADMIT:
         return Admit(packed.reshape(first, second))
     if kind == _STEP:
         return Step(Bucket(first, second), packed)
-    return _WORDLESS[kind]
+    if kind == _READY:
+        return Ready(Bucket(first, second))
+    raise ValueError(f"a message of kind {kind}, and the last is {_READY}: start all processes with the same version")

@@ -1,4 +1,8 @@
-"""The wire between process 0 and a process that follows it: TCP, opened by a token that only they know."""
+"""The wire between process 0 and a process that follows it: TCP, opened by a token.
+
+The network between the hosts is trusted: the token came over it in the clear, through jax's key-value store, and so
+goes all that follows. It keeps out who comes by mistake.
+"""
 
 import hmac
 import os
@@ -6,12 +10,16 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 TOKEN_BYTES = 32
 # For a connected peer to show its token. A stranger who says nothing keeps the others waiting for as long.
 GREETING_SECONDS = 5.0
+# For the last lines to get out. A pipe that nobody reads takes none.
+FLUSH_SECONDS = 1.0
 # Before the first step what ends one process is often an error of all, a wrong option. Each gets the time to tell it.
 GRACE_SECONDS = 3.0
 _INDEX = struct.Struct("<I")
@@ -25,21 +33,16 @@ def new_token() -> bytes:
 
 
 def listen() -> socket.socket:
-    """A socket on a free port, on every network of this host."""
+    """A socket on a free port, on every network of this host, where all may come before the first is let in."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
+    return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
 
 
 def accept(server: socket.socket, token: bytes) -> tuple[int, socket.socket] | None:
     """The next process that comes, and the wire to it; None for a stranger. TimeoutError as set on `server`."""
     connection, _ = server.accept()
-    connection.settimeout(GREETING_SECONDS)
-    try:
-        with connection.makefile("rb") as stream:
-            greeting = stream.read(TOKEN_BYTES + _INDEX.size)
-    except OSError:
-        greeting = b""
+    greeting = _greeting(connection)
     if len(greeting) < TOKEN_BYTES + _INDEX.size or not hmac.compare_digest(greeting[:TOKEN_BYTES], token):
         connection.close()
         return None
@@ -48,9 +51,15 @@ def accept(server: socket.socket, token: bytes) -> tuple[int, socket.socket] | N
 
 
 def connect(address: tuple[str, int], token: bytes, index: int) -> socket.socket:
-    """The wire from process `index` to the one that listens at `address`."""
-    connection = socket.create_connection(address, GREETING_SECONDS)
-    connection.sendall(token + _INDEX.pack(index))
+    """The wire from process `index` to the one that listens at `address`. ConnectionError when there is no way."""
+    try:
+        connection = socket.create_connection(address, GREETING_SECONDS)
+        connection.sendall(token + _INDEX.pack(index))
+    except OSError as error:
+        raise ConnectionError(
+            f"process {index} cannot reach process 0 at {address[0]}, port {address[1]} ({error}): open all ports "
+            "between the hosts, and take a coordinator address that all of them reach"
+        ) from error
     return _wire(connection)
 
 
@@ -65,12 +74,34 @@ def end_process() -> NoReturn:
     A program on a device that waits for a process that is gone waits forever, and no exception reaches the thread that
     waits for the program: nothing else would end it.
     """
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(FLUSH_SECONDS)
     os._exit(1)
 
 
 def grace() -> None:
     """Lets the main thread end first, with an error of its own."""
     time.sleep(GRACE_SECONDS)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _greeting(connection: socket.socket) -> bytes:
+    """What a guest says first: shorter than a greeting when it says less, or is too slow."""
+    greeting = b""
+    deadline = time.monotonic() + GREETING_SECONDS
+    with suppress(OSError):
+        while missing := TOKEN_BYTES + _INDEX.size - len(greeting):
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            if not (part := connection.recv(missing)):
+                break
+            greeting += part
+    return greeting
 
 
 def _wire(connection: socket.socket) -> socket.socket:

@@ -7,22 +7,31 @@ import jax
 
 # The host's memory is shared with everything else on it. vLLM's CPU backend stops at 4 GiB by default too.
 CPU_KV_LIMIT = 4 * 2**30
-# Of a GPU. JAX takes three quarters at once and never more; what is left here is for the driver and NCCL.
-GPU_SHARE = 0.95
+# JAX takes its share of a GPU at once, three quarters unless told, and shares it out as needed. What it gets beyond
+# `memory_utilization` keeps pieces that are free, but too small, from failing a step.
+GPU_SPARE = 0.05
+GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def claim_gpu_memory() -> None:
-    """Lets JAX have `GPU_SHARE` of every GPU, unless the user has chosen; no effect once JAX has looked for devices."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
+def claim_gpu_memory(utilization: float) -> None:
+    """Lets JAX have as much of every GPU that it sees, unless the user's environment says how much it may have.
+
+    No effect once JAX has looked for devices.
+    """
+    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{min(utilization + GPU_SPARE, 1):.3f}")
 
 
 def free_bytes(device: jax.Device, utilization: float) -> int:
     """Bytes of `device` that may still be taken when `utilization` of it may be in use."""
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"]
+        limit = stats["bytes_limit"]
+        if device.platform == "gpu":  # the limit is JAX's share, `utilization` is of the whole
+            limit /= float(os.environ.get(GPU_SHARE_VARIABLE, 1))
+            return int(min(limit * utilization, stats["bytes_limit"] * (1 - GPU_SPARE))) - stats["bytes_in_use"]
+        return int(limit * utilization) - stats["bytes_in_use"]
     return min(int(_host_bytes_available() * utilization), CPU_KV_LIMIT)
 
 

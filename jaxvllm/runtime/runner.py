@@ -134,7 +134,9 @@ class Runner:
             pack_admissions((), shape.num_slots, shape.max_pages).shape, jnp.int32, sharding=state.last_token.sharding
         )
         self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(state, admissions).compile()
-        self.programs = Programs(ladder, lambda bucket: compile_step(params, pages, spec, shape, bucket, backend, mesh))
+        # Not the weights themselves: they must be free after `close`.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        self.programs = Programs(ladder, lambda bucket: compile_step(shapes, pages, spec, shape, bucket, backend, mesh))
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxvllm.cli.convert import main
-from jaxvllm.models import checkpoint
+from jaxvllm.models import checkpoint, orbax_tree
 from jaxvllm.models.families import model_spec
 from tests.models.fixture import Fixture
 
@@ -55,14 +55,36 @@ def test_mistakes_cost_one_line_and_exit_code_2(
     refused("/no/such/place", model="/no/such/place")
     refused("mesh 1x9 needs 9 devices", mesh="1x9")
     refused("'axb' is not DxM", mesh="axb")
+    refused("mesh 4x2 would hold 4 copies of the model: give 1x8", mesh="4x2")
     refused("mesh 0x1 has an empty axis", mesh="0x1")
     refused("is not an empty directory: give another, nothing is overwritten", output=model)
     refused("is not an empty directory", output=model / "config.json")
+    refused("Not a directory", output=model / "config.json" / "out")
     (model / "orbax").mkdir()
     refused("is an orbax tree already", model=model)
     (model / "orbax").rmdir()
     (model / "model.safetensors").unlink()
     refused("needs a weight_map", model=model)
+
+
+def test_what_an_interrupted_run_leaves_is_no_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["--model", str(model), "--output", str(output)]
+
+    def interrupted(directory: Path, params: object) -> None:
+        directory.with_name("orbax.unfinished").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orbax_tree, "save", interrupted)
+    assert main(arguments) == 130
+    assert {path.name for path in output.iterdir()} == {"generation_config.json", "tokenizer.json", "orbax.unfinished"}
+    assert main(arguments) == 2
+    assert "or delete it if a conversion was interrupted" in capsys.readouterr().err
+    (output / "thesis.tex").write_text("")
+    assert main(arguments) == 2
+    assert "delete" not in capsys.readouterr().err
 
 
 def test_help_is_quick_and_needs_no_device() -> None:

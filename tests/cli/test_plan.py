@@ -60,7 +60,7 @@ def test_json_has_all_of_it(capsys):
     argv = ["--model", "Llama-3.1-8B", "--device", "v5e", "--mesh", "1x8", "--json"]
     assert main([*argv, "--context", "100", "--request-tokens", "1000"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["fits"] and plan["advice"] == ""
+    assert plan["fits"] and plan["advice"] == "" and plan["mesh"] == {"data": 1, "model": 8}
     memory = plan["memory"]
     assert memory["weights"] + memory["step"] + memory["kv"] + memory["unused"] == memory["total"]
     assert memory["num_requests"] == memory["num_tokens"] // 16 // 63, "pages of 16"
@@ -80,6 +80,18 @@ def test_a_model_that_does_not_fit_names_a_mesh_that_would(capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["findings"] is None
     assert "about 1x16 of v5e would hold it" in captured.err and "more than the 8 that can be planned" in captured.err
+
+
+def test_virtual_devices_are_no_larger_when_they_are_more(capsys, monkeypatch):
+    monkeypatch.setattr("jaxvllm.planner.target._host_bytes_available", lambda: 2**30)
+    assert main(["--model", "Llama-3.2-1B", "--device", "cpu", "--mesh", "2x8"]) == 1
+    assert "share the memory of this machine: choose a smaller model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("compiler")
+def test_devices_of_one_chip_need_no_links(capsys):
+    assert main(["--model", "Llama-3.2-1B", "--device", "v7x", "--mesh", "1x2"]) == 0
+    assert "no links: a replica is one chip" in capsys.readouterr().out
 
 
 def test_what_a_step_takes_counts(capsys, monkeypatch):
@@ -113,6 +125,8 @@ def test_a_refusal_is_one_line(kind, code, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["--mesh", "1x16", "--model", "Llama-3.1-70B"], "mesh 1x16 has 16 devices to a replica, more than the 8"),
+        (["--model", "~nouser/x"], "give the whole path"),
         (["--model", "Lama-3.1-8B"], "did you mean meta-llama/Llama-3.1-8B"),
         (["--device", "h300"], "'h300': known are v5e"),
         (["--mesh", "8"], "mesh '8' is not DxM"),

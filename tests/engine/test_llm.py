@@ -1,11 +1,13 @@
 """What a user of `LLM` may rely on."""
 
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tqdm import tqdm
@@ -287,12 +289,52 @@ def test_a_step_that_breaks_off_leaves_no_wrong_prefix(
     assert greedy_tokens(llm, PROMPTS) == expected
 
 
+def test_a_reset_that_breaks_off_too_is_made_up_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = greedy_tokens(llm, PROMPTS)
+    runner = llm.engine.replicas[0].runner
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no pages")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for reset, told in ((broken, "no step"), (interrupted, None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "dispatch", lambda plan: (_ for _ in ()).throw(MemoryError("no step")))
+            patch.setattr(runner, "reset", reset)
+            with pytest.raises((MemoryError, KeyboardInterrupt), match=told):
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert greedy_tokens(llm, PROMPTS) == expected
+        assert_idle(llm)
+
+
+def test_a_submission_that_breaks_off_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.replicas[0].scheduler, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[:2], replace(GREEDY, n=2), use_tqdm=False)
+    assert llm.engine.outputs.num_requests == 0
+    assert_idle(llm)
+
+
 def test_closed_is_closed(tiny_checkpoint: Path) -> None:
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
     with tiny_llm(tiny_checkpoint, warm_up="background") as llm:
-        pass
+        stream = llm.stream([1, 2], GREEDY)
+        next(stream)
+    with pytest.raises(RuntimeError, match="closed"):
+        next(stream)
     llm.close()  # again does no harm
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    gc.collect()
+    # The memory is free while the LLM is still there: what two steps under way came to is all that it keeps.
+    assert sum(array.nbytes for array in jax.live_arrays() if id(array) not in before) < 10_000
 
 
 def test_the_chosen_token_comes_first_among_logprobs(llm: LLM) -> None:

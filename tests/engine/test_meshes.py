@@ -197,7 +197,7 @@ def test_heads_that_do_not_divide_are_told(caplog: pytest.LogCaptureFixture) -> 
 )
 def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch, mesh: str, pages: int) -> None:
     config = EngineConfig(mesh=mesh)
-    choices = Choices.of(config, checkpoint.read_config(DEMO_MODEL), on_cpu=True)
+    choices = Choices.of(config, checkpoint.read_config(DEMO_MODEL), "cpu")
     spec = choices.spec
     page_bytes = 4 * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
     fullest = jax.devices()[0]

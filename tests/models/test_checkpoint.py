@@ -138,6 +138,7 @@ def test_indexes_that_do_not_fit(model: Path) -> None:
 
     refused("{", "is not an index")
     refused("{}", "needs a weight_map")
+    refused(json.dumps({"weight_map": {Q: 5}}), "needs a weight_map")
     refused(json.dumps({"weight_map": weight_map | {Q: "gone.safetensors"}}), "names the shard gone.safetensors")
     refused(json.dumps({"weight_map": weight_map | {Q: "../x.safetensors"}}), "must lie beside their index")
     other = next(shard for shard in weight_map.values() if shard != weight_map[Q])
@@ -172,6 +173,8 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
         checkpoint.resolve(str(model / SINGLE))
     with pytest.raises(ValueError, match="is not a directory, nor a hub name"):
         checkpoint.resolve("/no/such/place")
+    with pytest.raises(ValueError, match="model '~no such user/x' is in nobody's home"):
+        checkpoint.resolve("~no such user/x")
 
     def download(name: str, allow_patterns: list[str]) -> str:
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)

@@ -125,7 +125,11 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("llama", {"hidden_size": None}, "lacks hidden_size"),
         ("llama", {"hidden_size": "84"}, "hidden_size must be an integer"),
         ("llama", {"num_key_value_heads": 2}, "num_heads 7 must be a multiple of num_kv_heads 2"),
-        ("llama", {"vocab_size": -1}, "vocab_size must be positive"),
+        ("llama", {"vocab_size": -1}, "vocab_size must be an integer of at least 1, not -1"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, not 0"),
+        ("llama", {"hidden_act": ["silu"]}, r"hidden_act must be one of silu.*not \['silu'\]"),
+        ("gemma3", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a positive number, not -1"),
+        ("gemma3", {"rope_parameters": {"full_attention": 1}}, "rope_parameters must hold an object for each"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 7}, "layer_types must be a list of 7"),
         ("phi3-longrope", {"rope_scaling": {"type": "longrope"}}, "long_factor must list 6 numbers"),
@@ -135,6 +139,18 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
 def test_what_is_not_understood_is_refused(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model_spec(Fixture.load(name).config | change)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(name: str) -> None:
+    config = Fixture.load(name).config
+    more = {"no_rope_layer_interval", "sliding_window_pattern", "max_window_layers", "layer_types"}
+    for key in config.keys() | more:
+        for value in (0, -1, 2.5, True, "x", [], ["x"], [[]], {}, {"x": 1}, float("nan"), float("inf"), None):
+            try:
+                model_spec(config | {key: value})
+            except ValueError as error:
+                assert "\n" not in str(error)
 
 
 def test_no_longer_than_the_model_can() -> None:

@@ -82,6 +82,26 @@ def test_dtypes_and_stacked_layers(tmp_path: Path) -> None:
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide), narrow)
 
 
+@pytest.mark.parametrize(("batch", "reads"), [(1, 2), (orbax_tree.BATCH_BYTES, 1)])
+def test_small_arrays_are_read_together(
+    converted: Path, batch: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import orbax.checkpoint as ocp
+
+    expected, read = load(converted), []
+    restore = ocp.Checkpointer.restore
+
+    def counted(*args: Any, **options: Any) -> Any:
+        read.append(restore(*args, **options))
+        return read[-1]
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", counted)
+    monkeypatch.setattr(orbax_tree, "BATCH_BYTES", batch)
+    check_same(load(converted), expected)
+    # Two layers of each name in them, and what is outside.
+    assert len(read) == reads * len(expected["layers"][0]) + len(expected) - 1
+
+
 def test_arrays_are_split_on_disk(tmp_path: Path) -> None:
     convert(write("llama", tmp_path), tmp_path / "out", dtype="auto", mesh=mesh(4))
     import orbax.checkpoint as ocp

@@ -52,9 +52,7 @@ def test_heads_that_do_not_divide(heads: int, kv_heads: int, size: int, copies: 
 
 
 def test_an_ffn_that_does_not_divide_is_refused_with_the_meshes_that_work() -> None:
-    with pytest.raises(
-        ValueError, match="FFN of size 36 does not divide over 8 devices: .*1x1, 1x2, 1x3, 1x4, 1x6, or"
-    ):
+    with pytest.raises(ValueError, match="FFN of size 36 does not divide over 8 devices: .*1x1, 1x2, 1x4, or"):
         Spread(spec_of(8, 8, ffn_size=36), 8)
 
 
@@ -62,6 +60,6 @@ def test_heads_that_are_normed_together_are_not_filled_up() -> None:
     spec = replace(spec_of(12, 4, 240), qk_norm="full")
     assert Spread(spec, 4).whole == spec and Spread(spec, 3).kv_copies == 3
     with pytest.raises(
-        ValueError, match="12 query heads over 4 KV heads do not divide over 8 devices, and this .*1x12?"
+        ValueError, match="12 query heads over 4 KV heads do not divide over 8 devices, and this .*1x1, 1x2, 1x4, or"
     ):
         Spread(spec, 8)

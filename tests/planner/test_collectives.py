@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxvllm.planner.collectives import Collective, read_collectives
+from jaxvllm.planner.collectives import Collective, UnreadableHlo, read_collectives
 
 # As XLA:GPU and XLA:TPU write it, shortened: a loop that tells its length and one that compares with a constant, one
 # within the other; both forms of branches; pairs; what a fusion and a call on another core wrap; tuples.
@@ -59,6 +59,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %layers = (s32[], bf16[4,8]{1,0}) while(%a), condition=%outer_condition, body=%outer_body, backend_config={"known_trip_count":{"n":"3"},"x":"0"}
   %call-start = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", to_apply=%wrapped
   %call-done = bf16[4,8]{1,0} call-done(%call-start), to_apply=%wrapped
+  %both = bf16[4,8]{1,0} custom-call(%call-done), custom_call_target="x", called_computations={%add, %wrapped}
   %sampled = f32[8]{0} conditional(%a, %a, %a), branch_computations={%greedy, %draws}
   %logprobs = f32[8]{0} conditional(%a, %a, %a), true_computation=%draws, false_computation=%greedy
   %packed = s4[6]{0} all-gather(%a), dimensions={0}
@@ -69,8 +70,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_everything_counts_as_often_as_it_runs():
     assert read_collectives(PROGRAM) == (
-        # 3 pairs in the outer loop, 3 x 5 fused in the inner one, 1 on the other core.
-        Collective("all-reduce", 19, 64, conditional=False),
+        # 3 pairs in the outer loop, 3 x 5 fused in the inner one, 1 on the other core, 1 in the second of two called.
+        Collective("all-reduce", 20, 64, conditional=False),
         Collective("reduce-scatter", 1, 8, conditional=False),
         Collective("all-gather", 1, 3, conditional=False),
         Collective("all-to-all", 2, 64, conditional=True),
@@ -79,7 +80,7 @@ def test_everything_counts_as_often_as_it_runs():
 
 def test_a_loop_that_does_not_tell_its_length_is_an_error():
     assert '"known_trip_count"' in PROGRAM
-    with pytest.raises(ValueError, match="the loop layers has collectives, .* how often it runs"):
+    with pytest.raises(UnreadableHlo, match="the loop layers has collectives, .* how often it runs"):
         read_collectives(PROGRAM.replace("known_trip_count", "unknown_trip_count"))
 
 
@@ -93,7 +94,7 @@ def test_a_loop_without_collectives_need_not_tell():
 
 
 def test_what_is_no_hlo_is_refused():
-    with pytest.raises(ValueError, match="no ENTRY"):
+    with pytest.raises(UnreadableHlo, match="no ENTRY"):
         read_collectives("module @jit_step {\n}")
 
 

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxvllm.planner import worker
+from jaxvllm.planner.collectives import UnreadableHlo
 from jaxvllm.planner.compiler import compile_in_child
 from jaxvllm.planner.findings import Findings, Refusal, from_json, to_json
 from tests.planner.jobs import TINY, job
@@ -80,7 +81,8 @@ def test_a_step_has_the_collectives_of_its_design(findings):
         # Of 132 columns, one to make them divide; once to draw, once for log-probabilities.
         assert sampling["all-to-all"].num_bytes * sampling["all-to-all"].count == 2 * step.num_rows * 132 // 2 * 4
         assert step.step_bytes >= step.temp_bytes > 0
-        assert step.argument_bytes > findings.pool_bytes > 0
+        # The pool of an engine: 4 requests of 64 tokens, and the trash page.
+        assert step.argument_bytes > findings.pool_bytes == 17 * job(TINY, "cpu", mesh="1x2").page_bytes
     assert (findings.largest.num_tokens, findings.decode.num_tokens) == (16, 4)
     assert findings.versions["jax"] == jax.__version__
 
@@ -91,6 +93,7 @@ def test_a_step_has_the_collectives_of_its_design(findings):
         (ValueError("9 devices: between 1 and 8 can be compiled for"), "usage"),
         (NotImplementedError("no kernels"), "usage"),
         (RuntimeError("libtpu is not installed"), "usage"),
+        (UnreadableHlo("this is no HLO text"), "compiler"),
         (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nwith a long story"), "compiler"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error.\nRan out of"), "memory"),
     ],

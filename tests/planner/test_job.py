@@ -17,6 +17,7 @@ def test_what_is_left_open_is_as_in_the_engine():
     assert job(TINY, "v5e", kv_cache_dtype="fp8").page_dtype == "float8_e4m3fn"
     assert on_chip.max_pages == 131072 // 16
     assert job(TINY, "v5e", max_model_len=33, page_size=32).max_pages == 2
+    assert job(TINY, "v5e", max_model_len=33, page_size=32, max_num_seqs=3).useful_pages == 7
 
 
 def test_jobs_survive_the_pipe():

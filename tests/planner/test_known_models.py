@@ -91,6 +91,8 @@ def test_names_match_in_any_case_and_tuned(asked, found):
     [
         ("Llama-3.1-9B", "did you mean meta-llama/Llama-3.1-8B"),
         ("Qwen3-4B-Instruct-2507", "did you mean Qwen/Qwen3-4B"),  # its RoPE is another one
+        ("mycorp/phi-4", "did you mean microsoft/phi-4"),
+        ("~nouser/x", "model '~nouser/x' begins with a home that is not here: give the whole path"),
         ("/no/such/place", "no directory, no config.json and no known name: known are meta-llama/Llama-3.1-8B, "),
     ],
 )

@@ -40,7 +40,8 @@ def test_a_request_that_is_too_long_does_not_fit():
     assert Memory.of(planned, 0, 0.9, tokens + 16).unused < 0
 
 
-def test_virtual_devices_share_the_host():
+def test_virtual_devices_share_what_the_engine_could_take(monkeypatch):
+    monkeypatch.setattr("jaxvllm.planner.target._host_bytes_available", lambda: 10**9)
     whole, half = job(TINY, "cpu"), job(TINY, "cpu", mesh="1x2")
-    assert half.target.memory_bytes == whole.target.memory_bytes // 2
-    assert job(TINY, "cpu", mesh="2x2").target.memory_bytes == whole.target.memory_bytes // 4
+    assert (whole.target.memory_bytes, half.target.memory_bytes) == (10**9, 5 * 10**8)
+    assert job(TINY, "cpu", mesh="2x2").target.memory_bytes == 10**9 // 4

@@ -58,14 +58,32 @@ def test_pairs_by_brute_force(tokens, window):
     assert _pairs(tokens, window) == sum(1 for q in range(tokens) for k in range(q + 1) if q - k < window)
 
 
+@pytest.mark.parametrize(
+    ("device", "mesh", "seconds"),
+    # Of an all-reduce of 1 GB. Two chips have one link between them, and two devices of a v7x are one chip.
+    [
+        ("v5e", "1x2", 1e9 / 50e9),
+        ("v5e", "1x4", 1.5e9 / 100e9),
+        ("v7x", "1x2", 0),
+        ("v7x", "1x4", 1e9 / 100e9),
+        ("v7x", "1x8", 1.5e9 / 200e9),
+        ("h200", "1x2", 1e9 / 450e9),
+    ],
+)
+def test_links_are_those_between_chips(device, mesh, seconds):
+    told = findings(Collective("all-reduce", 1, 10**9, False))
+    floor = prefill_floor(job("Llama-3.1-8B", device, mesh=mesh), chip_named(device), told)
+    assert floor.links == pytest.approx(seconds)
+
+
 def test_rings_are_what_is_published():
     # GB/s of a chip, both ways: two of the ports, one way, are a ring; a switch's ports are all of a GPU's.
     ports = {"v5e": (400, 4), "v6e": (800, 4), "v5p": (1200, 6), "v7x": (1200, 6)}
     nvlink = {"a100": 600, "h100": 900, "h200": 900, "b200": 1800}
     for name, (both_ways, count) in ports.items():
-        assert chip_named(name).ring_bandwidth == 2 * both_ways / count / 2 * 1e9
+        assert chip_named(name).ring_bandwidth(4) == 2 * both_ways / count / 2 * 1e9
     for name, both_ways in nvlink.items():
-        assert chip_named(name).ring_bandwidth == both_ways / 2 * 1e9
+        assert chip_named(name).ring_bandwidth(4) == both_ways / 2 * 1e9
 
 
 def test_prefill_is_bound_by_the_matrix_units():

@@ -5,13 +5,16 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,15 @@ import pytest
 from jax._src.distributed import State, initialize
 
 from jaxvllm import LLM, EngineConfig
+from jaxvllm.engine import build as engine_build
 from jaxvllm.engine import hosts as engine_hosts
 from jaxvllm.runtime import follower, leader, link
 from jaxvllm.runtime.agreement import agree
-from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.calls import Abandon, Admit, Call, Close, Message, Reset, Step, read_message, to_bytes
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.calls import Abandon, Admit, Call, Close, Message, Ready, Reset, Step, read_message, to_bytes
 from jaxvllm.runtime.follower import Follower
 from jaxvllm.runtime.leader import Leader
+from sharding import hosts as sharding_hosts
 from sharding.hosts import Hosts, join
 from tests.runtime import hosts_program
 
@@ -51,15 +56,54 @@ def same(one: Message | None, other: Message | None) -> bool:
 
 
 def test_what_is_told_is_what_is_heard() -> None:
-    wire = io.BytesIO(b"".join(map(to_bytes, (*CALLS, Abandon()))))
+    wire = io.BytesIO(b"".join(map(to_bytes, (*CALLS, Abandon(), Ready(Bucket(16, 4))))))
     assert all(same(read_message(wire), call) for call in CALLS)
     assert read_message(wire) == Abandon()
+    assert read_message(wire) == Ready(Bucket(16, 4))
     assert read_message(wire) is None
 
 
 def test_half_a_call_is_none() -> None:
     whole = to_bytes(CALLS[1])
     assert all(read_message(io.BytesIO(whole[:size])) is None for size in range(len(whole)))
+
+
+def test_what_is_no_message_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a message of kind 77"):
+        read_message(io.BytesIO(struct.pack("<4I", 77, 0, 0, 0)))
+
+
+def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GREETING_SECONDS", 0.1)
+    done = threading.Event()
+
+    def dribble() -> None:
+        with suppress(OSError):
+            while not done.wait(0.02):
+                slow.sendall(b"x")
+
+    with link.listen() as server, socket.create_connection(("localhost", server.getsockname()[1])) as slow:
+        start = time.monotonic()
+        [guest, _] = in_threads(lambda: (link.accept(server, link.new_token()), done.set())[0], dribble)
+    assert guest is None
+    assert time.monotonic() - start < 0.6  # byte by byte a greeting takes 0.7 s
+
+
+def test_the_last_lines_get_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended
+
+    inner = io.BytesIO()
+    monkeypatch.setattr(link.sys, "stdout", io.TextIOWrapper(inner))
+    monkeypatch.setattr(link.os, "_exit", end)
+    print("last words")
+    assert not inner.getvalue()
+    with pytest.raises(Ended):
+        link.end_process()
+    assert inner.getvalue() == b"last words\n"
 
 
 def test_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +134,9 @@ class FakeHosts(Hosts):
     def share(self, text: str, seconds: int = 0) -> tuple[str, ...]:
         self.told[self.index] = text
         self.met.wait(SECONDS)
-        return tuple(self.told[index] for index in range(self.count))
+        texts = tuple(self.told[index] for index in range(self.count))
+        self.met.wait(SECONDS)  # nobody says more before all have read this
+        return texts
 
 
 def fake_hosts(count: int) -> list[FakeHosts]:
@@ -118,11 +164,22 @@ def in_threads(*functions: Any) -> list[Any]:
     return results
 
 
+class FakePrograms:
+    """Two buckets, of which the second does not compile."""
+
+    ladder = BucketLadder((Bucket(4, 4), Bucket(16, 4)))
+
+    def wait_for(self, bucket: Bucket) -> None:
+        if bucket != self.ladder.largest:
+            raise RuntimeError
+
+
 @dataclass
 class FakeRunner:
     """Remembers what it was made to do."""
 
     made: list[Call] = field(default_factory=list)
+    programs: FakePrograms = FakePrograms()
 
     def make(self, call: Call) -> int:
         self.made.append(call)
@@ -175,6 +232,54 @@ def test_followers_make_the_calls_of_the_leader(group: Group) -> None:
     for runner in runners:
         assert all(same(made, call) for made, call in zip(runner.made, CALLS, strict=True))
     group.wait_for_ends(0)
+
+
+def test_the_leader_knows_what_all_have_compiled(group: Group) -> None:
+    small, large = FakePrograms.ladder.buckets
+    group.leader.call(lambda call: None, Close())
+    for one in group.followers:
+        assert not group.leader.all_have(large)
+        one.follow(FakeRunner())  # type: ignore[arg-type]
+    deadline = time.monotonic() + SECONDS
+    while not group.leader.all_have(large):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not group.leader.all_have(small)
+
+
+class Failed:
+    """What a device has not made."""
+
+    def block_until_ready(self) -> None:
+        raise MemoryError("two\nlines")
+
+
+def test_a_step_that_fails_lets_the_followers_go(group: Group) -> None:
+    group.leader.call(lambda call: Failed(), CALLS[1])
+    deadline = time.monotonic() + SECONDS
+    while not group.leader._failed and time.monotonic() < deadline:
+        time.sleep(0.005)
+    group.leader.call(lambda call: None, Close())  # who waits in a collective would not hear this one
+    group.wait_for_ends(2)
+    with pytest.raises(RuntimeError, match="start all of them again"):
+        group.leader.call(lambda call: None, Reset())
+
+
+def test_a_step_that_fails_ends_its_process(group: Group) -> None:
+    class BadRunner(FakeRunner):
+        def make(self, call: Call) -> Any:
+            return Failed() if isinstance(call, Step) else None
+
+    threading.Thread(target=group.followers[1].follow, args=[BadRunner()], daemon=True).start()
+    group.leader.call(lambda call: None, CALLS[1])  # and not a word more
+    group.wait_for_ends(1)
+    assert group.ended == ["process 2 of 3 could not compute a step: two lines"]
+
+
+def test_a_message_that_nobody_knows_ends_the_follower(group: Group) -> None:
+    next(iter(group.leader._wires.values())).sendall(struct.pack("<4I", 77, 0, 0, 0))
+    group.wait_for_ends(2)
+    assert any(" cannot follow process 0: a message of kind 77" in reason for reason in group.ended)
 
 
 def test_a_call_is_told_before_it_is_made(group: Group) -> None:
@@ -254,6 +359,74 @@ def test_what_differs_is_an_error_everywhere() -> None:
     for error in errors:
         assert type(error) is ValueError
         assert str(error).startswith("page_size is 16 in process 0 and 32 in process 1: start all processes with")
+
+
+def test_no_way_to_the_leader_is_an_error_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("localhost", 0))  # and does not listen
+        monkeypatch.setattr(follower, "connect", lambda _, *others: link.connect(closed.getsockname(), *others))
+        first, second = fake_hosts(2)
+        errors = in_threads(lambda: Leader(first, {}), lambda: Follower(second, {}))
+        port = closed.getsockname()[1]
+    for error in errors:
+        assert type(error) is ConnectionError
+        assert str(error).startswith(f"process 1 cannot reach process 0 at 127.0.0.1, port {port} (")
+        assert "open all ports between the hosts" in str(error)
+
+
+@dataclass
+class FakeClient:
+    """The store of jax's coordination service, in which a wait ends early: as `errors` say."""
+
+    errors: list[str]
+    values: dict[str, str] = field(default_factory=dict)
+    waits: list[int] = field(default_factory=list)
+
+    def key_value_increment(self, key: str, by: int) -> int:
+        return by
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.values |= {f"{key[:-1]}{index}": value for index in range(2)}  # process 1 says the same
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        self.waits.append(milliseconds)
+        if self.errors:
+            raise jax.errors.JaxRuntimeError(self.errors.pop())
+        return self.values[key]
+
+
+@pytest.mark.parametrize(
+    ("errors", "seconds", "error"),
+    [
+        (["DEADLINE_EXCEEDED: none yet"] * 3, 60, None),
+        (["DEADLINE_EXCEEDED: none yet"] * 3, -1, "process 0 of 2 waited -1 s for process 0: see its log"),
+        (["UNAVAILABLE: gone"], 60, "UNAVAILABLE: gone"),
+    ],
+    ids=["late", "too late", "gone"],
+)
+def test_a_wait_is_in_slices(
+    errors: list[str], seconds: int, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient(list(errors))
+    monkeypatch.setattr(sharding_hosts.global_state, "client", client)
+    if error is None:
+        assert Hosts(0, 2).share("hello", seconds) == ("hello", "hello")
+    else:
+        with pytest.raises((TimeoutError, jax.errors.JaxRuntimeError), match=error):
+            Hosts(0, 2).share("hello", seconds)
+    assert max(client.waits) <= 1000  # Ctrl-C is heard between them
+
+
+def test_all_meet_when_their_runners_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Recorder(Hosts):
+        def meet(self) -> None:
+            order.append("meet")
+
+    monkeypatch.setattr(engine_build, "Runner", lambda *_: order.append("runner"))
+    engine_build.build(EngineConfig(**hosts_program.options("1x1")), Recorder())
+    assert order == ["runner", "meet"]
 
 
 def test_all_processes_take_the_least() -> None:
@@ -345,7 +518,9 @@ class Processes:
 
     def wait(self) -> list[tuple[int, str, str]]:
         """Exit code, standard output and standard error of both."""
-        outputs = [process.communicate(timeout=3 * SECONDS) for process in self.processes]
+        # Both at once: a process whose pipe nobody reads stands still when that is full.
+        with ThreadPoolExecutor(len(self.processes)) as threads:
+            outputs = list(threads.map(partial(subprocess.Popen.communicate, timeout=3 * SECONDS), self.processes))
         return [(process.returncode, *output) for process, output in zip(self.processes, outputs, strict=True)]
 
 
@@ -400,10 +575,10 @@ def test_when_one_is_killed_the_other_ends(victim: int) -> None:
         assert any("alive" in line for line in output)  # gloo writes there, too
         both.processes[victim].kill()
         start = time.monotonic()
-        code = both.processes[1 - victim].wait(SECONDS)
+        code, _, text = both.wait()[1 - victim]
         assert time.monotonic() - start < 10
         assert code not in (0, -signal.SIGKILL)
-        assert f"process {victim} of 2 has ended" in both.wait()[1 - victim][2]
+        assert f"process {victim} of 2 has ended" in text
 
 
 @pytest.mark.parametrize(

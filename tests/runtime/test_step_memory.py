@@ -1,7 +1,9 @@
 """What XLA says about the compiled step: pages and state in place, and no copy of them or of a weight."""
 
+import os
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from jaxvllm.models.orientation import to_in_out
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.memory import pages_that_fit, step_bytes
+from jaxvllm.runtime.memory import GPU_SHARE_VARIABLE, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.runner import CacheShape, compile_step
 from jaxvllm.runtime.state import DeviceState
 from jaxvllm.runtime.step import step
@@ -115,3 +117,32 @@ def test_pages_that_fit() -> None:
 def test_too_little_memory_is_refused(room: int) -> None:
     with pytest.raises(ValueError, match="left for KV pages.*raise memory_utilization"):
         pages_that_fit(room, 100, useful=50)
+
+
+@pytest.mark.parametrize(
+    ("platform", "share", "limit", "free"),
+    [
+        ("tpu", None, 1000, 900 - 100),
+        ("gpu", "0.950", 950, 900 - 100),  # JAX has 950 of 1000, and `memory_utilization` is of all
+        ("gpu", "0.5", 500, 475 - 100),  # the user gave JAX less: all of that, but for what keeps pieces from failing
+    ],
+)
+def test_the_room_that_devices_have(
+    platform: str, share: str | None, limit: int, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if share is None:
+        monkeypatch.delenv(GPU_SHARE_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(GPU_SHARE_VARIABLE, share)
+    stats = {"bytes_limit": limit, "bytes_in_use": 100}
+    device: Any = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+    assert free_bytes(device, 0.9) == free
+
+
+def test_jax_may_have_more_than_pages_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_SHARE_VARIABLE, "0.5")
+    claim_gpu_memory(0.9)
+    assert os.environ[GPU_SHARE_VARIABLE] == "0.5"
+    monkeypatch.delenv(GPU_SHARE_VARIABLE)
+    claim_gpu_memory(0.9)
+    assert os.environ[GPU_SHARE_VARIABLE] == "0.950"

@@ -41,3 +41,12 @@ def test_collisions_and_unknown_axes_are_refused() -> None:
         partition_spec(("heads", "vocab"))
     with pytest.raises(ValueError, match="unknown logical axis 'time'.*vocab, embed"):
         partition_spec(("time",))
+
+
+def test_a_mesh_that_no_slice_has_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a page of coordinates\n")
+
+    monkeypatch.setattr(jax, "make_mesh", refused)
+    with pytest.raises(ValueError, match="mesh 1x3 is no part of a cpu slice: use sides that are powers of two$"):
+        make_mesh(MeshShape(1, 3), jax.devices())

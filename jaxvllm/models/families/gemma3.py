@@ -57,6 +57,8 @@ def rope_entries(config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     if not any(kind in parameters for kind in kinds):
         return parameters, {}
     full, sliding = (parameters.get(kind) or {} for kind in kinds)
+    if not isinstance(full, dict) or not isinstance(sliding, dict):
+        raise ValueError(f"config rope_parameters must hold an object for each of {' and '.join(kinds)}")
     return full, sliding
 
 

@@ -15,10 +15,9 @@ def qwen2_spec(config: HfConfig) -> ModelSpec:
 
 def qwen_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     """Windows from layer max_window_layers on, when use_sliding_window asks for them."""
-    window = config.optional_integer("sliding_window", 4096)
-    if not config.flag("use_sliding_window", False):
-        window = None
-    first = config.integer("max_window_layers", 28)
+    asked = config.flag("use_sliding_window", False)
+    window = config.optional_integer("sliding_window", 4096) if asked else None
+    first = config.integer("max_window_layers", 28, least=0)
     kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     return config.windows(config.layer_types(kinds), window)
 

@@ -18,11 +18,9 @@ def smollm3_spec(config: HfConfig) -> ModelSpec:
     rotated = config.values.get("no_rope_layers")
     if rotated is None:
         rotated = [int((layer + 1) % interval != 0) for layer in range(spec.num_layers)]
-    if not isinstance(rotated, list) or len(rotated) < spec.num_layers or not set(rotated) <= {0, 1}:
+    if not isinstance(rotated, list) or len(rotated) < spec.num_layers or not all(value in (0, 1) for value in rotated):
         raise ValueError(f"config no_rope_layers must be {spec.num_layers} of 0 and 1, not {rotated!r}")
-    window = config.optional_integer("sliding_window")
-    if not config.flag("use_sliding_window", False):
-        window = None
+    window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", False) else None
     kinds = ["full_attention" if rope else "sliding_attention" for rope in rotated[: spec.num_layers]]
     return replace(
         spec,
