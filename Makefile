@@ -17,12 +17,15 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo test lint format check aot bench bench-kernels fixtures oracle venv constraints clean
+.PHONY: demo serve test lint format check aot bench bench-kernels fixtures oracle venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
 	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
 	  "One morning in a village on an island," "Long ago, in a castle," "Tom and Lily lived in a farmhouse" \
 	  "In the forest there was a fox called Rusty." "The capital of France"
+
+serve: .venv/.stamp  ## the embedded model over HTTP: open http://127.0.0.1:8000 in a browser
+	$(PY) -m jaxvllm.serve $(ARGS)
 
 # The compilers have wheels for Linux on x86-64 alone; elsewhere the tests that need them are skipped.
 AOT := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.aot/.stamp)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
+    from jaxvllm.engine.async_llm import AsyncLLM as AsyncLLM
     from jaxvllm.engine.hosts import follow as follow
     from jaxvllm.engine.llm import LLM as LLM
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "jaxvllm.engine.async_llm",
     "LLM": "jaxvllm.engine.llm",
     "follow": "jaxvllm.engine.hosts",
     "EngineConfig": "jaxvllm.config",
@@ -27,7 +29,16 @@ _HOMES = {
     "CompletionOutput": "jaxvllm.engine.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "RequestOutputKind", "SamplingParams", "follow"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "follow",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -53,6 +53,7 @@ class EngineConfig:
     row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
+    max_outputs_per_second: int | None = None  # of all that stream, tokens of one are joined; None: each at once
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; None: nowhere
 
     @classmethod
@@ -73,7 +74,14 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages", "num_processes"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_pages",
+            "num_processes",
+            "max_outputs_per_second",
+        ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, not {value!r}")

@@ -14,6 +14,17 @@ PACKAGES = ("jaxvllm", "pallas_kernels", "sharding")
 # What each layer must not import, itself or below. Longest matching layer wins; a layer that is not here
 # has no rule. `jax` stands for every module that pulls it in.
 DEVICE = ("jax", "jaxlib", "pallas_kernels", "sharding")
+# What talks to a server over HTTP knows nothing of what is in it.
+CLIENT = (
+    *DEVICE,
+    "jaxvllm.core",
+    "jaxvllm.runtime",
+    "jaxvllm.models",
+    "jaxvllm.engine",
+    "jaxvllm.planner",
+    "jaxvllm.server",
+    "jaxvllm.cli",
+)
 FORBIDDEN = {
     "jaxvllm.core": (
         *DEVICE,
@@ -35,6 +46,21 @@ FORBIDDEN = {
     ),
     "jaxvllm.engine": ("jaxvllm.planner", "jaxvllm.server", "jaxvllm.cli"),
     "jaxvllm.planner": ("jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.server": (
+        "jax",
+        "jaxlib",
+        "jaxvllm.runtime",
+        "jaxvllm.models",
+        "jaxvllm.engine.engine",
+        "jaxvllm.engine.llm",
+        "jaxvllm.planner",
+        "jaxvllm.client",
+        "jaxvllm.bench",
+        "jaxvllm.cli",
+    ),
+    "jaxvllm.client": (*CLIENT, "jaxvllm.bench"),
+    "jaxvllm.bench": CLIENT,
+    "jaxvllm.bench.__main__": (),  # is the command
     "pallas_kernels": ("jaxvllm", "sharding"),
     "sharding": ("jaxvllm", "pallas_kernels"),
 }
@@ -160,6 +186,11 @@ def test_import_is_cheap(module: str) -> None:
 def test_the_scheduler_runs_without_jax() -> None:
     modules = ", ".join(module_name(path) for path in (ROOT / "jaxvllm" / "core").glob("*.py"))
     assert sorted(loaded_by(f"import {modules}") & {"jax", "jaxlib"}) == []
+
+
+@pytest.mark.parametrize("module", ["jaxvllm.server.serve", "jaxvllm.server.app", "jaxvllm.cli.chat", "jaxvllm.bench"])
+def test_the_server_and_its_clients_run_without_jax(module: str) -> None:
+    assert sorted(loaded_by(f"import {module}") & {"jax", "jaxlib"}) == []
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -49,6 +49,11 @@ class Scheduler:
         return len(self._waiting_ids)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the waiting requests. Takes O(waiting)."""
+        return sum(request.num_tokens for request in self._waiting_ids.values())
+
+    @property
     def num_running(self) -> int:
         return len(self._slot_of)
 

@@ -2,8 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,7 @@ class EngineParts:
     """What `Engine` is made of."""
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
+    tokenizer_directory: Path | None  # where it was read
     make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
     runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
@@ -58,7 +61,8 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     if config.cache_directory is not None:
         use_persistent_cache(config.cache_directory)
     claim_gpu_memory(config.memory_utilization)
-    devices = jax.devices()
+    with _timed("finding devices"):
+        devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
         raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
     meshes = replica_meshes(make_mesh(config.mesh_shape, devices))
@@ -80,22 +84,27 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         _buckets(config.row_buckets, "row_buckets", 1, seqs),
         _buckets(config.token_buckets, "token_buckets", min(16, tokens), tokens),
     )
-    tokenizer, defaults = _tokenizer(config, directory), default_params(directory)
-    replicas = _load(config, directory, choices, meshes)
+    tokenizer_directory = _tokenizer_directory(config, directory)
+    tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
+    defaults = default_params(directory)
+    with _timed("loading weights"):
+        replicas = _load(config, directory, choices, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
-    room = config.num_pages or _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
-    num_pages = hosts.least(room)
+    with _timed("measuring memory"):
+        room = config.num_pages or _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
+        num_pages = hosts.least(room)
     shape = choices.cache_shape(num_pages)
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         return Runner(params, spec, shape, ladder, backend, mesh, leader)
 
-    runners = _make_all(make_runner, replicas, meshes)
-    if config.warm_up == "full":
-        for runner in runners:
-            runner.programs.wait()
-    # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
-    hosts.meet()
+    with _timed("compiling"):
+        runners = _make_all(make_runner, replicas, meshes)
+        if config.warm_up == "full":
+            for runner in runners:
+                runner.programs.wait()
+        # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
+        hosts.meet()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
 
     def make_scheduler() -> Scheduler:
@@ -105,6 +114,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
 
     return EngineParts(
         tokenizer=tokenizer,
+        tokenizer_directory=tokenizer_directory,
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
@@ -112,6 +122,14 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
         default_params=defaults,
     )
+
+
+@contextmanager
+def _timed(stage: str) -> Iterator[None]:
+    """Logs where the time of a start goes."""
+    start = time.monotonic()
+    yield
+    logger.info("%s: %.2f s", stage, time.monotonic() - start)
 
 
 def _make_all(
@@ -188,7 +206,7 @@ def _num_pages(
     return pages_that_fit(room, share // smallest.num_pages, useful=smallest.num_slots * smallest.max_pages + 1)
 
 
-def _tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
+def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path | None:
     if config.tokenizer is not None:
-        return Tokenizer.from_directory(checkpoint.resolve(config.tokenizer))
-    return Tokenizer.from_directory(directory) if Tokenizer.exists_in(directory) else None
+        return checkpoint.resolve(config.tokenizer)
+    return directory if Tokenizer.exists_in(directory) else None

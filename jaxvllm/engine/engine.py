@@ -17,6 +17,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.router import Router
+from jaxvllm.engine.stats import EngineStats, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,6 @@ class Submission:
     priority: int
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine was built, and gauges of now, over all replicas."""
-
-    num_steps: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_pages_owned: int
-    num_programs: int
-
-
 class Engine:
     """Completes requests: `submit` what `check` accepted, then call `step` while `has_work`."""
 
@@ -58,10 +44,12 @@ class Engine:
         parts = lead(config)
         self.config = config
         self.tokenizer = parts.tokenizer
+        self.tokenizer_directory = parts.tokenizer_directory
+        self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
         self.default_params = parts.default_params
-        self.replicas = tuple(Replica(parts.make_scheduler, runner) for runner in parts.runners)
-        self.outputs = OutputProcessor(parts.tokenizer)
+        self.replicas = tuple(Replica(i, parts.make_scheduler, runner) for i, runner in enumerate(parts.runners))
+        self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self._eos_token_ids = parts.eos_token_ids
         self._arrivals = count()
@@ -173,12 +161,18 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=sum(replica.num_output_tokens for replica in self.replicas),
             num_preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
+            num_prefix_queries=sum(replica.num_prefix_queries for replica in self.replicas),
+            num_prefix_hits=sum(replica.num_prefix_hits for replica in self.replicas),
             num_running=sum(scheduler.num_running for scheduler in schedulers),
             num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
             num_pages=sum(scheduler.pool.num_pages - 1 for scheduler in schedulers),
             num_pages_owned=sum(scheduler.pool.num_owned for scheduler in schedulers),
             num_programs=sum(replica.runner.programs.num_compiled for replica in self.replicas),
         )
+
+    def take_reports(self) -> list[StepReport]:
+        """The steps that were read since the last call: at most the `MAX_REPORTS` latest of each replica."""
+        return [report for replica in self.replicas for report in replica.take_reports()]
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; running requests keep their pages."""
@@ -208,11 +202,14 @@ class Engine:
         # The host's side of all replicas first: whatever happens to a device, no request may be left half known.
         for replica in self.replicas:
             replica.drop()
-        self.outputs = OutputProcessor(self.tokenizer)
+        self.outputs = self._make_outputs()
         self._router = self._make_router()
         for replica in self.replicas:
             replica.runner.reset()
         self._is_broken = False
+
+    def _make_outputs(self) -> OutputProcessor:
+        return OutputProcessor(self.tokenizer, self.config.max_outputs_per_second)
 
     def _make_router(self) -> Router:
         return Router(replica.scheduler for replica in self.replicas)

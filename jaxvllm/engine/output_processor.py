@@ -33,11 +33,12 @@ class _Completion:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_taken: int = 0
+    has_news: bool = False  # that no delta has told yet
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """A caller's request: one prompt, `n` completions."""
 
@@ -48,6 +49,7 @@ class _Group:
     metrics: RequestMetrics
     completions: dict[str, _Completion]  # by the id of the scheduler's request
     num_cached_tokens: int = 0
+    emitted_at: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -57,8 +59,13 @@ class _Group:
 class OutputProcessor:
     """Keeps every live request's text and turns step updates into `RequestOutput`s."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None, outputs_per_second: int | None = None):
+        """With `outputs_per_second`, requests that stream share that many, and a token may wait for the next.
+
+        Not the first of a request and not the last. What takes outputs has a cost for each, whatever is in it.
+        """
         self._tokenizer = tokenizer
+        self._seconds_per_output = 0.0 if outputs_per_second is None else 1 / outputs_per_second
         self._group_of: dict[str, _Group] = {}  # by the id of the scheduler's request
         self._groups: dict[str, _Group] = {}
 
@@ -132,23 +139,23 @@ class OutputProcessor:
             self._finish(group, group.completions[request_id], end)
         for request_id, request in (stopped | {name: end.request for name, end in ends.items()}).items():
             self._note_preemptions(touched[request_id], request)
-        news: dict[str, list[str]] = {}
         for child_id, group in touched.items():
-            news.setdefault(group.request_id, []).append(child_id)
-        due = [name for name in news if self._is_due(self._groups[name])]
-        outputs = [self._emit(self._groups[name], news[name]) for name in due]
+            group.completions[child_id].has_news = True
+        due = [group for group in dict.fromkeys(touched.values()) if self._is_due(group, now)]
+        outputs = [self._emit(group, now) for group in due]
         return outputs, [request_id for request_id in stopped if request_id not in ends]
 
     def abort(self, request_id: str, children: Sequence[Request]) -> RequestOutput:
         """Ends `request_id` with what it has; `children` are its requests that the scheduler has just ended."""
         group = self._groups[request_id]
         for child in children:
+            group.completions[child.request_id].has_news = True
             end = Finished(child, FinishReason.ABORT)
             self._finish(group, group.completions[child.request_id], end)
             self._note_preemptions(group, child)
         for completion in group.completions.values():  # of those that never reached it, their submission broke off
             completion.finish_reason = completion.finish_reason or FinishReason.ABORT
-        return self._emit(group, [child.request_id for child in children])
+        return self._emit(group, time.monotonic())
 
     def _take_token(
         self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
@@ -211,13 +218,18 @@ class OutputProcessor:
             total = group.metrics.num_preemptions + ended.num_preemptions
             group.metrics = replace(group.metrics, num_preemptions=total)
 
-    def _is_due(self, group: _Group) -> bool:
-        return group.finished or group.params.output_kind != RequestOutputKind.FINAL_ONLY
+    def _is_due(self, group: _Group, now: float) -> bool:
+        if group.finished or group.emitted_at is None:
+            return group.finished or group.params.output_kind != RequestOutputKind.FINAL_ONLY
+        return now - group.emitted_at >= self._seconds_per_output * len(self._groups)
 
-    def _emit(self, group: _Group, news: Sequence[str]) -> RequestOutput:
-        """The output of `group`; as a delta it has the completions in `news` alone, so that each ends once."""
+    def _emit(self, group: _Group, now: float) -> RequestOutput:
+        """The output of `group`; as a delta it has the completions with something new alone, so that each ends once."""
         delta = group.params.output_kind == RequestOutputKind.DELTA
-        completions = [c for name, c in group.completions.items() if not delta or name in news]
+        completions = [c for c in group.completions.values() if not delta or c.has_news]
+        group.emitted_at = now
+        for completion in completions:
+            completion.has_news = False
         finished = group.finished
         if finished:
             group.metrics = replace(group.metrics, finished_time=time.monotonic())

@@ -1,29 +1,49 @@
 """One copy of the model at work: its scheduler, its devices, and the steps under way between them."""
 
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from jaxvllm.core.plan import StepPlan
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.stats import StepReport
 from jaxvllm.runtime.runner import InFlight, Runner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2.
 DEPTH = 2
+# Kept for who asks. Nobody does of an `LLM`.
+MAX_REPORTS = 1024
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step under way, and when it could begin."""
+
+    step: InFlight
+    host_seconds: float
+    at: float
 
 
 class Replica:
     """Schedules and dispatches steps, and collects each one step later; it knows nothing of other replicas."""
 
-    def __init__(self, make_scheduler: Callable[[], Scheduler], runner: Runner):
+    def __init__(self, index: int, make_scheduler: Callable[[], Scheduler], runner: Runner):
+        self.index = index
         self.scheduler = make_scheduler()
         self.runner = runner
         self.num_steps = 0
         self.num_output_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[_Launched] = deque()
+        self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
+        self._last_end = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -37,32 +57,63 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """Whether `collect` would not wait."""
-        return bool(self._in_flight[0].output.token_ids.is_ready())  # type: ignore[attr-defined]  # jax hides it
+        return bool(self._in_flight[0].step.output.token_ids.is_ready())  # type: ignore[attr-defined]  # jax hides it
 
     def dispatch(self, outputs: OutputProcessor) -> None:
         """Starts the next step, if there is one to compute and fewer than `DEPTH` are under way."""
         if len(self._in_flight) == DEPTH:
             return
+        start = time.monotonic()
         plan = self.scheduler.schedule()
         if plan is not None:
+            self._count_prefixes(plan)
             outputs.scheduled(plan)
-            self._in_flight.append(self.runner.dispatch(plan))
+            step = self.runner.dispatch(plan)
+            now = time.monotonic()
+            self._in_flight.append(_Launched(step, now - start, now))
             self.num_steps += 1
         self.is_due = bool(self._in_flight) and (plan is None or len(self._in_flight) == DEPTH)
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
-        done = self._in_flight.popleft()
-        output = self.runner.collect(done)
-        update = self.scheduler.update(done.plan, output)
+        launched = self._in_flight.popleft()
+        plan = launched.step.plan
+        output = self.runner.collect(launched.step)
+        start = time.monotonic()
+        device_seconds, self._last_end = start - max(launched.at, self._last_end), start
+        update = self.scheduler.update(plan, output)
         self.num_output_tokens += update.num_new_tokens
         results, stopped = outputs.process(update, output)
         for request_id in stopped:
             self.scheduler.finish(request_id)
+        bucket = launched.step.bucket
+        report = StepReport(
+            replica=self.index,
+            num_decode=plan.num_decode,
+            num_prefill=plan.num_tokens - plan.num_decode,
+            num_rows=plan.num_rows,
+            bucket_tokens=bucket.num_tokens,
+            bucket_rows=bucket.num_rows,
+            host_seconds=launched.host_seconds + time.monotonic() - start,
+            device_seconds=device_seconds,
+        )
+        self._reports.append(report)
         return results
+
+    def take_reports(self) -> list[StepReport]:
+        """The steps that were read since the last call, at most the `MAX_REPORTS` latest."""
+        reports = list(self._reports)
+        self._reports.clear()
+        return reports
 
     def drop(self) -> None:
         """Forgets every request, and the prefix cache with them; the devices are `runner.reset`'s."""
         self._in_flight.clear()
         self.is_due = False
         self.scheduler = self._make_scheduler()
+
+    def _count_prefixes(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            request = admission.request
+            self.num_prefix_queries += len(request.prompt_token_ids)
+            self.num_prefix_hits += request.num_cached_tokens or 0

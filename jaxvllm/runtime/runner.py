@@ -73,6 +73,7 @@ class InFlight:
     """A dispatched step; its output may not exist yet."""
 
     plan: StepPlan
+    bucket: Bucket
     output: DeviceOutput
 
 
@@ -150,7 +151,7 @@ class Runner:
         output = self._call(Step(bucket, pack(plan, bucket, trash_slot=self.shape.num_slots)))
         assert output is not None
         output.token_ids.copy_to_host_async()
-        return InFlight(plan, output)
+        return InFlight(plan, bucket, output)
 
     def collect(self, step: InFlight) -> StepOutput:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""

@@ -1,0 +1,105 @@
+"""What one request under load experienced."""
+
+from dataclasses import dataclass
+
+from jaxvllm.client.chunks import DONE, error_text, read_chunk
+from jaxvllm.client.sse import EventReader
+
+
+@dataclass(frozen=True)
+class Record:
+    """Times in seconds; `start` is a time.perf_counter(). A request that failed has an error and no times."""
+
+    start: float  # when it was sent
+    queued: float  # how long it waited in this program for --max-concurrency
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    ttft: float = 0.0  # from sending to the first chunk with a token
+    latency: float = 0.0  # from sending to the last chunk
+    itl: tuple[float, ...] = ()  # between chunks, which hold a token each, or several when the server joins them
+    text: str = ""
+    error: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.error
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token behind the first; None where there is none."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.latency - self.ttft) / (self.num_output_tokens - 1)
+
+
+class Recorder:
+    """Listens to one response and notes when its tokens came.
+
+    The message's role, sent before there is a token, starts no clock. A last chunk that only names the reason ends
+    the request and is no token.
+    """
+
+    def __init__(self, start: float, queued: float, num_prompt_tokens: int | None):
+        self._start = start
+        self._queued = queued
+        self._num_prompt_tokens = num_prompt_tokens or 0
+        self._num_output_tokens = 0
+        self._num_chunks = 0
+        self._first = self._token = self._last = start
+        self._itl: list[float] = []
+        self._texts: list[str] = []
+        self._events = EventReader()
+        self._is_done = False
+        self._status = 0
+        self._refusal = b""
+
+    def receive(self, status: int, data: bytes, now: float) -> None:
+        """Part of the body. ServerError for an error within the stream."""
+        self._status = status
+        if status != 200:
+            self._refusal += data
+            return
+        for event in self._events.feed(data):
+            if event.data == DONE:
+                self._is_done = True
+                continue
+            chunk = read_chunk(event)
+            if chunk.usage is not None:
+                self._num_prompt_tokens = chunk.usage.prompt_tokens
+                self._num_output_tokens = chunk.usage.completion_tokens
+            if chunk.choices and not chunk.choices[0].opens:
+                text = chunk.choices[0].new_text
+                self._last = now
+                if not self._num_chunks:
+                    self._first = self._token = now
+                elif text or chunk.choices[0].finish_reason is None:
+                    self._itl.append(now - self._token)
+                    self._token = now
+                self._num_chunks += 1
+                self._texts.append(text)
+
+    def record(self, error: Exception | None = None) -> Record:
+        """What was noted, once the response is whole or has failed."""
+        reason = self._failure(error)
+        if reason:
+            return Record(self._start, self._queued, self._num_prompt_tokens, error=reason)
+        return Record(
+            self._start,
+            self._queued,
+            self._num_prompt_tokens,
+            # A server without usage is believed to have sent a token a chunk.
+            self._num_output_tokens or self._num_chunks,
+            self._first - self._start,
+            self._last - self._start,
+            tuple(self._itl),
+            "".join(self._texts),
+        )
+
+    def _failure(self, error: Exception | None) -> str:
+        if error is not None:
+            return str(error) or type(error).__name__
+        if self._status != 200:
+            return f"the server answers {self._status}: {error_text(self._refusal)}"
+        if not self._num_chunks:
+            return "the server sent no token: was the request streamed?"
+        return "" if self._is_done else "the server ended the stream before it was done"

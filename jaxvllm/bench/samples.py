@@ -1,0 +1,203 @@
+"""What is asked under load: prompts and the lengths of their answers, from data sets under vLLM's names."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxvllm.bench.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request. `prompt_len` in tokens, None where only the server can tell."""
+
+    prompt: str | list[int]
+    prompt_len: int | None
+    output_len: int
+
+    @property
+    def stranger(self) -> "Sample":
+        """As long a request whose prompt begins otherwise: to try the server and leave its prefix cache alone."""
+        return Sample(self.prompt[::-1], self.prompt_len, self.output_len) if isinstance(self.prompt, list) else self
+
+
+class Dataset(Protocol):
+    """Where prompts come from. The same seed gives the same samples."""
+
+    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+        """`count` samples. ValueError for a file, or settings, that cannot give them."""
+
+
+@dataclass(frozen=True)
+class Random:
+    """Random tokens of given lengths: nothing repeats but the common prefix."""
+
+    random_input_len: int = 1024  # tokens of a prompt behind the prefix
+    random_output_len: int = 128  # tokens of an answer
+    random_range_ratio: float = 0.0  # lengths vary by this share, both ways; in [0, 1)
+    random_prefix_len: int = 0  # tokens that all prompts begin with
+
+    def __post_init__(self) -> None:
+        _check_lengths(self, "random_input_len", "random_prefix_len", least=0)
+        _check_lengths(self, "random_output_len", least=1)
+        if not 0 <= self.random_range_ratio < 1:
+            raise ValueError(f"--random-range-ratio must be in [0, 1), not {self.random_range_ratio}")
+
+    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+        _unneeded(path)
+        inputs = self._lengths(self.random_input_len, count, rng)
+        outputs = np.maximum(self._lengths(self.random_output_len, count, rng), 1)
+        prefix = vocabulary.draw(rng, self.random_prefix_len)
+        if len(prefix) + inputs.min() < 1:
+            raise ValueError("--random-input-len and --random-prefix-len may leave a prompt empty: give more")
+        return [
+            _sample(vocabulary, prefix + vocabulary.draw(rng, int(length)), int(output))
+            for length, output in zip(inputs, outputs, strict=True)
+        ]
+
+    def _lengths(self, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+        low = math.floor(length * (1 - self.random_range_ratio))
+        high = math.ceil(length * (1 + self.random_range_ratio))
+        return rng.integers(low, high, count, endpoint=True)
+
+
+@dataclass(frozen=True)
+class PrefixRepetition:
+    """A few prefixes, each shared by many prompts: what a prefix cache is for."""
+
+    prefix_repetition_prefix_len: int = 256  # tokens that the prompts of a group share
+    prefix_repetition_suffix_len: int = 256  # tokens of each prompt's own
+    prefix_repetition_num_prefixes: int = 10  # groups
+    prefix_repetition_output_len: int = 128  # tokens of an answer
+
+    def __post_init__(self) -> None:
+        _check_lengths(self, *self.__dataclass_fields__, least=1)
+
+    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+        _unneeded(path)
+        num = self.prefix_repetition_num_prefixes
+        if count < num:
+            raise ValueError(f"--num-prompts {count} is less than --prefix-repetition-num-prefixes {num}")
+        prefixes = [vocabulary.draw(rng, self.prefix_repetition_prefix_len) for _ in range(num)]
+        return [
+            _sample(
+                vocabulary,
+                prefixes[group] + vocabulary.draw(rng, self.prefix_repetition_suffix_len),
+                self.prefix_repetition_output_len,
+            )
+            for group in rng.permutation(np.arange(count) % num)
+        ]
+
+
+@dataclass(frozen=True)
+class ShareGpt:
+    """First questions of conversations, and the lengths of their answers, from a file in the ShareGPT format."""
+
+    sharegpt_output_len: int | None = None  # tokens of an answer; not given: as long as the one in the file
+
+    # The limits of vLLM's benchmark, in tokens: shorter or longer conversations are left out.
+    LEAST = 4
+    MOST_PROMPT = 1024
+    MOST_TOTAL = 2048
+
+    def __post_init__(self) -> None:
+        if self.sharegpt_output_len is not None:
+            _check_lengths(self, "sharegpt_output_len", least=1)
+
+    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+        file = _needed(path)
+        try:
+            entries = json.loads(file.read_text(encoding="utf-8"))
+            turns = [entry["conversations"] for entry in entries if len(entry.get("conversations", ())) >= 2]
+            pairs = [(str(first["value"]), str(second["value"])) for first, second, *_ in turns]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file} is not in the ShareGPT format: {type(error).__name__}: {error}") from None
+        samples: list[Sample] = []
+        for index in rng.permutation(len(pairs)):
+            question, answer = pairs[index]
+            prompt_len = vocabulary.count(question)
+            output_len = self.sharegpt_output_len or vocabulary.count(answer)
+            if self._fits(prompt_len, output_len):
+                samples.append(Sample(question, prompt_len, output_len))
+            if len(samples) == count:
+                break
+        return _enough(samples, count, file, rng)
+
+    def _fits(self, prompt_len: int, output_len: int) -> bool:
+        long_enough = prompt_len >= self.LEAST and (bool(self.sharegpt_output_len) or output_len >= self.LEAST)
+        return long_enough and prompt_len <= self.MOST_PROMPT and prompt_len + output_len <= self.MOST_TOTAL
+
+
+@dataclass(frozen=True)
+class Custom:
+    """Prompts of your own, sent as they are: a JSON object a line, with `prompt` and perhaps `output_tokens`."""
+
+    custom_output_len: int = 256  # tokens of an answer; -1: the `output_tokens` of each line
+
+    def __post_init__(self) -> None:
+        if self.custom_output_len != -1:
+            _check_lengths(self, "custom_output_len", least=1)
+
+    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+        file = _needed(path)
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        samples = [
+            self._sample(lines[index], f"{file}, line {index + 1}") for index in rng.permutation(len(lines))[:count]
+        ]
+        return _enough(samples, count, file, rng)
+
+    def _sample(self, line: str, where: str) -> Sample:
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from None
+        if not (isinstance(entry, dict) and isinstance(entry.get("prompt"), str) and entry["prompt"]):
+            raise ValueError(f'{where} must be an object with a text as "prompt"')
+        output_len = entry.get("output_tokens") if self.custom_output_len == -1 else self.custom_output_len
+        if not isinstance(output_len, int) or output_len < 1:
+            raise ValueError(f'{where} has no "output_tokens", which --custom-output-len -1 asks for')
+        return Sample(entry["prompt"], None, output_len)
+
+
+DATASETS: Mapping[str, type[Random | PrefixRepetition | ShareGpt | Custom]] = {
+    "random": Random,
+    "sharegpt": ShareGpt,
+    "prefix_repetition": PrefixRepetition,
+    "custom": Custom,
+}
+
+
+def _sample(vocabulary: Vocabulary, tokens: list[int], output_len: int) -> Sample:
+    prompt = vocabulary.prompt(tokens)
+    return Sample(prompt, len(tokens), output_len)
+
+
+def _unneeded(path: Path | None) -> None:
+    if path is not None:
+        raise ValueError(
+            f"this --dataset-name reads no file: leave out --dataset-path {path}, or name another data set"
+        )
+
+
+def _needed(path: Path | None) -> Path:
+    if path is None:
+        raise ValueError("this --dataset-name reads a file: give --dataset-path")
+    return path
+
+
+def _enough(samples: list[Sample], count: int, file: Path, rng: np.random.Generator) -> list[Sample]:
+    """The samples, some of them again when the file has too few."""
+    if not samples:
+        raise ValueError(f"{file} has no prompt that fits: see docs/benchmarking.md for what is left out")
+    return samples + [samples[index] for index in rng.integers(len(samples), size=count - len(samples))]
+
+
+def _check_lengths(options: Any, *names: str, least: int) -> None:
+    for name in names:
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(options, name)}")

@@ -1,0 +1,62 @@
+"""One benchmark at several loads."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxvllm.bench.benchmark import Benchmark
+from jaxvllm.bench.report import Run, summary
+from jaxvllm.bench.traffic import Traffic
+from jaxvllm.client.api import Api
+
+COLUMNS = ("load", "req/s", "tok/s", "TTFT median", "TTFT P99", "TPOT median", "TPOT P99", "failed")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The run at one load, and its name: `4 req/s` or `16 at a time`."""
+
+    name: str
+    run: Run
+
+    def row(self) -> str:
+        """The point on one line under `heading`; times in milliseconds."""
+        metrics = self.run.metrics
+        ttft, tpot = metrics.latencies["ttft"], metrics.latencies["tpot"]
+        figures = (metrics.request_throughput, metrics.output_throughput, ttft.median, ttft.percentiles[99.0])
+        rest = (tpot.median, tpot.percentiles[99.0])
+        cells = [f"{figure:.2f}" for figure in (*figures, *rest)]
+        return " ".join(f"{cell:>12}" for cell in (self.name, *cells, metrics.failed))
+
+
+def heading() -> str:
+    return " ".join(f"{column:>12}" for column in COLUMNS)
+
+
+def loads(traffic: Traffic, rates: Sequence[float], concurrencies: Sequence[int]) -> list[tuple[str, Traffic]]:
+    """The traffic of each point. ValueError unless exactly one of the two lists has entries."""
+    if bool(rates) == bool(concurrencies):
+        raise ValueError("give --request-rates or --max-concurrencies, one of the two")
+    if rates:
+        return [(f"{rate:g} req/s", replace(traffic, request_rate=rate)) for rate in rates]
+    return [(f"{most} at a time", replace(traffic, max_concurrency=most)) for most in concurrencies]
+
+
+def sweep(benchmark: Benchmark, api: Api, points: Sequence[tuple[str, Traffic]], output: Path) -> Iterator[Point]:
+    """Runs each point and adds its line to `output` at once: a sweep that is stopped keeps what it has.
+
+    Each point has a seed of its own: the prompts of the one before would come from the server's prefix cache. The 99th
+    percentile is always among the figures, for the rows.
+    """
+    percentiles = sorted({*benchmark.percentiles, 99.0})
+    with output.open("w", encoding="utf-8") as file:
+        for index, (name, traffic) in enumerate(points):
+            seed = benchmark.seed + index
+            run = replace(benchmark, traffic=traffic, percentiles=percentiles, seed=seed).run(api)
+            line: dict[str, Any] = {"model_id": benchmark.target.model, "seed": seed}
+            line |= {"num_prompts": traffic.num_prompts, **summary(run.result())}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            yield Point(name, run)

@@ -1,0 +1,79 @@
+"""`jaxvllm chat`: talk to a running server, or ask it one thing."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.client.conversation import Conversation, Dialogue
+from jaxvllm.client.errors import ServerError
+from jaxvllm.client.sampling import Sampling
+from jaxvllm.client.server import Server, add_server_flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Chats; exit code 0, 1 with one line on standard error when the server fails, 2 when something given is wrong."""
+    parser = make_parser(
+        "chat", "MESSAGE", "Talk to a model that `jaxvllm serve`, or any OpenAI-compatible server, serves."
+    )
+    parser.add_argument("--system", "--system-prompt", metavar="TEXT", help="the system message")
+    parser.add_argument("--markdown", action="store_true", help="render answers as Markdown, in a terminal")
+    args = parser.parse_args(argv)
+    return talk(args, "chat", Conversation(args.system), renders_markdown=args.markdown)
+
+
+def make_parser(name: str, what: str, description: str) -> argparse.ArgumentParser:
+    """The flags that `chat` and `complete` share; `what` a person may give instead of typing it."""
+    parser = argparse.ArgumentParser(
+        prog=f"jaxvllm {name}",
+        description=f"{description} With {what}, or with standard input from a pipe: one answer, and the end.",
+    )
+    parser.add_argument("text", nargs="?", metavar=what)
+    parser.add_argument("-q", "--quick", dest="quick", metavar=what, help="the same, as vLLM has it")
+    parser.add_argument(
+        "--stats", action="store_true", help="print time to first token, speed and tokens of each answer"
+    )
+    add_server_flags(parser)
+    add_flags(parser, Sampling, "sampling (the server's own defaults hold for what is not given)")
+    return parser
+
+
+def talk(args: argparse.Namespace, name: str, dialogue: Dialogue, renders_markdown: bool = False) -> int:
+    """Asks once, or until the person ends; returns the exit code."""
+    try:
+        server = Server.from_flags(args)
+        text = args.text or args.quick
+        if text is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+            text = sys.stdin.read().rstrip("\n")
+        if text is not None and not text.strip():
+            raise ValueError("there is nothing to ask: give a text, or type it at a terminal")
+        return _talk(args, server, dialogue, text, renders_markdown)
+    except ServerError as error:
+        print(f"jaxvllm {name}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"jaxvllm {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _talk(
+    args: argparse.Namespace, server: Server, dialogue: Dialogue, text: str | None, renders_markdown: bool
+) -> int:
+    # Only now: httpx and rich take a third of a second to import.
+    from jaxvllm.client.api import Api
+    from jaxvllm.client.asking import Asker
+    from jaxvllm.client.repl import Repl, line_reader
+    from jaxvllm.client.screen import Screen
+
+    screen = Screen(renders_markdown=renders_markdown)
+    with Api(server) as api:
+        model = args.model or api.first_model()
+        asker = Asker(api, screen, {"model": model, **given(args, Sampling)}, args.stats)
+        if text is not None:
+            asker.ask(dialogue, text)
+            return 0
+        screen.note(f"{model} at {server.base_url}. {dialogue.help}")
+        Repl(asker, dialogue, line_reader()).run()
+    return 0

@@ -1,0 +1,76 @@
+"""`jaxvllm serve`: the HTTP server over an engine in a process of its own."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.config import EngineConfig
+from jaxvllm.server.config import ServerConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal. Exit code: that of `jaxvllm.server.serve.serve`, or one line on standard error and 2 when
+    an option is wrong, 1 when this machine will not do it.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        engine, server = _configs(args)
+        if engine.process_id:
+            return _follow(engine)
+        _set_up_logs()
+        # Behind the parsing: --help needs no web framework.
+        from jaxvllm.server.serve import serve
+
+        return asyncio.run(serve(engine, server))
+    except (ValueError, NotImplementedError) as error:
+        return _refuse(error, 2)
+    except (OSError, RuntimeError, ImportError) as error:
+        return _refuse(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(f"jaxvllm serve: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxvllm serve",
+        description="Serve a model over HTTP, with the APIs of OpenAI and Anthropic. Without MODEL: the embedded one. "
+        "SIGTERM and Ctrl-C let running requests finish; a second signal ends at once.",
+    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    add_flags(parser, ServerConfig, "server")
+    add_flags(parser, EngineConfig, "engine")
+    return parser
+
+
+def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    options = given(args, EngineConfig)
+    if args.model_name is not None:
+        if options.setdefault("model", args.model_name) != args.model_name:
+            raise ValueError(f"the model is {args.model_name} and --model {options['model']}: give one")
+    return EngineConfig.from_options(**options), ServerConfig(**given(args, ServerConfig))
+
+
+def _follow(engine: EngineConfig) -> int:
+    """Computes for process 0, which is the one that serves."""
+    from jaxvllm.engine.hosts import follow_config
+
+    follow_config(engine)
+    return 0
+
+
+def _set_up_logs() -> None:
+    """One short line for each thing worth knowing, on standard error, as the engine's process writes them."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(asctime)s server: %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("jaxvllm").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about what clients send
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)

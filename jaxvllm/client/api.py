@@ -1,0 +1,98 @@
+"""The requests of one person: what a server lists, what it streams, and its errors as one line."""
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import httpx
+
+from jaxvllm.client.chunks import DONE, Chunk, error_text, read_chunk
+from jaxvllm.client.errors import ServerError
+from jaxvllm.client.server import Server
+from jaxvllm.client.sse import EventReader
+
+# A first token may wait for a long queue; a connection that cannot be made in this time will not be.
+TIMEOUT = httpx.Timeout(None, connect=10.0)
+
+
+class Api:
+    """A server's HTTP interface. Use as a context manager: it keeps connections open."""
+
+    def __init__(self, server: Server):
+        self._client = httpx.Client(base_url=server.base_url, headers=server.headers, timeout=TIMEOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def first_model(self) -> str:
+        """The name of the model that the server lists first."""
+        models = self.get("/v1/models").get("data")
+        if not (isinstance(models, list) and models and isinstance(models[0], dict) and "id" in models[0]):
+            raise ServerError(f"{self._client.base_url} lists no model: give --model")
+        return str(models[0]["id"])
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`."""
+        return self._object(self._answer(self._client.build_request("GET", path)))
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON object that answers `body`."""
+        return self._object(self._answer(self._client.build_request("POST", path, json=body)))
+
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[Chunk]:
+        """The chunks that answer `body`, until [DONE]. Closing the iterator closes the connection: the server stops.
+
+        ServerError when the server refuses, sends an error in the stream, or ends it before [DONE].
+        """
+        reader = EventReader()
+        with network_errors(str(self._client.base_url)), self._client.stream("POST", path, json=body) as response:
+            check(response.status_code, response.headers, b"" if response.is_success else response.read())
+            for piece in response.iter_bytes():
+                for event in reader.feed(piece):
+                    if event.data == DONE:
+                        return
+                    yield read_chunk(event)
+        raise ServerError("the server ended the stream before it was done")
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        with network_errors(str(self._client.base_url)):
+            response = self._client.send(request)
+        check(response.status_code, response.headers, response.content)
+        return response
+
+    def _object(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            value = response.json()
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ServerError(f"{response.url} answers no JSON object: is this an OpenAI-compatible server?")
+        return value
+
+
+def check(status: int, headers: httpx.Headers, body: bytes) -> None:
+    """ServerError unless the status says success."""
+    if 200 <= status < 300:
+        return
+    wait = headers.get("retry-after", "")
+    raise ServerError(
+        f"the server answers {status}: {error_text(body)}",
+        status=status,
+        retry_after=float(wait) if wait.isdecimal() else None,
+    )
+
+
+@contextmanager
+def network_errors(address: str) -> Iterator[None]:
+    """Turns what httpx raises into a ServerError that says what to do."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ServerError(
+            f"no server answers at {address} ({error or 'timed out'}): start `jaxvllm serve`, or give --base-url"
+        ) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(f"the connection to {address} broke: {error or type(error).__name__}") from error

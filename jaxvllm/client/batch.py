@@ -1,0 +1,176 @@
+"""Batch files as OpenAI defines them: a request a line, an answer a line."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import httpx
+
+from jaxvllm.client.api import TIMEOUT, check, network_errors
+from jaxvllm.client.errors import ServerError
+from jaxvllm.client.server import Server
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+# A full server says when to come back. After so many times it is taken for broken.
+TRIES = 8
+PAUSE = 1.0  # seconds, where it does not say
+
+
+class BadLine(ValueError):
+    """A line that is no request. `code` is OpenAI's name for what is wrong."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BatchAnswer:
+    """One line of the output: what the server answered (any status), or why it could not be asked."""
+
+    custom_id: str | None
+    status: int | None = None
+    request_id: str = ""
+    body: Any = None
+    error: tuple[str, str] | None = None  # code and message
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None and self.status == 200
+
+    def line(self) -> str:
+        """The JSON of the line."""
+        response = None
+        if self.error is None:
+            response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        error = None if self.error is None else {"code": self.error[0], "message": self.error[1]}
+        answer = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": self.custom_id,
+            "response": response,
+            "error": error,
+        }
+        return json.dumps(answer, ensure_ascii=False)
+
+
+class BatchReader:
+    """Checks lines one by one; a `custom_id` may come once."""
+
+    def __init__(self, model: str):
+        self._model = model
+        self._seen: set[str] = set()
+
+    def read(self, line: str) -> BatchRequest:
+        """The request of a line; its body names `model` where it names none. BadLine for what is none."""
+        entry = _object(line)
+        custom_id = entry.get("custom_id")
+        if not isinstance(custom_id, str):
+            raise BadLine("missing_required_parameter", "custom_id must be a string")
+        if custom_id in self._seen:
+            raise BadLine("duplicate_custom_id", f"custom_id {custom_id} is that of an earlier line")
+        self._seen.add(custom_id)
+        if entry.get("method") != "POST":
+            raise BadLine("invalid_method", f"method must be POST, not {entry.get('method')}")
+        if entry.get("url") not in URLS:
+            raise BadLine("invalid_url", f"url must be one of {', '.join(URLS)}, not {entry.get('url')}")
+        body = entry.get("body")
+        if not isinstance(body, dict):
+            raise BadLine("missing_required_parameter", "body must be an object")
+        if body.get("stream"):
+            raise BadLine("invalid_request", "a batch cannot stream: leave stream out")
+        return BatchRequest(custom_id, entry["url"], {"model": self._model, **body})
+
+
+class BatchRunner:
+    """Sends the requests of a file, some at a time, and writes the answers in the order of the lines."""
+
+    def __init__(self, server: Server, reader: BatchReader, max_concurrency: int, when_done: Callable[[], object]):
+        self._server = server
+        self._reader = reader
+        self._max_concurrency = max_concurrency
+        self._when_done = when_done
+        self._num_failed = 0
+
+    async def run(self, lines: Sequence[str], output: TextIO) -> int:
+        """How many lines failed. An answer is written as soon as all before it are."""
+        waiting: dict[int, BatchAnswer] = {}
+        next_line = 0
+        limits = httpx.Limits(max_connections=self._max_concurrency)
+        server = self._server
+        async with httpx.AsyncClient(
+            base_url=server.base_url, headers=server.headers, timeout=TIMEOUT, limits=limits
+        ) as client:
+            numbered = iter(enumerate(lines))
+
+            async def work() -> None:
+                nonlocal next_line
+                for index, line in numbered:
+                    waiting[index] = answer = await self._answer(client, line)
+                    self._num_failed += not answer.succeeded
+                    while next_line in waiting:
+                        output.write(waiting.pop(next_line).line() + "\n")
+                        next_line += 1
+                    output.flush()
+                    self._when_done()
+
+            await asyncio.gather(*(work() for _ in range(min(self._max_concurrency, len(lines)))))
+        return self._num_failed
+
+    async def _answer(self, client: httpx.AsyncClient, line: str) -> BatchAnswer:
+        try:
+            request = self._reader.read(line)
+        except BadLine as error:
+            return BatchAnswer(_custom_id(line), error=(error.code, str(error)))
+        try:
+            response = await self._send(client, request)
+        except ServerError as error:
+            return BatchAnswer(request.custom_id, error=("server_error", str(error)))
+        try:
+            body = response.json()
+        except ValueError:
+            body = response.text
+        request_id = response.headers.get("x-request-id") or (body.get("id", "") if isinstance(body, dict) else "")
+        return BatchAnswer(request.custom_id, response.status_code, request_id, body)
+
+    async def _send(self, client: httpx.AsyncClient, request: BatchRequest) -> httpx.Response:
+        for last in (*[False] * (TRIES - 1), True):
+            with network_errors(self._server.base_url):
+                response = await client.post(request.url, json=request.body)
+            if last or response.status_code not in (429, 503):
+                break
+            try:
+                check(response.status_code, response.headers, response.content)
+            except ServerError as error:
+                await asyncio.sleep(PAUSE if error.retry_after is None else error.retry_after)
+        return response
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine("invalid_json_line", f"the line is not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise BadLine("invalid_json_line", "the line must be a JSON object")
+    return entry
+
+
+def _custom_id(line: str) -> str | None:
+    """The id of a line that is otherwise wrong, if it has one."""
+    try:
+        custom_id = _object(line).get("custom_id")
+    except BadLine:
+        return None
+    return custom_id if isinstance(custom_id, str) else None

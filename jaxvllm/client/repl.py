@@ -1,0 +1,70 @@
+"""Typing to a model: a line is a message, a line that begins with / a command."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxvllm.client.asking import Asker
+from jaxvllm.client.conversation import Conversation, Dialogue
+from jaxvllm.client.errors import ServerError
+
+
+class Repl:
+    """Reads lines until `/quit` or Ctrl-D; Ctrl-C stops the answer that is arriving, or the line being typed."""
+
+    def __init__(self, asker: Asker, dialogue: Dialogue, read_line: Callable[[str], str]):
+        self._asker = asker
+        self._dialogue = dialogue
+        self._read_line = read_line
+
+    def run(self) -> None:
+        """An error of the server's is shown, and the person may try again."""
+        while True:
+            try:
+                line = self._read_line("> ").strip()
+            except KeyboardInterrupt:
+                self._asker.screen.note("\n(Ctrl-D or /quit ends)")
+                continue
+            except EOFError:
+                self._asker.screen.note("")
+                return
+            if line == "/quit":
+                return
+            try:
+                if line.startswith("/") and isinstance(self._dialogue, Conversation):
+                    self._command(self._dialogue, *_parted(line))
+                elif line:
+                    self._asker.ask(self._dialogue, line)
+            except KeyboardInterrupt:
+                self._asker.screen.note("(stopped)")
+            except (ServerError, OSError) as error:
+                self._asker.screen.error(str(error))
+
+    def _command(self, conversation: Conversation, name: str, rest: str) -> None:
+        screen = self._asker.screen
+        if name == "/clear":
+            conversation.clear()
+            screen.note("(the conversation starts anew)")
+        elif name == "/system":
+            conversation.system = rest or None
+            screen.note("(system message set)" if rest else "(no system message)")
+        elif name == "/save" and rest:
+            conversation.save(Path(rest), self._asker.fields)
+            screen.note(f"(saved to {rest})")
+        elif name == "/save":
+            screen.error("/save needs the name of a file")
+        else:
+            screen.note(conversation.help)
+
+
+def _parted(line: str) -> tuple[str, str]:
+    name, _, rest = line.partition(" ")
+    return name, rest.strip()
+
+
+def line_reader() -> Callable[[str], str]:
+    """`input`, with the arrow keys and the history of readline where Python has it."""
+    try:
+        import readline  # noqa: F401  importing it is what gives input() its history
+    except ImportError:
+        pass
+    return input

@@ -1,0 +1,398 @@
+"""`AsyncLLM`: an engine in a process of its own, for servers and for notebooks that await; the names are vLLM's."""
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import count
+from typing import Any, Self
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine import wire
+from jaxvllm.engine.admission import OverloadedError, QueueLimits
+from jaxvllm.engine.engine_process import EngineProcess
+from jaxvllm.engine.observer import LossReason, Observer
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.page_view import PoolView
+from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
+from jaxvllm.engine.request_stream import RequestStream
+from jaxvllm.engine.stats import EngineStats
+from jaxvllm.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# How often the engine is asked whether it is there, and how long ago its last answer may be. It answers between steps.
+PING_SECONDS = 1.0
+RESPONSIVE_SECONDS = 4.0
+# An engine that does not answer for so long is ended and started again. No step and no reset takes as long.
+STUCK_SECONDS = 120.0
+# Before a new start; twice as long after each that came to nothing.
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
+
+
+class EngineState(enum.StrEnum):
+    """Where the engine's process is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # it could not be built: that will not change
+    CLOSED = "closed"
+
+
+class EngineDiedError(RuntimeError):
+    """The engine ended, or gave up a step, while it worked on this request. Nothing is wrong with the request."""
+
+
+class EngineUnavailableError(RuntimeError):
+    """There is no engine at the moment: ask again."""
+
+
+class AsyncLLM:
+    """Completes requests in another process, which is started again when it dies.
+
+    Use it in one event loop:
+
+        async with AsyncLLM(model="demo") as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=20)):
+                ...
+    """
+
+    def __init__(self, model: str = "demo", **options: Any):
+        """`options` are the fields of `EngineConfig`. Nothing starts before `start`."""
+        self._setup(EngineConfig.from_options(model=model, **options), QueueLimits())
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, limits: QueueLimits | None = None) -> Self:
+        """The same from a config, and with limits to what may wait."""
+        llm = cls.__new__(cls)
+        llm._setup(config, limits or QueueLimits())
+        return llm
+
+    def _setup(self, config: EngineConfig, limits: QueueLimits) -> None:
+        self.config = config
+        self.limits = limits
+        self.state = EngineState.STARTING
+        self.reason = "the engine is starting"  # of the state, for people
+        self.num_starts = 0
+        self.stats: EngineStats | None = None  # as of the last pulse
+        self._facts: wire.EngineFacts | None = None
+        self._reader: PromptReader | None = None
+        self._process: EngineProcess | None = None
+        self._streams: dict[str, _Request] = {}
+        self._observers: list[Observer] = []
+        self._pools: asyncio.Future[list[PoolView]] | None = None
+        self._ids = count()
+        self._last_answer = 0.0
+        self._was_ready = False  # in the present life
+        self._settled = asyncio.Event()  # the state is READY, FAILED or CLOSED
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- its life ----
+
+    def launch(self) -> None:
+        """Starts the engine's process, and starts it again whenever it dies. Returns at once."""
+        assert self._task is None, "launched twice"
+        self._task = asyncio.create_task(self._supervise())
+
+    async def ready(self) -> None:
+        """Returns when the engine takes requests. ValueError or RuntimeError when it cannot be built."""
+        await self._settled.wait()
+        if self.state is EngineState.FAILED:
+            assert self._task is not None
+            await self._task  # raises
+
+    async def start(self) -> None:
+        """`launch` and `ready`."""
+        self.launch()
+        await self.ready()
+
+    async def close(self) -> None:
+        """Ends the engine's process. Requests that it works on fail."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError, ValueError, RuntimeError):
+                await self._task
+        self._enter(EngineState.CLOSED, "the engine is closed")
+        self._fail_all(EngineUnavailableError(self.reason))
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine takes requests and has answered lately: it is idle, or its steps make progress."""
+        return self.state is EngineState.READY and time.monotonic() - self._last_answer < RESPONSIVE_SECONDS
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the engine has told of its model: `facts` and `reader` are there."""
+        return self._facts is not None
+
+    @property
+    def facts(self) -> wire.EngineFacts:
+        """What the engine told of its model. EngineUnavailableError before it was ready for the first time."""
+        if self._facts is None:
+            raise EngineUnavailableError(self.reason)
+        return self._facts
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, queued ones included."""
+        return len(self._streams)
+
+    def observe(self, observer: Observer) -> None:
+        """Tells `observer` from now on."""
+        self._observers.append(observer)
+
+    # ---- requests ----
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.reader.tokenizer
+
+    @property
+    def reader(self) -> PromptReader:
+        """Turns prompts into token ids. EngineUnavailableError before the engine was ready for the first time."""
+        if self._reader is None:
+            raise EngineUnavailableError(self.reason)
+        return self._reader
+
+    async def submit(
+        self,
+        prompt: PromptLike | Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Queues a request and returns its outputs to come.
+
+        ValueError when something is wrong with it, OverloadedError when too many wait, EngineUnavailableError when
+        there is no engine to take it, EngineDiedError when that dies before it could answer. Nothing is queued then.
+        """
+        if not isinstance(prompt, Prompt):
+            prompt = self.reader.read(prompt, add_special_tokens=add_special_tokens)
+        params = self.facts.default_params if sampling_params is None else sampling_params
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
+        if self.state is not EngineState.READY or self._process is None:
+            raise EngineUnavailableError(self.reason)
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is in use: choose another")
+        stream = RequestStream(request_id, params.output_kind, self._abort)
+        request = self._streams[request_id] = _Request(prompt, params, stream)
+        self._process.send(wire.Add(request_id, prompt.token_ids.tolist(), params, priority, prompt.cache_salt))
+        try:
+            await request.accepted
+        except asyncio.CancelledError:
+            self._abort(request_id)
+            raise
+        return stream
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Completes one prompt and yields its outputs, as `output_kind` asks. Errors are those of `submit`."""
+        async with await self.submit(prompt, sampling_params, request_id, priority=priority) as stream:
+            async for output in stream:
+                yield output
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request and frees its pages; its stream fails. Unknown ones are ignored."""
+        request = self._streams.get(request_id)
+        if request is not None:
+            self._abort(request_id)
+            request.fail(EngineDiedError(f"request {request_id!r} was aborted"))
+
+    async def pages(self) -> list[PoolView]:
+        """The page pool of every replica. EngineUnavailableError when there is no engine to ask."""
+        if self.state is not EngineState.READY or self._process is None:
+            raise EngineUnavailableError(self.reason)
+        if self._pools is None:
+            self._pools = asyncio.get_running_loop().create_future()
+            self._process.send(wire.ShowPages())
+        return await asyncio.shield(self._pools)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix: later prompts are computed from their first token."""
+        if self.state is not EngineState.READY or self._process is None:
+            raise EngineUnavailableError(self.reason)
+        self._process.send(wire.ResetPrefixCache())
+
+    # ---- the process ----
+
+    async def _supervise(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                await self._live()
+            except (ValueError, RuntimeError, OSError) as error:
+                self._enter(EngineState.FAILED, str(error))
+                raise
+            # What becomes ready is started again at once: the start itself takes its time.
+            pause = FIRST_PAUSE if self._was_ready else min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> None:
+        """One life of the engine's process. Raises what ends all lives: it could not be built in the first place."""
+        self._was_ready = False
+        process = self._process = await EngineProcess.start(self.config, self.limits)
+        self.num_starts += 1
+        pinging = asyncio.create_task(self._ping(process))
+        try:
+            await self._hear(process)
+            reason = f"the engine's process {process.end_text()}"
+            if self._facts is None:
+                raise RuntimeError(f"{reason} before it was ready: see its log above")
+            logger.error("%s: %d requests fail, and it is started again", reason, len(self._streams))
+            self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
+            self._fail_all(EngineDiedError(f"{reason} while it worked on this request: send it again"))
+        finally:
+            pinging.cancel()
+            self._process = None
+            await process.end()
+
+    async def _ping(self, process: EngineProcess) -> None:
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if self.state is EngineState.READY:
+                process.send(wire.Ping())
+                silence = time.monotonic() - self._last_answer
+                if silence > STUCK_SECONDS:
+                    logger.error("the engine has not answered for %.0f s: it is ended", silence)
+                    process.kill()
+
+    async def _hear(self, process: EngineProcess) -> None:
+        """Does what the process tells until it has ended."""
+        while (report := await process.receive()) is not None:
+            self._last_answer = time.monotonic()
+            match report:
+                case wire.Outputs(outputs):
+                    for output in outputs:
+                        self._bring(output)
+                case wire.Accepted(request_id):
+                    if request := self._streams.get(request_id):
+                        request.accept()
+                case wire.Rejected(request_id, reason, overloaded):
+                    if request := self._streams.pop(request_id, None):
+                        request.fail(OverloadedError(reason) if overloaded else ValueError(reason))
+                case wire.Pulse(stats):
+                    self.stats = stats
+                    for observer in self._observers:
+                        observer.on_pulse(report)
+                case wire.Pages(pools):
+                    if self._pools is not None:
+                        self._pools.set_result(pools)
+                        self._pools = None
+                case wire.Broken(reason):
+                    self._fail_all(EngineDiedError(f"a step of the engine failed ({reason}): send the request again"))
+                case wire.Ready(facts):
+                    self._open(facts)
+                case wire.Failed(reason, usage):
+                    if self._facts is None:
+                        raise ValueError(reason) if usage else RuntimeError(reason)
+                    logger.error("the engine could not be started again: %s", reason)
+
+    def _open(self, facts: wire.EngineFacts) -> None:
+        if self._reader is None:
+            directory = facts.tokenizer_directory
+            tokenizer = None if directory is None else Tokenizer.from_directory(directory)
+            self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
+        self._facts = facts
+        self._was_ready = True
+        self._enter(EngineState.READY, "ready")
+        for observer in self._observers:
+            observer.on_start(self.num_starts, facts)
+
+    def _enter(self, state: EngineState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        if state in (EngineState.STARTING, EngineState.RESTARTING):
+            self._settled.clear()
+        else:
+            self._settled.set()
+
+    def _bring(self, output: wire.Output) -> None:
+        request = self._streams.get(output.request_id)
+        if request is None:  # aborted while this was on its way
+            return
+        if output.finished:
+            del self._streams[output.request_id]
+        brought = request.bring(output)
+        for observer in self._observers:
+            observer.on_output(brought, request.params)
+
+    def _abort(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            if self._process is not None:
+                self._process.send(wire.Abort([request_id]))
+            self._tell_loss(request_id, "abort")
+
+    def _fail_all(self, error: RuntimeError) -> None:
+        requests, self._streams = self._streams, {}
+        for request_id, request in requests.items():
+            request.fail(error)
+            self._tell_loss(request_id, "error")
+        if self._pools is not None:
+            self._pools.set_exception(error)
+            self._pools.exception()  # whoever waits gets it; nobody may
+            self._pools = None
+
+    def _tell_loss(self, request_id: str, reason: LossReason) -> None:
+        for observer in self._observers:
+            observer.on_loss(request_id, reason)
+
+
+class _Request:
+    """A request that has not ended: what its outputs lack on the wire, and where they go."""
+
+    def __init__(self, prompt: Prompt, params: SamplingParams, stream: RequestStream):
+        self.params = params
+        self._prompt = prompt
+        self._prompt_token_ids = prompt.token_ids.tolist()
+        self._stream = stream
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def accept(self) -> None:
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def bring(self, output: wire.Output) -> RequestOutput:
+        brought = RequestOutput(
+            request_id=output.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=output.completions,
+            finished=output.finished,
+            metrics=output.metrics,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+        self._stream.put(brought)
+        return brought
+
+    def fail(self, error: Exception) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+        self._stream.fail(error)

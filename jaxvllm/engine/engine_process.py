@@ -1,0 +1,97 @@
+"""The process of an engine, as its parent has it: started, spoken to, and never left behind."""
+
+import asyncio
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import zmq
+import zmq.asyncio
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine import wire
+from jaxvllm.engine.admission import QueueLimits
+
+# What the kernel takes as the address of a local socket, its NUL included: sun_path of unix(7).
+MAX_PATH = 108
+# After the end of the process, for what it said last.
+LAST_WORDS_SECONDS = 0.2
+
+
+class EngineProcess:
+    """A running `jaxvllm.engine.worker` and the socket to it, in a directory that only this user may enter."""
+
+    def __init__(self, process: Process, socket: zmq.asyncio.Socket, directory: Path):
+        self._process = process
+        self._socket = socket
+        self._directory = directory
+        self._ended = asyncio.ensure_future(process.wait())
+
+    @classmethod
+    async def start(cls, config: EngineConfig, limits: QueueLimits) -> Self:
+        """Starts one. It builds its engine, and tells when that is ready."""
+        directory = Path(tempfile.mkdtemp(prefix="jaxvllm-"))  # mode 0700
+        path = directory / "engine"
+        if len(str(path)) >= MAX_PATH:
+            shutil.rmtree(directory)
+            raise ValueError(f"{directory} is too long for a socket: set TMPDIR to a shorter directory")
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        try:
+            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)  # no limit; nobody is waited for
+            socket.bind(f"ipc://{path}")
+            path.chmod(0o600)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "jaxvllm.engine.worker", f"ipc://{path}", stdin=PIPE
+            )
+            await socket.send(wire.encode(wire.Start(config, limits)))
+        except BaseException:
+            socket.close()
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return cls(process, socket, directory)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: wire.Command) -> None:
+        """Returns at once."""
+        self._socket.send(wire.encode(command))
+
+    async def receive(self) -> wire.Report | None:
+        """What it says next; None when it has ended and everything that it said is read."""
+        said = asyncio.ensure_future(self._socket.recv())
+        try:
+            await asyncio.wait((said, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if not said.done():
+                await asyncio.wait((said,), timeout=LAST_WORDS_SECONDS)
+            return wire.decode_report(said.result()) if said.done() else None
+        finally:
+            said.cancel()
+
+    def end_text(self) -> str:
+        """How it ended, for people."""
+        code = self._process.returncode
+        if code is None:
+            return "is running"
+        if code < 0:
+            return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Ends it now; `receive` will tell."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        """Ends it now and removes what it used. Returns when it is gone."""
+        self.kill()
+        await self._ended
+        self._socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""The application: every endpoint over one `Service`, and every error in one shape."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+import jaxvllm
+from jaxvllm.server.errors import ApiError, from_validation
+from jaxvllm.server.exchange import ClientGoneError, as_api_error
+from jaxvllm.server.routes import chat, completions, info, messages, playground, responses, tokenization
+from jaxvllm.server.service import Service
+
+# nginx's own: the client closed the connection. Nobody reads it.
+GONE = 499
+
+
+def create_app(service: Service) -> FastAPI:
+    """All endpoints. The guards around them (keys, limits) are `jaxvllm.server.serve`'s."""
+    app = FastAPI(
+        title="jaxvllm",
+        version=jaxvllm.__version__,
+        description="LLM inference in JAX behind the APIs of OpenAI and Anthropic.",
+        docs_url="/docs",
+        redoc_url=None,
+    )
+    for module in (completions, chat, responses, messages, tokenization, info, playground):
+        app.include_router(module.router(service))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response(request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        texts = {404: "there is no such endpoint: GET /docs lists all", 405: "this endpoint takes another method"}
+        response = ApiError(error.status_code, texts.get(error.status_code, str(error.detail))).response(
+            request.url.path
+        )
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=GONE)
+
+    async def failed(request: Request, error: Any) -> Response:
+        return as_api_error(error).response(request.url.path)
+
+    for kind in (ApiError, ValueError, NotImplementedError, RuntimeError, TimeoutError, Exception):
+        app.add_exception_handler(kind, failed)
+    return app

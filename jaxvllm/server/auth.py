@@ -1,0 +1,62 @@
+"""Keys: who may use the server. Every path is closed unless it is listed here as open."""
+
+import hmac
+from collections.abc import Iterable
+from hashlib import sha256
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxvllm.server.errors import ApiError
+
+# Whether the server lives, and the page that asks for a key: a browser must load it before there is a key to send.
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+OPEN_FOLDER = "/playground/static/"
+
+
+class Auth:
+    """ASGI middleware: 401 without one of the keys, also for paths that do not exist.
+
+    A key comes as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which is Anthropic's way.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_metrics: bool = False):
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open_paths = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close"})
+        elif not self._digests or self._is_open(scope["path"]) or self._has_key(scope["headers"]):
+            await self._app(scope, receive, send)
+        else:
+            message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            await ApiError(401, message, code="invalid_api_key").response(scope["path"])(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or (path.startswith(OPEN_FOLDER) and ".." not in path)
+
+    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        # The digests have one length, and all of them are compared: time tells nothing about any key.
+        found = [
+            hmac.compare_digest(_digest(key), digest)
+            for name, value in headers
+            if (key := _key_in(name, value)) is not None
+            for digest in self._digests
+        ]
+        return any(found)
+
+
+def _key_in(name: bytes, value: bytes) -> bytes | None:
+    if name == b"x-api-key":
+        return value.strip()
+    if name == b"authorization":
+        scheme, _, key = value.strip().partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()

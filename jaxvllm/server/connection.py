@@ -1,0 +1,125 @@
+"""One connection of a client, and how long the server waits for it: for heads, for bodies, and for its reading."""
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.limits import BODY_SECONDS, MAX_HEAD_BYTES
+
+# Java's client offers HTTP/2 with every request, and llhttp takes the body behind that for another protocol's. We speak
+# HTTP/1.1 only: the offer gets a name that means nothing. In a body such a line cannot be JSON.
+_OFFER = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
+# A connection beyond the most that may be open: to read its request, and refuse it.
+REFUSAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a connection may cost."""
+
+    max_connections: int = 4096  # of the server
+    head_seconds: float = 10.0  # for request line and headers, from the first byte
+    message_seconds: float = BODY_SECONDS + 5  # for the body: the middleware that reads it is the first to answer
+    # Idle. Above the 60 s of the usual proxies, so that they close first: whoever sends a request at the moment of the
+    # close loses it.
+    keep_alive_seconds: int = 75
+    write_seconds: float = 30.0  # without a byte taken by the client while there are some to take
+    max_head_bytes: int = MAX_HEAD_BYTES  # of a head that is not complete; one that is meets `RequestLimits`
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, and `check` ends it when the client lets it wait. Errors are JSON here, too."""
+
+    limits: ClassVar = ConnectionLimits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._is_refused = len(self.connections) > self.limits.max_connections
+        self._in_head = False
+        self._head_bytes = 0
+        # When the client must have done its next thing; None: the next thing is ours.
+        self._due: float | None = None
+        self._wait_for_client(REFUSAL_SECONDS if self._is_refused else self.limits.head_seconds)
+        self._unsent = 0
+        self._sent_at = self.loop.time()
+
+    def check(self, now: float) -> None:
+        """Ends the connection if it is overdue. To be called about once a second, with the time of the loop."""
+        if self._due is not None and now > self._due:
+            if self._in_head:
+                self._end_with(ApiError(408, f"the head did not arrive within {self.limits.head_seconds:g} seconds"))
+            elif self.cycle is not None and not self.cycle.response_complete:
+                self.transport.abort()  # a body that nobody reads any more
+            else:
+                self.transport.close()
+            self._due = None
+        # The buffer shrinks whenever the client reads: it is filled from above 64 KiB to below 16 KiB only after that.
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or unsent < self._unsent:
+            self._sent_at = now
+        elif now - self._sent_at > self.limits.write_seconds:
+            self.transport.abort()
+        self._unsent = unsent
+
+    # ---- what uvicorn and its parser call ----
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._end_with(ApiError(503, "too many connections are open: try again later"))
+            return
+        was_in_head = self._in_head
+        super().data_received(_OFFER.sub(b"\r\nX-Offer:", data))
+        if was_in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.limits.max_head_bytes:
+                self._end_with(ApiError(431, f"the head is larger than {self.limits.max_head_bytes} bytes"))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self._wait_for_client(self.limits.head_seconds)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
+        if self.pipeline:
+            self._due = None  # it waits for the answers before, unread
+        else:
+            self._wait_for_client(self.limits.message_seconds)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._due = None
+        if self.cycle.response_complete:  # answered before it was complete: it is idle only now
+            self._wait_for_client(self.limits.keep_alive_seconds)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body:
+            self._wait_for_client(self.limits.message_seconds)
+        elif self.cycle.response_complete:
+            # uvicorn's own timer stops at any byte, and a line break does not begin a request.
+            self._wait_for_client(self.limits.keep_alive_seconds)
+
+    def send_400_response(self, msg: str) -> None:
+        self._end_with(ApiError(400, "this is not valid HTTP/1.1"))
+
+    # ---- ours ----
+
+    def _wait_for_client(self, seconds: float) -> None:
+        self._due = self.loop.time() + seconds
+
+    def _end_with(self, error: ApiError) -> None:
+        """Closes the connection, with `error` if no answer is on its way."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            response = error.response()
+            head = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
+            lines = (STATUS_LINE[error.status], *head, b"connection: close\r\n\r\n", bytes(response.body))
+            self.transport.write(b"".join(lines))
+        self.transport.close()

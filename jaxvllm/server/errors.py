@@ -1,0 +1,88 @@
+"""Errors as clients see them: one shape, a status, never a path, an address or a traceback."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+# OpenAI's clients raise an exception of their own for each status; the type is what they print.
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# Seconds after which a client may ask again: a step or two when the queue is full, a restart when the engine died.
+RETRY_AFTER = 1
+
+
+# What begins the location of a field that is wrong, and what follows its name when it may have several forms.
+_SOURCES = ("body", "query", "path")
+_FORMS = ("str", "list[")
+
+
+class ApiError(Exception):
+    """A request that gets an error: its status, and what to tell."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's shape; as data of a stream's `error` event too."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's shape."""
+        kind = "api_error" if self.status == 500 else self.type
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The whole response, in the shape of the API that `path` belongs to."""
+        headers = {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, self.status, headers)
+
+
+def error_response(
+    status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = ""
+) -> JSONResponse:
+    """`ApiError.response`, for those who raise nothing."""
+    return ApiError(status, message, param=param, code=code).response(path)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """A 400 that names the first field that is wrong."""
+    error = errors[0]
+    location = [part for part in error["loc"] if part not in _SOURCES]
+    name = str(location[0]) if location else ""
+    at, kind = _path(location), error["type"]
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{at} is not a field that is supported here: leave it out", param=at)
+    if kind == "json_invalid":
+        return ApiError(400, "the body is not valid JSON")
+    if kind == "missing":
+        return ApiError(400, f"{at or 'the body'} is missing", param=name or None)
+    if len(location) > 1 and str(location[1]).startswith(_FORMS):
+        return ApiError(400, f"{name} has none of the forms that it may have", param=name)
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if at and not message.startswith(name):
+        message = f"{at}: {message}"
+    return ApiError(400, message, param=name or None)
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """Where in the body, as one would write it: messages[0].content."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")

@@ -1,0 +1,142 @@
+"""How a generation is answered: at once when it is done, or as a stream of server-sent events while it goes on."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from jaxvllm.engine.admission import OverloadedError
+from jaxvllm.engine.async_llm import EngineDiedError, EngineUnavailableError
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+# A comment goes out after so long without an event, so that nothing on the way takes the connection for dead.
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream"
+
+encode = msgspec.json.Encoder().encode
+
+type Events = AsyncIterator[bytes]
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + encode(data) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that failed, as OpenAI's clients raise it."""
+    return event(error.body(), "error") + DONE
+
+
+def answer(body: Any) -> Response:
+    """A JSON response, already in the form that its model describes: that one is for the docs and the tests."""
+    return Response(encode(body), media_type="application/json")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of `error`, which an endpoint could not deal with."""
+    match error:
+        case ApiError():
+            return error
+        case OverloadedError() | EngineUnavailableError():
+            return ApiError(503, str(error))
+        case EngineDiedError():
+            return ApiError(500, str(error))
+        case TimeoutError():
+            return ApiError(504, "the request took longer than the server's request_timeout, and was aborted")
+        case ValueError() | NotImplementedError():
+            return _bad_request(str(error))
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed at this request: see its log")
+
+
+def _bad_request(message: str) -> ApiError:
+    # The engine names the parameter first: "temperature must be ...", "SamplingParams.x is ...", "messages[0].role ..."
+    [word] = re.findall(r"^\w*", message.removeprefix("SamplingParams."))
+    return ApiError(400, message, param=word if "_" in word or word in _PLAIN else None)
+
+
+# Names of parameters that are words of a sentence too.
+_PLAIN = ("n", "temperature", "seed", "stop", "logprobs", "priority", "messages", "prompt")
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection: nobody reads an answer."""
+
+
+async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. ClientGoneError, with `work` cancelled, when the client closes the connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return await working
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            with suppress(asyncio.CancelledError):
+                await working
+
+
+class EventStream(Response):
+    """Server-sent events out of a generation, which is closed when they end or the client leaves."""
+
+    def __init__(self, generation: Generation, events: Events, error_event: Callable[[ApiError], bytes]):
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._events = events
+        self._error_event = error_event
+        self._sent_at = time.monotonic()
+        self.init_headers({"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        works = (self._send(send), _disconnect(receive), self._keep_alive(send))
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._generation.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                self._sent_at = time.monotonic()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:  # too late for a status
+            data = self._error_event(as_api_error(error))
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if time.monotonic() - self._sent_at > KEEP_ALIVE_SECONDS / 2:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,94 @@
+"""What one HTTP request makes the engine do: a prompt or several, each completed `n` times."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.prompts import Prompt
+from jaxvllm.engine.request_stream import RequestStream
+from jaxvllm.server.service import Service
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts that were checked, and how to complete each of them."""
+
+    request_id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    priority: int = 0
+
+
+class Generation:
+    """A job under way. Whoever leaves it aborts what has not ended; TimeoutError after the server's request_timeout."""
+
+    def __init__(self, service: Service):
+        self._streams: list[RequestStream] = []
+        self._open = ExitStack()
+        self._open.enter_context(service.opened())
+        self._deadline = asyncio.get_running_loop().time() + service.config.request_timeout
+
+    @classmethod
+    async def start(cls, service: Service, job: Job) -> Self:
+        """Queues all prompts, or none. Errors are those of `AsyncLLM.submit`."""
+        generation = cls(service)
+        try:
+            async with asyncio.timeout_at(generation._deadline):
+                for index, prompt in enumerate(job.prompts):
+                    name = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
+                    stream = await service.llm.submit(prompt, job.params, name, priority=job.priority)
+                    generation._streams.append(stream)
+        except BaseException:
+            await generation.close()
+            raise
+        # Not asyncio.timeout: the outputs may be read by another task.
+        timer = asyncio.get_running_loop().call_at(generation._deadline, generation._time_out)
+        generation._open.callback(timer.cancel)
+        return generation
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Every output, with the index of its prompt, as they come."""
+        if len(self._streams) == 1:
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = waiting.pop(task)
+                    output = task.result()
+                    if not output.finished:
+                        waiting[asyncio.ensure_future(anext(self._streams[index]))] = index
+                    yield index, output
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def results(self) -> list[RequestOutput]:
+        """The last output of each prompt."""
+        last: dict[int, RequestOutput] = {}
+        async for index, output in self.outputs():
+            last[index] = output
+        return [last[index] for index in range(len(self._streams))]
+
+    async def close(self) -> None:
+        """Aborts what has not ended."""
+        self._open.close()
+        for stream in self._streams:
+            await stream.aclose()
+
+    def _time_out(self) -> None:
+        for stream in self._streams:
+            stream.abort(TimeoutError())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()

@@ -1,0 +1,78 @@
+"""The end of a server: signals, and the time that requests get to finish."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from jaxvllm.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class StopSignals:
+    """SIGTERM, SIGINT and SIGHUP while it is entered: the first asks to stop, the second insists."""
+
+    def __init__(self) -> None:
+        self._numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            self._numbers.append(signal.SIGHUP)
+        self.first: signal.Signals | None = None
+        self._asked = asyncio.Event()
+        self._insisted = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        for number in self._numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number in self._numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        if self.first is None:
+            self.first = number
+            self._asked.set()
+        else:
+            self._insisted.set()
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether there were two."""
+        return self._insisted.is_set()
+
+    async def asked(self) -> None:
+        """Returns after the first signal."""
+        await self._asked.wait()
+
+    async def insisted(self) -> None:
+        """Returns after the second."""
+        await self._insisted.wait()
+
+
+async def drain(service: "Service", stop: StopSignals) -> bool:
+    """Takes no new requests and lets the running ones finish; False when they took too long, or may not."""
+    service.drain()
+    if service.num_open:
+        seconds = service.config.shutdown_timeout
+        requests = "1 request" if service.num_open == 1 else f"{service.num_open} requests"
+        logger.info("stopping: %s may finish within %g s; another signal ends them at once", requests, seconds)
+        await until_first(service.idle(), stop.insisted(), timeout=seconds)
+    if service.num_open:
+        logger.warning("%d requests did not finish, and are aborted", service.num_open)
+    return not service.num_open
+
+
+async def until_first(*works: Awaitable[object], timeout: float | None = None) -> None:
+    """Returns when one of them has ended, or failed, which it raises. The others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()

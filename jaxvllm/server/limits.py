@@ -1,0 +1,125 @@
+"""What a request may bring: so many bytes, in so much time, as JSON."""
+
+import asyncio
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.strict_json import check_json
+
+# Of the head: request line and headers. Cookies and tokens of a company's proxies take 8 KiB, and 64 KiB never.
+MAX_HEAD_BYTES = 64 * 2**10
+# For the body to arrive: 8 MB at 2 Mbit/s.
+BODY_SECONDS = 30.0
+# Of a body that is too large, so much is read and thrown away: a client that is still sending would never see why.
+DISCARDED_BYTES = 64 * 2**20
+_JSON = b"application/json"
+
+
+class RequestLimits:
+    """ASGI middleware: reads the whole body and passes on only what is JSON, strictly, and within the limits.
+
+    431 for a head that is too large, 413 for a body that is, 408 and the end of the connection for one that does not
+    arrive, 415 for anything but JSON, 400 for JSON that `check_json` refuses.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float = BODY_SECONDS):
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._body_seconds = body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        try:
+            _check_head(scope)
+            # RFC 9112, 6.3: a request without these has no body.
+            if b"content-length" in headers or b"transfer-encoding" in headers:
+                self._check_announced(headers)
+                body = await self._read(receive)
+                if body is None:
+                    return  # the client has gone
+                if body:
+                    _check_body(body, headers)
+                receive = _replay(body, receive)
+        except ApiError as error:
+            response = error.response(scope["path"])
+            if error.status == 408:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_announced(self, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            raise ApiError(400, "content-length is not a number")
+        # A number of 5,000 digits is one that Python refuses to read.
+        if len(length) > 18 or int(length) > max(self._max_body_bytes, DISCARDED_BYTES):
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes: shorten it, or split the request")
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None when the client goes before it is complete."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    is_last = not message.get("more_body", False)
+                    if size > self._max_body_bytes:
+                        parts.clear()
+                        if is_last or size > DISCARDED_BYTES:
+                            raise self._too_large()
+                    else:
+                        parts.append(part)
+                    if is_last:
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._body_seconds:g} seconds") from None
+
+
+def _check_head(scope: Scope) -> None:
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    if size + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
+        raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+
+
+def _check_body(body: bytes, headers: dict[bytes, bytes]) -> None:
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding != b"identity":
+        raise ApiError(415, "content-encoding is not supported: send the body as it is")
+    kind, _, parameters = headers.get(b"content-type", b"").partition(b";")
+    if kind.strip().lower() != _JSON:
+        raise ApiError(415, "content-type must be application/json")
+    if b"charset" in parameters.lower() and b"utf-8" not in parameters.lower():
+        raise ApiError(415, "the charset of JSON must be utf-8")
+    try:
+        check_json(body)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that brings `body` first, then what comes later: the client's going."""
+    replayed = False
+
+    async def receive_again() -> Message:
+        nonlocal replayed
+        if replayed:
+            return await receive()
+        replayed = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -1,0 +1,104 @@
+// Text whose tokens can be looked at: shaded by probability, with what else the model thought of.
+
+import { make } from "./dom.js";
+
+const SLACK = 8; // characters that may lie between two tokens: those of one that is only part of a character
+
+/** Lays tokens over the text they made, which may come later: half a character waits, half a stop string too. */
+export class TokenText {
+  #element;
+  #alternatives;
+  #rest = ""; // text without tokens yet
+  #waiting = []; // tokens without text yet
+  #decoder = new TextDecoder();
+
+  constructor(element, alternatives) {
+    this.#element = element;
+    this.#alternatives = alternatives;
+  }
+
+  /** `tokens` are OpenAI's: {token, logprob, bytes, top_logprobs}. */
+  add(text, tokens) {
+    this.#rest += text;
+    for (const token of tokens) {
+      const said = token.bytes ? this.#decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.token;
+      this.#waiting.push({ token, said });
+    }
+    while (this.#waiting.length && !this.#waiting[0].said.startsWith(this.#rest)) this.#place();
+    if (this.#waiting[0]?.said === this.#rest) this.#place();
+  }
+
+  /** No more text: what has no token stays plain, and a token that has no text (one that ended the answer) goes. */
+  finish() {
+    while (this.#waiting.length && this.#rest) this.#place();
+    this.#element.append(this.#rest);
+    this.#rest = "";
+  }
+
+  #place() {
+    const { token, said } = this.#waiting.shift();
+    const length = end(this.#rest, said) || end(this.#rest, said.trimStart()); // answers lose a leading space
+    if (length) this.#element.append(this.#alternatives.span(this.#rest.slice(0, length), token));
+    this.#rest = this.#rest.slice(length);
+  }
+}
+
+// Where `said` ends in `text`, 0 when it does not begin there.
+function end(text, said) {
+  const at = said ? text.slice(0, said.length + SLACK).indexOf(said) : -1;
+  return at < 0 ? 0 : at + said.length;
+}
+
+/** The box that shows a token's alternatives, by pointer, touch or arrow keys. */
+export class Alternatives {
+  #box;
+  #tokens = new WeakMap();
+
+  constructor(box, root) {
+    this.#box = box;
+    root.addEventListener("pointerover", (event) => this.#show(event.target));
+    root.addEventListener("pointerleave", () => this.#show(null));
+    root.addEventListener("focusin", (event) => this.#show(event.target));
+    root.addEventListener("focusout", () => this.#show(null));
+    root.addEventListener("scroll", () => this.#show(null), { capture: true });
+    root.addEventListener("keydown", (event) => this.#move(event));
+  }
+
+  span(text, token) {
+    const span = make("span", { className: "token", tabIndex: -1 }, text);
+    span.style.setProperty("--doubt", (1 - Math.exp(token.logprob)).toFixed(3));
+    span.setAttribute("aria-describedby", this.#box.id);
+    this.#tokens.set(span, token);
+    return span;
+  }
+
+  #move(event) {
+    const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    const to = this.#tokens.has(event.target) ? event.target[step] : event.target.querySelector(":scope > .token");
+    if (!step || !this.#tokens.has(to)) return;
+    to.focus();
+    event.preventDefault();
+  }
+
+  #show(target) {
+    const token = this.#tokens.get(target);
+    this.#box.hidden = !token;
+    if (!token) return;
+    const others = token.top_logprobs.filter((other) => other.token !== token.token);
+    this.#box.replaceChildren(...[token, ...others].map((shown) => line(shown, shown === token)));
+    const { left, top, bottom } = target.getClientRects()[0];
+    const { width, height } = this.#box.getBoundingClientRect();
+    this.#box.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
+    this.#box.style.top = `${bottom + height + 12 < innerHeight ? bottom + 6 : top - height - 6}px`;
+  }
+}
+
+function line({ token, logprob }, chosen) {
+  const shown = token.replaceAll("\n", "⏎").replaceAll(" ", "␣") || "(nothing)";
+  const share = Math.exp(logprob);
+  const percent = share < 0.0005 ? "<0.1%" : `${(100 * share).toFixed(1)}%`;
+  const className = chosen ? "alternative chosen" : "alternative";
+  const line = make("div", { className }, make("code", {}, shown), make("span", {}, percent));
+  line.style.setProperty("--share", share.toFixed(4));
+  return line;
+}

@@ -1,0 +1,136 @@
+"""`/v1/chat/completions`, as OpenAI's and vLLM's clients know it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.server.protocol.fields import (
+    FinishReason,
+    Limit,
+    Reply,
+    RequestFields,
+    SamplingFields,
+    TemplateVariables,
+    Usage,
+    neutral,
+)
+from jaxvllm.server.protocol.logprobs import ChatLogprobs, chat_logprobs
+
+
+class ChatRequest(SamplingFields, RequestFields):
+    """A conversation to go on with."""
+
+    # Checked by jaxvllm.engine.messages: templates read more of them than any list of fields could name.
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])]
+    max_completion_tokens: Limit | None = None  # None: up to the model's length
+    max_tokens: int | None = None  # its older name
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None  # the last message's text goes first, when the assistant's is continued
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables | None = None
+
+    tools: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    tool_choice: neutral(Any, "none", "auto") = None  # type: ignore[valid-type]
+    functions: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    function_call: neutral(Any, "none", "auto") = None  # type: ignore[valid-type]
+    parallel_tool_calls: bool | None = None  # says nothing without tools
+    modalities: neutral(list[str], ["text"]) = None  # type: ignore[valid-type]
+    audio: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
+    prediction: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
+    reasoning_effort: neutral(str) = None  # type: ignore[valid-type]
+    verbosity: neutral(str, "medium") = None  # type: ignore[valid-type]
+    web_search_options: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
+    store: neutral(bool, False) = None  # type: ignore[valid-type]
+    # From strangers: a template is a program.
+    chat_template: neutral(str) = None  # type: ignore[valid-type]
+    documents: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    mm_processor_kwargs: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Best tokens to report beside the chosen one. ValueError when it contradicts itself."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class ChatMessage(Reply):
+    """What the assistant said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Reply):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(Reply):
+    """All answers."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(Reply):
+    """What is new of an answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Reply):
+    """Of one answer, what is new."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Reply):
+    """The data of one event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+def parts(request: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
+    """What choices of answers and of chunks have in common."""
+    made: dict[str, Any] = {
+        "index": completion.index,
+        "logprobs": chat_logprobs(completion, request.num_logprobs or 0, request.return_tokens_as_token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if request.return_token_ids:
+        made["token_ids"] = completion.token_ids
+    return made

@@ -1,0 +1,194 @@
+"""What the requests of several endpoints have in common."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from jaxvllm.core.sampling_params import MAX_INT32, RequestOutputKind, SamplingParams
+from jaxvllm.engine.outputs import RequestOutput
+
+
+class Strict(BaseModel):
+    """A request. A field that is not here is an error, and nothing is converted: "1" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Reply(BaseModel):
+    """A response."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def _neutral(*values: Any) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if value is not None and value not in values:
+            shown = json.dumps(value)
+            raise ValueError(f"{shown if len(shown) <= 60 else shown[:57] + '...'} is not supported: leave it out")
+        return value
+
+    return check
+
+
+def neutral(kind: Any, *values: Any) -> Any:
+    """A field of clients that is not supported: it may have the values that change nothing."""
+    return Annotated[
+        kind | None, AfterValidator(_neutral(*values)), Field(description="not supported yet", examples=[None])
+    ]
+
+
+# What the engine gives a template itself, under these names.
+_RESERVED = ("self", "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
+
+
+def _template_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in _RESERVED:
+        if name in variables:
+            raise ValueError(f"{name} is no variable of a template: use the field of the request")
+    return variables
+
+
+type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
+
+
+# Tokens to generate at most, by another name than the engine's: so that an error tells the one that was given.
+type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
+
+
+class StreamOptions(Strict):
+    """What a stream tells beside its text."""
+
+    include_usage: bool = False  # a last chunk without choices
+    continuous_usage_stats: bool = False  # in every chunk
+
+
+class SamplingFields(Strict):
+    """How to draw tokens: OpenAI's fields, and vLLM's beside them."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    frequency_penalty: neutral(float, 0) = None  # type: ignore[valid-type]
+    presence_penalty: neutral(float, 0) = None  # type: ignore[valid-type]
+    repetition_penalty: neutral(float, 1) = None  # type: ignore[valid-type]
+    length_penalty: neutral(float, 1) = None  # type: ignore[valid-type]
+    logit_bias: neutral(dict[str, float], {}) = None  # type: ignore[valid-type]
+    use_beam_search: neutral(bool, False) = None  # type: ignore[valid-type]
+    prompt_logprobs: neutral(int) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: neutral(int) = None  # type: ignore[valid-type]
+    allowed_token_ids: neutral(list[int]) = None  # type: ignore[valid-type]
+    bad_words: neutral(list[str], []) = None  # type: ignore[valid-type]
+    logits_processors: neutral(list[Any], []) = None  # type: ignore[valid-type]
+
+    def chosen(self) -> dict[str, Any]:
+        """What of `SamplingParams` the client set."""
+        return {name: value for name in _PARAMS if (value := getattr(self, name)) is not None}
+
+
+# Fields that `SamplingParams` has by the same name.
+_PARAMS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+class RequestFields(Strict):
+    """How a request is treated, whatever it asks for."""
+
+    model: str | None = None  # None: the one that is served
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # for the caller's own bookkeeping, as the next three
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    priority: int = 0  # lower goes first, with scheduling_policy="priority"
+    request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared under one salt
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # in logprobs: "token_id:17" in place of the text
+    add_special_tokens: bool | None = None
+    response_format: neutral(dict[str, Any], {"type": "text"}) = None  # type: ignore[valid-type]
+    service_tier: neutral(str, "auto", "default") = None  # type: ignore[valid-type]
+
+
+class PromptTokensDetails(Reply):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int  # found in the prefix cache
+
+
+class Usage(Reply):
+    """Tokens of one response."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """`Usage`, as it is encoded."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def usage_of(outputs: list[RequestOutput]) -> dict[str, Any]:
+    """The usage of finished requests that one response answers."""
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+        sum(output.num_cached_tokens for output in outputs),
+    )
+
+
+def params_of(
+    defaults: SamplingParams, chosen: dict[str, Any], *, max_tokens: int | None, logprobs: int | None, stream: bool
+) -> SamplingParams:
+    """The parameters of a request. ValueErrors name the field."""
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return replace(defaults, **chosen, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody has."""
+    return f"{prefix}{uuid4().hex}"
+
+
+def now() -> int:
+    """Unix time, as `created` has it."""
+    return int(time.time())
+
+
+type FinishReason = Literal["stop", "length"]

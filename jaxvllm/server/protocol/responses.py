@@ -1,0 +1,326 @@
+"""`/v1/responses`, the part of it that stores nothing, as OpenAI's clients know it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.server.protocol.fields import (
+    Limit,
+    Reply,
+    RequestFields,
+    SamplingFields,
+    Strict,
+    TemplateVariables,
+    neutral,
+)
+from jaxvllm.server.protocol.logprobs import TokenLogprob, chat_logprobs
+
+LOGPROBS = "message.output_text.logprobs"
+type Role = Literal["user", "assistant", "system", "developer"]
+type ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputPart(Strict):
+    """A text of a message. What an earlier response said goes back in as it came."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    logprobs: list[Any] | None = None  # of an earlier response: says nothing here
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+class InputItem(Strict):
+    """A message. The answer goes on with the last one when it is the assistant's and its status is not `completed`."""
+
+    type: Literal["message"] = "message"
+    role: Role
+    content: Annotated[
+        list[InputPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
+    ]  # newlines join them
+    id: str | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None  # of reasoning models
+
+
+def _as_items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class TextFormat(Strict):
+    """Of the answer."""
+
+    type: Literal["text"]
+
+
+class TextConfig(Strict):
+    """How to write."""
+
+    format: TextFormat | None = None
+    verbosity: neutral(str, "medium") = None  # type: ignore[valid-type]
+
+
+class ResponsesStreamOptions(Strict):
+    """Of streams."""
+
+    include_obfuscation: neutral(bool, False) = None  # type: ignore[valid-type]
+
+
+class ResponsesRequest(SamplingFields, RequestFields):
+    """A text to answer, or a conversation to go on with."""
+
+    input: Annotated[
+        list[InputItem],
+        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+        Field(min_length=1, examples=["Hello"]),
+    ]
+    instructions: str | None = None  # a system message before all others
+    max_output_tokens: Limit | None = None  # None: up to the model's length
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    text: TextConfig | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
+    n: neutral(int, 1) = None  # type: ignore[valid-type]
+    return_token_ids: neutral(bool, False) = None  # type: ignore[valid-type]
+    store: neutral(bool, False) = None  # type: ignore[valid-type]
+    background: neutral(bool, False) = None  # type: ignore[valid-type]
+    previous_response_id: neutral(str) = None  # type: ignore[valid-type]
+    conversation: neutral(Any) = None  # type: ignore[valid-type]
+    prompt: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
+    reasoning: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+    truncation: neutral(str, "disabled") = None  # type: ignore[valid-type]
+    tools: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    tool_choice: neutral(Any, "none", "auto") = None  # type: ignore[valid-type]
+    max_tool_calls: int | None = None  # says nothing without tools, as the next
+    parallel_tool_calls: bool | None = None
+    context_management: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    moderation: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+    prompt_cache_retention: neutral(str, "in_memory") = None  # type: ignore[valid-type]
+    prompt_cache_options: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Best tokens to report beside the chosen one. ValueError when they are not included."""
+        if not self.include:
+            if self.top_logprobs:
+                raise ValueError(f'top_logprobs needs include: ["{LOGPROBS}"]')
+            return None
+        return self.top_logprobs or 0
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is the beginning of the answer, as in vLLM."""
+        return self.input[-1].role == "assistant" and self.input[-1].status in ("in_progress", "incomplete")
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as templates know it."""
+        said = [] if not self.instructions else [{"role": "system", "content": self.instructions}]
+        return said + [
+            {"role": item.role, "content": [{"type": "text", "text": part.text} for part in item.content]}
+            for item in self.input
+        ]
+
+
+class OutputText(Reply):
+    """The answer's text."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]  # none
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(Reply):
+    """The answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class InputTokensDetails(Reply):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int  # found in the prefix cache
+    cache_write_tokens: int  # none that would be billed
+
+
+class OutputTokensDetails(Reply):
+    """Of the answer's tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Reply):
+    """Tokens of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponsesError(Reply):
+    """Why there is no answer."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(Reply):
+    """Why the answer is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesResponse(Reply):
+    """The answer, and again what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponsesError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: None
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: TextConfig
+    tool_choice: Literal["auto", "none"]
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponsesUsage | None
+    user: str | None
+
+
+class _Event(Reply):
+    sequence_number: int
+
+
+class ResponseEvent(_Event):
+    """Where the response is in its life; the last of these is the end."""
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+    ]
+    response: ResponsesResponse
+
+
+class OutputItemEvent(_Event):
+    """The answer begins, and is complete."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputMessage
+
+
+class ContentPartEvent(_Event):
+    """Its text begins, and is complete."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputText
+
+
+class TextDeltaEvent(_Event):
+    """New text."""
+
+    type: Literal["response.output_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDoneEvent(_Event):
+    """The whole text."""
+
+    type: Literal["response.output_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ErrorEvent(_Event):
+    """What went wrong; `response.failed` follows."""
+
+    type: Literal["error"]
+    code: str | None
+    message: str
+    param: str | None
+
+
+type ResponsesEvent = Annotated[
+    ResponseEvent | OutputItemEvent | ContentPartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent,
+    Field(discriminator="type"),
+]
+
+
+def responses_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """`ResponsesUsage`, as it is encoded."""
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+def token_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> list[dict[str, Any]]:
+    """`TokenLogprob`s with the `count` best of each token; none when they were not asked for."""
+    made = chat_logprobs(completion, count, as_ids)
+    return [] if made is None else made["content"]
+
+
+def echoed(request: ResponsesRequest) -> dict[str, Any]:
+    """What of `ResponsesResponse` says again what was asked for."""
+    return {
+        "background": False,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": None,
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [],
+        "top_logprobs": request.top_logprobs or 0,
+        "truncation": "disabled",
+        "user": request.user,
+    }

@@ -1,0 +1,104 @@
+"""`POST /v1/chat/completions`."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from jaxvllm.engine.messages import checked_messages
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.prompts import Prompt
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.exchange import DONE, Events, EventStream, answer, error_event, event, unless_gone
+from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
+from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
+from jaxvllm.server.routes.documented import STREAMED
+from jaxvllm.server.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        model = service.model_name(body.model)
+        if body.stream_options and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        params = params_of(
+            service.defaults,
+            body.chosen(),
+            max_tokens=body.limit,
+            logprobs=body.num_logprobs,
+            stream=bool(body.stream),
+        )
+        prompt = await run_in_threadpool(_read, service, body)
+        exchange = _Exchange(body, model, prompt)
+        generation = await Generation.start(service, Job(exchange.request_id, [prompt], params, body.priority))
+        if body.stream:
+            return EventStream(generation, exchange.events(generation), error_event)
+        async with generation:
+            [output] = await unless_gone(request, generation.results())
+            return answer(exchange.whole(output))
+
+    return routes
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, body: ChatRequest, model: str, prompt: Prompt):
+        self.request_id = body.request_id or new_id("chatcmpl-")
+        self._body = body
+        self._head = {"id": self.request_id, "created": now(), "model": model}
+        self._prompt_ids = {"prompt_token_ids": prompt.token_ids.tolist()} if body.return_token_ids else {}
+        last = checked_messages(body.messages)[-1]
+        self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        choices = []
+        for completion in output.outputs:
+            message = {"role": "assistant", "content": self._echo + completion.text, "refusal": None}
+            choices.append(parts(self._body, completion) | {"message": message})
+        head = self._head | {"object": "chat.completion"} | self._prompt_ids
+        return head | {"choices": choices, "usage": usage_of([output])}
+
+    async def events(self, generation: Generation) -> Events:
+        head = self._head | {"object": "chat.completion.chunk"}
+        options = self._body.stream_options or StreamOptions()
+        started: set[int] = set()
+        num_prompt = num_tokens = num_cached = 0
+        async for _, output in generation.outputs():
+            num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+            for completion in output.outputs:
+                num_tokens += len(completion.token_ids)
+                counts = usage(num_prompt, num_tokens, num_cached)
+                shown = (
+                    {"usage": counts if options.continuous_usage_stats else None} if self._body.stream_options else {}
+                )
+                if completion.index not in started:
+                    started.add(completion.index)
+                    delta = {"role": "assistant", "content": self._echo}
+                    first = {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
+                    yield event(head | self._prompt_ids | {"choices": [first]} | shown)
+                made = parts(self._body, completion) | {"delta": {"content": completion.text}}
+                yield event(head | {"choices": [made]} | shown)
+        if options.include_usage:
+            yield event(head | {"choices": [], "usage": usage(num_prompt, num_tokens, num_cached)})
+        yield DONE
+
+
+def _read(service: Service, body: ChatRequest) -> Prompt:
+    """The prompt that the model's template makes of the conversation."""
+    text = service.apply_chat_template(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself.
+    return service.reader.read(
+        {"prompt": text, "cache_salt": body.cache_salt}, add_special_tokens=bool(body.add_special_tokens)
+    )

@@ -1,0 +1,157 @@
+"""`POST /v1/responses`."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
+from jaxvllm.engine.prompts import Prompt
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.exchange import Events, EventStream, answer, event, unless_gone
+from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.protocol.fields import new_id, now, params_of
+from jaxvllm.server.protocol.responses import (
+    ResponsesRequest,
+    ResponsesResponse,
+    echoed,
+    responses_usage,
+    token_logprobs,
+)
+from jaxvllm.server.routes.documented import STREAMED
+from jaxvllm.server.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMED)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answers a text or a conversation. Nothing is stored: the next request brings the whole conversation."""
+        model = service.model_name(body.model)
+        if body.stream_options and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        params = params_of(
+            service.defaults,
+            body.chosen(),
+            max_tokens=body.max_output_tokens,
+            logprobs=body.num_logprobs,
+            stream=bool(body.stream),
+        )
+        prompt = await run_in_threadpool(_read, service, body)
+        exchange = _Exchange(body, model, params)
+        generation = await Generation.start(service, Job(exchange.request_id, [prompt], params, body.priority))
+        if body.stream:
+            return EventStream(generation, exchange.events(generation), exchange.error_event)
+        async with generation:
+            [output] = await unless_gone(request, generation.results())
+            return answer(exchange.whole(output))
+
+    return routes
+
+
+class _Exchange:
+    """One answer: a response with one message of one text."""
+
+    def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams):
+        self.request_id = body.request_id or new_id("resp_")
+        self._item_id = new_id("msg_")
+        self._num_logprobs = body.num_logprobs or 0
+        self._as_ids = body.return_tokens_as_token_ids
+        self._head = echoed(body) | {
+            "id": self.request_id,
+            "object": "response",
+            "created_at": now(),
+            "model": model,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+        }
+        self._num_events = 0
+        self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        [completion] = output.outputs
+        self._add(completion)
+        return self._ended(output, completion, len(completion.token_ids))
+
+    async def events(self, generation: Generation) -> Events:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        item = self._item("in_progress") | {"content": []}
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._text_event("response.content_part.added", part=self._part())
+        num_tokens = 0
+        async for _, output in generation.outputs():
+            [completion] = output.outputs
+            num_tokens += len(completion.token_ids)
+            logprobs = self._add(completion)
+            if completion.text or logprobs:
+                yield self._text_event("response.output_text.delta", delta=completion.text, logprobs=logprobs)
+            if output.finished:
+                ended = self._ended(output, completion, num_tokens)
+                yield self._text_event("response.output_text.done", text=self._text, logprobs=self._logprobs)
+                yield self._text_event("response.content_part.done", part=self._part())
+                yield self._event("response.output_item.done", output_index=0, item=ended["output"][0])
+                yield self._event(f"response.{ended['status']}", response=ended)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed: the error by itself, then the response that has it."""
+        told = self._event("error", code=error.code or error.type, message=error.message, param=error.param)
+        failed = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
+        return told + self._event("response.failed", response=failed)
+
+    def _add(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Takes what is new, and returns its log-probabilities."""
+        logprobs = token_logprobs(completion, self._num_logprobs, self._as_ids)
+        self._text += completion.text
+        self._logprobs += logprobs
+        return logprobs
+
+    def _ended(self, output: RequestOutput, completion: CompletionOutput, num_tokens: int) -> dict[str, Any]:
+        """`ResponsesResponse` once all of it was taken."""
+        status = "incomplete" if completion.finish_reason == "length" else "completed"
+        return self._response(status) | {
+            "completed_at": now() if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [self._item(status)],
+            "usage": responses_usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens),
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        nothing: dict[str, Any] = {
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+        return self._head | nothing | {"status": status}
+
+    def _item(self, status: str) -> dict[str, Any]:
+        head = {"id": self._item_id, "type": "message", "role": "assistant", "status": status}
+        return head | {"content": [self._part()]}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
+
+    def _text_event(self, kind: str, **data: Any) -> bytes:
+        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return event({"type": kind, "sequence_number": number} | data, kind)
+
+
+def _read(service: Service, body: ResponsesRequest) -> Prompt:
+    """The prompt that the model's template makes of the conversation."""
+    text = service.apply_chat_template(
+        body.messages(), continue_final_message=body.continues, variables=body.chat_template_kwargs
+    )
+    # The template writes the special tokens itself.
+    return service.reader.read(
+        {"prompt": text, "cache_salt": body.cache_salt}, add_special_tokens=bool(body.add_special_tokens)
+    )

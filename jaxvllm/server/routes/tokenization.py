@@ -1,0 +1,71 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
+
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.protocol.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jaxvllm.server.routes.documented import COMMON, GENERATES
+from jaxvllm.server.service import Service
+
+# What a request without messages would have for nothing.
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoints."""
+    routes = APIRouter(tags=["Tokens"], responses=COMMON | {status: GENERATES[status] for status in (404, 503)})
+
+    @routes.post("/tokenize", response_model_exclude_none=True)
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """The tokens of a text, or of the prompt that a conversation becomes."""
+        service.model_name(body.model)
+        return await run_in_threadpool(_tokenize, service, body)
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of tokens."""
+        service.model_name(body.model)
+        size = service.reader.vocab_size
+        for token_id in body.tokens:
+            if not 0 <= token_id < size:
+                raise ApiError(400, f"tokens: {token_id} is outside the vocabulary of {size} tokens", param="tokens")
+        text = await run_in_threadpool(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return DetokenizeResponse(prompt=text)
+
+    return routes
+
+
+def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
+    tokens = service.tokenizer.encode(_text(service, body), add_special_tokens=_adds_special_tokens(body))
+    backend = service.tokenizer.backend
+    strings = [backend.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
+    return TokenizeResponse(
+        count=len(tokens), max_model_len=service.reader.max_model_len, tokens=tokens, token_strs=strings
+    )
+
+
+def _text(service: Service, body: TokenizeRequest) -> str:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages, one of both", param="prompt")
+    if body.messages is not None:
+        return service.apply_chat_template(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            variables=body.chat_template_kwargs,
+        )
+    assert body.prompt is not None
+    for name in OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name} belongs to messages, not to a prompt: leave it out", param=name)
+    return body.prompt
+
+
+def _adds_special_tokens(body: TokenizeRequest) -> bool:
+    return body.messages is None if body.add_special_tokens is None else body.add_special_tokens

@@ -1,0 +1,81 @@
+"""The whole server: its socket, its engine, and what happens from the first signal to the last."""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine.admission import QueueLimits
+from jaxvllm.engine.async_llm import AsyncLLM
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.keys import read_keys
+from jaxvllm.server.lifecycle import StopSignals, drain, until_first
+from jaxvllm.server.listener import allow_connections, is_open_to_strangers, listen, url_of
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from jaxvllm.server.http_server import HttpServer
+    from jaxvllm.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(engine: EngineConfig, config: ServerConfig) -> int:
+    """Serves until a signal, and returns the exit code; no process is left then.
+
+    SIGTERM and SIGHUP: 0 when every request could finish, otherwise 1; SIGINT: 130. ValueError when an option is
+    wrong, OSError when the address cannot be listened on, RuntimeError when the engine cannot be built.
+    """
+    start = time.monotonic()
+    keys = read_keys(config)
+    allow_connections()
+    with listen(config.host, config.port) as listener, StopSignals() as stop:
+        url = url_of(listener, config)
+        if not keys and is_open_to_strangers(listener):
+            logger.warning("whoever reaches %s may use this server: it has no --api-key", url)
+        logger.info("listening on %s: /ready tells when model %s is loaded", url, engine.model)
+        llm = AsyncLLM.from_config(engine, QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens))
+        try:
+            llm.launch()
+            await asyncio.sleep(0)  # the engine's process starts, and imports JAX while this one imports FastAPI
+            service, server = _http(llm, config, keys)
+            async with server.running(listener) as serving:
+                try:
+                    await until_first(llm.ready(), stop.asked())
+                    if stop.first is None:
+                        logger.info("ready after %.1f s: %s", time.monotonic() - start, url)
+                        await until_first(stop.asked(), asyncio.shield(serving))
+                    is_clean = await drain(service, stop)
+                finally:
+                    await llm.close()  # requests that are left end with an error, which is still sent
+                    if stop.is_urgent:
+                        server.hurry()
+        finally:
+            await llm.close()
+    if stop.first is signal.SIGINT:
+        return 128 + signal.SIGINT
+    return 0 if is_clean else 1
+
+
+def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str]) -> "ASGIApp":
+    """`app` behind its guards: whoever has no key cannot make the server read a body."""
+    from jaxvllm.server.auth import Auth
+    from jaxvllm.server.limits import RequestLimits
+
+    return Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
+
+
+def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str]) -> "tuple[Service, HttpServer]":
+    # Imported here: it takes 0.8 s, while the engine starts.
+    from jaxvllm.server.app import create_app
+    from jaxvllm.server.http_server import HttpServer
+    from jaxvllm.server.log_line import StatsLogger
+    from jaxvllm.server.service import Service
+
+    llm.observe(StatsLogger(config.log_stats_interval))
+    service = Service(llm, config)
+    return service, HttpServer(guarded(create_app(service), config, keys), config)

@@ -1,0 +1,95 @@
+"""`jaxvllm run-batch`: OpenAI batch files."""
+
+import json
+
+import pytest
+
+from jaxvllm.cli.run_batch import main
+
+
+def line(custom_id, url="/v1/completions", method="POST", **body):
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    def run(*lines, flags=()):
+        (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+        argv = [
+            "-i",
+            str(tmp_path / "in.jsonl"),
+            "-o",
+            str(tmp_path / "out.jsonl"),
+            "--base-url",
+            server.base_url,
+            *flags,
+        ]
+        code = main(argv)
+        return code, [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_answers_stand_in_the_order_of_the_questions(run, server):
+    chat = line("b", "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], model="other")
+    code, answers = run(line("a", prompt="slow"), chat, "", line("c", prompt="busy"))
+    assert code == 0
+    assert [answer["custom_id"] for answer in answers] == ["a", "b", "c"], "busy was asked again"
+    for answer in answers:
+        assert set(answer) == {"id", "custom_id", "response", "error"}
+        assert answer["error"] is None and answer["response"]["status_code"] == 200
+        assert answer["response"]["request_id"] == "cmpl-1" and answer["response"]["body"]["usage"]
+    assert answers[1]["response"]["body"]["choices"][0]["message"]["content"] == " t0 t1 t2 t3 t4"
+    assert {body["model"] for body in server.bodies} == {"fake", "other"}, "the server's model where the line has none"
+
+
+def test_a_bad_line_is_an_error_of_its_own(run, capsys):
+    code, answers = run(
+        line("a", prompt="hi"),
+        "{not json",
+        '["list"]',
+        line("a", prompt="hi"),
+        line("d", url="/v1/files"),
+        line("e", method="GET"),
+        line("f", prompt="hi", stream=True),
+        json.dumps({"custom_id": "g", "method": "POST", "url": "/v1/completions"}),
+        json.dumps({"method": "POST"}),
+        line("i", prompt="refuse"),
+        line("j", prompt="hi"),
+    )
+    assert code == 1
+    assert [answer["custom_id"] for answer in answers] == ["a", None, None, "a", "d", "e", "f", "g", None, "i", "j"]
+    assert [answer["error"] and answer["error"]["code"] for answer in answers] == [
+        None,
+        "invalid_json_line",
+        "invalid_json_line",
+        "duplicate_custom_id",
+        "invalid_url",
+        "invalid_method",
+        "invalid_request",
+        "missing_required_parameter",
+        "missing_required_parameter",
+        None,
+        None,
+    ]
+    refused = answers[9]["response"]
+    assert refused["status_code"] == 400 and "temperature" in refused["body"]["error"]["message"], "as OpenAI has it"
+    assert all(answer["error"] is None or answer["response"] is None for answer in answers)
+    assert "9 of 11 requests failed" in capsys.readouterr().err
+
+
+def test_no_more_at_a_time_than_asked(run, server):
+    code, answers = run(*(line(str(i), prompt="hi") for i in range(20)), flags=["--max-concurrency", "3"])
+    assert code == 0 and len(answers) == 20
+    assert 1 <= server.most_at_once <= 3
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(server, tmp_path, capsys):
+    file = tmp_path / "in.jsonl"
+    file.write_text(line("a", prompt="hi"))
+    assert main(["-i", str(file), "-o", str(file), "--base-url", server.base_url]) == 2
+    assert main(["-i", str(tmp_path / "none"), "-o", str(tmp_path / "out"), "--base-url", server.base_url]) == 2
+    assert main(["-i", str(file), "-o", str(tmp_path / "out"), "--port", "1"]) == 1
+    assert not (tmp_path / "out").exists()
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert file.read_text() == line("a", prompt="hi")

@@ -1,0 +1,331 @@
+"""What a user of `AsyncLLM` may rely on, whatever happens to the engine's process."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from jaxvllm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.sampling_params import RequestOutputKind as Kind
+from jaxvllm.engine import async_llm
+from jaxvllm.engine.admission import OverloadedError, QueueLimits
+from jaxvllm.engine.async_llm import EngineDiedError, EngineState, EngineUnavailableError
+from jaxvllm.engine.outputs import RequestOutput
+
+OPTIONS: dict[str, Any] = dict(
+    max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1024, row_buckets=(4,), token_buckets=(64,), num_pages=150
+)
+PROMPTS = ["Once upon a time", "The capital of France is", "Tom and Lily", "In the forest there was", "The sun"]
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+# Two that run for long, and eight that may wait.
+LIMITS = QueueLimits(num_requests=8, num_tokens=2000)
+
+
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as portal:
+        yield portal
+
+
+@pytest.fixture(scope="module")
+def shared(portal: BlockingPortal) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM.from_config(EngineConfig.from_options(**OPTIONS), LIMITS)
+    portal.call(llm.start)
+    yield llm
+    portal.call(llm.close)
+
+
+@pytest.fixture
+def llm(shared: AsyncLLM, portal: BlockingPortal) -> Iterator[AsyncLLM]:
+    portal.call(shared.ready)
+    yield shared
+    portal.call(until, lambda: shared.stats is not None and shared.num_requests == 0)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def texts(llm: AsyncLLM, prompts: list[str], params: SamplingParams) -> list[str]:
+    async def one(prompt: str) -> str:
+        text = ""
+        async for output in llm.generate(prompt, params):
+            piece = output.outputs[0].text
+            text = text + piece if params.output_kind is Kind.DELTA else piece
+        return text
+
+    return await asyncio.gather(*map(one, prompts))
+
+
+async def pages_owned(llm: AsyncLLM) -> int:
+    return sum(1 for pool in await llm.pages() for state in pool.states if state == "owned")
+
+
+def test_the_same_tokens_as_offline(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    with LLM(**OPTIONS) as offline:
+        for params in (GREEDY, replace(GREEDY, temperature=1.0, seed=7)):
+            expected = [output.outputs[0].text for output in offline.generate(PROMPTS, params, use_tqdm=False)]
+            for kind in RequestOutputKind:
+                assert portal.call(texts, llm, PROMPTS, replace(params, output_kind=kind)) == expected
+        assert llm.facts.max_model_len == offline.engine.max_model_len
+
+
+def test_fields_of_an_output(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> list[RequestOutput]:
+        params = replace(GREEDY, n=2, logprobs=2, temperature=1.0, seed=1)
+        return [output async for output in llm.generate(PROMPTS[0], params, "mine")]
+
+    last = portal.call(run)[-1]
+    assert last.finished and last.request_id == "mine" and last.prompt == PROMPTS[0]
+    assert llm.tokenizer is not None and last.prompt_token_ids == llm.tokenizer.encode(PROMPTS[0])
+    assert [completion.index for completion in last.outputs] == [0, 1]
+    for completion in last.outputs:
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+    assert last.metrics is not None and last.metrics.first_token_seconds is not None
+    assert 0 < last.metrics.first_token_seconds < 20
+
+
+def test_a_slow_reader_misses_nothing(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> tuple[list[int], int]:
+        params = replace(GREEDY, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        tokens, count = [], 0
+        async with await llm.submit(PROMPTS[0], params) as stream:
+            async for output in stream:
+                count += 1
+                tokens += output.outputs[0].token_ids
+                await asyncio.sleep(0.1)
+        return tokens, count
+
+    tokens, count = portal.call(run)
+    assert len(tokens) == 60 and count < 40
+    [whole] = portal.call(_ids, llm, replace(GREEDY, max_tokens=60, ignore_eos=True))
+    assert tokens == whole
+
+
+async def _ids(llm: AsyncLLM, params: SamplingParams) -> list[list[int]]:
+    return [output.outputs[0].token_ids async for output in llm.generate(PROMPTS[0], params) if output.finished]
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel", "abort"])
+def test_who_leaves_frees_the_pages(llm: AsyncLLM, portal: BlockingPortal, how: str) -> None:
+    async def run() -> None:
+        stream = await llm.submit(PROMPTS[0], LONG, "leaver")
+        await anext(stream)
+        assert await pages_owned(llm) > 0
+        if how == "leave":
+            await stream.aclose()
+        elif how == "abort":
+            await llm.abort("leaver")
+            with pytest.raises(EngineDiedError, match="aborted"):
+                async for _ in stream:
+                    pass
+        else:
+            reading = asyncio.create_task(_read(stream))
+            await asyncio.sleep(0.05)
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+        assert llm.num_requests == 0
+        assert await pages_owned(llm) == 0
+        with pytest.raises((StopAsyncIteration, EngineDiedError)):
+            await anext(stream)
+
+    async def _read(stream: Any) -> None:
+        async with stream:
+            async for _ in stream:
+                pass
+
+    portal.call(run)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([1, 99_999], {}, "outside the vocabulary"),
+        ("x" * 5000, {}, "leaves no room"),
+        ("x", {"priority": 1}, "needs an engine with scheduling_policy"),
+    ],
+)
+def test_bad_requests(llm: AsyncLLM, portal: BlockingPortal, prompt: Any, options: Any, message: str) -> None:
+    async def run() -> None:
+        with pytest.raises(ValueError, match=message):
+            await llm.submit(prompt, GREEDY, **options)
+
+    portal.call(run)
+    assert llm.num_requests == 0
+
+
+def test_an_id_in_use(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        async with await llm.submit(PROMPTS[0], LONG, "twice"):
+            with pytest.raises(ValueError, match="'twice' is in use"):
+                await llm.submit(PROMPTS[0], GREEDY, "twice")
+
+    portal.call(run)
+
+
+def test_too_many_that_wait(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        params = replace(LONG, max_tokens=100)
+        streams = [await llm.submit(PROMPTS[0], params) for _ in range(4)]
+        for stream in streams:
+            await anext(stream)
+        streams += [await llm.submit(PROMPTS[0], params) for _ in range(8)]
+        with pytest.raises(OverloadedError, match="8 requests wait already"):
+            await llm.submit(PROMPTS[0], GREEDY)
+        for stream in streams[4:]:
+            await stream.aclose()
+        long = [5] * 900
+        streams += [await llm.submit(long, GREEDY) for _ in range(2)]
+        with pytest.raises(OverloadedError, match="prompts of 2700 tokens would wait, and the most is 2000"):
+            await llm.submit(long, GREEDY)
+        for stream in streams:
+            await stream.aclose()
+
+    portal.call(run)
+
+
+def test_a_prefix_is_found_and_forgotten(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def cached(salt: str | None) -> int:
+        prompt = {"prompt": "A long story about a fox. " * 12, "cache_salt": salt}
+        [output] = [one async for one in llm.generate(prompt, replace(GREEDY, output_kind=Kind.FINAL_ONLY))]
+        return output.num_cached_tokens
+
+    async def run() -> list[int]:
+        found = [await cached("a"), await cached("a"), await cached("b")]
+        await llm.reset_prefix_cache()
+        return [*found, await cached("a")]
+
+    first, again, other, after = portal.call(run)
+    assert first == other == after == 0 and again > 0
+
+
+def test_the_socket_is_for_this_user_alone(llm: AsyncLLM) -> None:
+    assert llm._process is not None
+    directory = llm._process._directory
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory / "engine").stat().st_mode) == 0o600
+
+
+def test_a_killed_engine_comes_back(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        [before] = await texts(llm, PROMPTS[:1], GREEDY)
+        streams = [await llm.submit(PROMPTS[0], LONG) for _ in range(6)]
+        await anext(streams[0])
+        old = llm.pid
+        assert old is not None
+        os.kill(old, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDiedError, match="was ended by signal 9"):
+                while True:
+                    await anext(stream)
+        with pytest.raises(EngineUnavailableError, match="started again"):
+            await llm.submit(PROMPTS[0], GREEDY)
+        assert llm.state is EngineState.RESTARTING and not llm.is_responsive
+        await llm.ready()
+        assert await texts(llm, PROMPTS[:1], GREEDY) == [before]
+        assert await pages_owned(llm) == 0 and llm.pid != old
+
+    portal.call(run)
+
+
+def test_a_stopped_engine_is_not_responsive(
+    llm: AsyncLLM, portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_llm, "RESPONSIVE_SECONDS", 1.5)
+
+    async def run() -> None:
+        assert llm.pid is not None
+        os.kill(llm.pid, signal.SIGSTOP)
+        await until(lambda: not llm.is_responsive)
+        os.kill(llm.pid, signal.SIGCONT)
+        await until(lambda: llm.is_responsive)
+        assert len(await texts(llm, PROMPTS, GREEDY)) == len(PROMPTS)
+
+    portal.call(run)
+
+
+def test_a_stuck_engine_is_replaced(llm: AsyncLLM, portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "STUCK_SECONDS", 1.5)
+
+    async def run() -> None:
+        old = llm.pid
+        assert old is not None
+        os.kill(old, signal.SIGSTOP)
+        await until(lambda: llm.state is EngineState.RESTARTING)
+        await llm.ready()
+        assert llm.pid != old
+        assert len(await texts(llm, PROMPTS, GREEDY)) == len(PROMPTS)
+
+    portal.call(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"model": "/nowhere"}, "'/nowhere' is not a directory"), ({"mesh": "1x9"}, "mesh 1x9 needs 9 devices")],
+)
+def test_an_engine_that_cannot_be_built(options: dict[str, Any], message: str) -> None:
+    async def run() -> AsyncLLM:
+        llm = AsyncLLM(**options)
+        with pytest.raises(ValueError, match=message):
+            await llm.start()
+        assert llm.state is EngineState.FAILED and llm.pid is None
+        await llm.close()
+        return llm
+
+    before = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("jaxvllm-*"))
+    asyncio.run(run())
+    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("jaxvllm-*")) <= before
+
+
+ORPHAN = """
+import asyncio, os, sys
+from jaxvllm import AsyncLLM
+async def main():
+    llm = AsyncLLM()
+    llm.launch()
+    while llm.pid is None:
+        await asyncio.sleep(0.01)
+    print(llm.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_parent_that_is_killed_takes_the_engine_along(stopped: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(1.0)  # so that it has asked the kernel
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while _is_alive(pid):
+        assert time.monotonic() < deadline, "the engine outlived its parent"
+        time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

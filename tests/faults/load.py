@@ -1,0 +1,167 @@
+"""Clients that leave, stop, crawl or come in crowds."""
+
+import asyncio
+import json
+import time
+
+from tests.faults.requests import CHAT, COMPLETIONS, HEAD, Fault
+from tests.faults.server import GREEDY, Server, check_error, request
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+def streaming(**fields: object) -> bytes:
+    return request(COMPLETIONS, json.dumps(LONG | {"stream": True} | fields).encode())
+
+
+async def leaves_before_the_first_token(server: Server) -> None:
+    _, writer = await server.send(streaming())
+    writer.transport.abort()
+
+
+async def leaves_a_stream(server: Server) -> None:
+    reader, writer = await server.send(streaming())
+    await reader.readuntil(b"data: ")
+    writer.transport.abort()
+
+
+async def leaves_without_a_stream(server: Server) -> None:
+    _, writer = await server.send(request(COMPLETIONS, json.dumps(LONG).encode()))
+    await asyncio.sleep(0.2)
+    writer.transport.abort()
+
+
+async def half_closes(server: Server) -> None:
+    """A client that has said all may close its side: some do, and still want the answer, or have gone."""
+    reader, writer = await server.send(streaming(max_tokens=8))
+    writer.write_eof()
+    await reader.read()
+    writer.close()
+
+
+async def leaves_in_the_body(server: Server) -> None:
+    _, writer = await server.send(HEAD + b"content-length: 100\r\n\r\n{")
+    await asyncio.sleep(0.05)
+    writer.transport.abort()
+
+
+async def thousand_streams(server: Server) -> None:
+    async def one() -> None:
+        try:
+            _, writer = await server.send(streaming(max_tokens=64))
+            await asyncio.sleep(0.01)
+            writer.transport.abort()
+        except OSError:  # refused is an answer
+            pass
+
+    for _ in range(10):
+        await asyncio.gather(*(one() for _ in range(100)))
+
+
+async def crowd(server: Server) -> None:
+    """Two hundred at once: all are answered, most with 503 when the queue is full."""
+    answers = await asyncio.gather(*(server.post(COMPLETIONS, GREEDY) for _ in range(200)))
+    for answer in answers:
+        if answer.status == 200:
+            assert answer.json["choices"][0]["text"] == server.expected
+        else:
+            check_error(answer, 503)
+            assert int(answer.headers["retry-after"]) >= 1
+    assert any(answer.status == 200 for answer in answers)
+    assert any(answer.status == 503 for answer in answers), "the limit of the queue was not met"
+
+
+async def pool_of_two(server: Server) -> None:
+    """Fifty requests of which the pages hold a few at a time: preempted, recomputed, and the same in the end."""
+    long = LONG | {"max_tokens": 250}
+    first = await server.post(COMPLETIONS, long)
+    for _ in range(2):
+        answers = await asyncio.gather(*(server.post(COMPLETIONS, long) for _ in range(25)))
+        assert {answer.status for answer in answers} == {200}
+        assert {answer.json["choices"][0]["text"] for answer in answers} == {first.json["choices"][0]["text"]}
+
+
+async def stops_reading(server: Server) -> None:
+    """The stream fills the socket, and waits there; the request ends, and nobody else is held up."""
+    reader, writer = await server.send(streaming(n=8, max_tokens=400, logprobs=20))
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    start = time.monotonic()
+    assert await server.greedy() == server.expected
+    assert time.monotonic() - start < 10
+    writer.transport.abort()
+
+
+async def slow_head(server: Server) -> None:
+    """A head that comes byte by byte: fifty of them hold nobody up."""
+    connections = [await server.send(b"POST /v1/comp") for _ in range(50)]
+    for _ in range(5):
+        await asyncio.sleep(0.05)
+        for _, writer in connections:
+            writer.write(b"l")
+    assert await server.greedy() == server.expected
+    for _, writer in connections:
+        writer.transport.abort()
+
+
+async def slow_body(server: Server) -> None:
+    head = request(COMPLETIONS, b"", {"content-length": "1000"})
+    connections = [await server.send(head + b"{") for _ in range(50)]
+    assert await server.greedy() == server.expected
+    for _, writer in connections:
+        writer.transport.abort()
+
+
+async def silent_connections(server: Server) -> None:
+    connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(200)]
+    assert await server.greedy() == server.expected
+    for _, writer in connections:
+        writer.transport.abort()
+
+
+async def pipelined(server: Server) -> None:
+    """Several requests on a connection before the first is answered."""
+    body = json.dumps(GREEDY).encode()
+    keep = {"connection": "keep-alive"}
+    _, writer = await server.send(request(COMPLETIONS, body, keep) * 3)
+    await asyncio.sleep(0.5)
+    writer.close()
+
+
+async def same_id_twice(server: Server) -> None:
+    reader, writer = await server.send(streaming(request_id="mine"))
+    await reader.readuntil(b"data: ")
+    answer = await server.post(COMPLETIONS, GREEDY | {"request_id": "mine"})
+    check_error(answer, 400)
+    writer.transport.abort()
+
+
+async def larger_than_the_pool(server: Server) -> None:
+    answer = await server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 300, "n": 100})
+    assert answer.status in (200, 400, 503)
+
+
+async def slow_template(server: Server) -> None:
+    """A conversation of many thousand messages is rendered without holding others up."""
+    messages = [{"role": "user", "content": "x"}] * 50_000
+    answer, text = await asyncio.gather(server.post(CHAT, {"messages": messages}), server.greedy())
+    check_error(answer, 400)
+    assert text == server.expected
+
+
+LOAD = [
+    Fault("a client that leaves before the first token", leaves_before_the_first_token),
+    Fault("a client that leaves a stream", leaves_a_stream),
+    Fault("a client that leaves while its answer is computed", leaves_without_a_stream),
+    Fault("a client that closes its side", half_closes),
+    Fault("a client that leaves in the middle of its body", leaves_in_the_body),
+    Fault("1,000 streams opened and dropped", thousand_streams),
+    Fault("200 requests at once, more than may wait", crowd),
+    Fault("a reader that stops reading", stops_reading),
+    Fault("heads that come byte by byte", slow_head),
+    Fault("bodies that never end", slow_body),
+    Fault("200 connections that say nothing", silent_connections),
+    Fault("requests that do not wait for answers", pipelined),
+    Fault("an id that is in use", same_id_twice),
+    Fault("100 completions that the pool cannot hold at once", larger_than_the_pool),
+    Fault("a conversation of 50,000 messages", slow_template),
+]

@@ -1,0 +1,221 @@
+"""A real server in processes of its own, and what every fault must leave as it was."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KEY = "a-key-of-this-test"
+OPTIONS = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 512,
+    "row_buckets": 16,
+    "token_buckets": 64,
+    "num_pages": 300,
+}
+GREEDY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
+# What no answer may hold: paths, tracebacks, addresses of memory.
+SECRET = re.compile(r"Traceback|File \"|/root|/home|/usr/|/work|/tmp|site-packages|0x[0-9a-f]{6,}|ipc://")
+READY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Server:
+    """One `python -m jaxvllm.serve`."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    expected: str = ""  # the text of GREEDY
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the engine's process, as it is now."""
+        pid = self.find_engine()
+        assert pid is not None, "there is no engine"
+        return pid
+
+    def find_engine(self) -> int | None:
+        """The same, or None while there is none."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next((int(child) for child in children if "engine.worker" in _command(int(child))), None)
+
+    async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which `data` has been sent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        await writer.drain()
+        return reader, writer
+
+    async def raw(self, data: bytes, seconds: float = 20) -> Answer | None:
+        """The answer to `data`; None when the server closes the connection without one."""
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            with suppress(ConnectionError):  # the answer may be there before all is sent
+                writer.write(data)
+                await writer.drain()
+            try:
+                return await read_answer(reader)
+            finally:
+                writer.close()
+
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        """The answer to a JSON request."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await self.raw(request(path, data, headers))
+        assert answer is not None, "no answer"
+        return answer
+
+    async def get(self, path: str) -> Answer:
+        answer = await self.raw(request(path, b"", method="GET"))
+        assert answer is not None, "no answer"
+        return answer
+
+    async def greedy(self) -> str:
+        """The text of a request that nothing may change."""
+        answer = await self.post("/v1/completions", GREEDY)
+        assert answer.status == 200, answer.body
+        return str(answer.json["choices"][0]["text"])
+
+    async def pages_held(self) -> int:
+        """Pages that requests own."""
+        answer = await self.get("/playground/state")
+        assert answer.status == 200, answer.body
+        return sum(replica["states"].count(1) for replica in answer.json["replicas"])
+
+    async def settle(self, seconds: float = READY_SECONDS) -> None:
+        """Waits until it is ready and holds no page; that must take no longer."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if (await self.get("/ready")).status == 200 and not await self.pages_held():
+                    return
+            except (OSError, AssertionError, json.JSONDecodeError):
+                pass
+            assert time.monotonic() < deadline, f"not as before within {seconds} s: {(await self.get('/ready')).body!r}"
+            await asyncio.sleep(0.05)
+
+    def stop(self) -> int:
+        """Ends it; its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+
+
+def request(path: str, body: bytes, headers: Mapping[str, str] | None = None, method: str = "POST") -> bytes:
+    """An HTTP request."""
+    base = {
+        "host": "localhost",
+        "authorization": f"Bearer {KEY}",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in (base | dict(headers or {})).items() if v)]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Answer | None:
+    """The answer on a connection that the server closes after it."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    first, *lines = head.decode("latin-1").strip().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    try:
+        body = await reader.read()
+    except ConnectionError:
+        body = b""
+    if headers.get("transfer-encoding") == "chunked":
+        body = _unchunked(body)
+    return Answer(int(first.split(" ")[1]), headers, body)
+
+
+def check_error(answer: Answer, status: int | tuple[int, ...], param: str | None = None) -> None:
+    """An error in OpenAI's shape, which tells nothing about this machine."""
+    wanted = (status,) if isinstance(status, int) else status
+    assert answer.status in wanted, f"{answer.status}, not {wanted}: {answer.body[:300]!r}"
+    error = answer.json["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"], error
+    assert not SECRET.search(error["message"]), error
+    assert len(error["message"]) < 500, "the error repeats what was sent"
+    if param is not None:
+        assert error["param"] == param, error
+
+
+@contextmanager
+def serving(log: Path, options: Mapping[str, Any] = OPTIONS, *flags: str, wait: bool = True) -> Iterator[Server]:
+    """A server, ready when it is entered, and gone with all its processes afterwards."""
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "jaxvllm.serve", "--port", "0", "--api-key", KEY, *words, *flags]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+    with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment) as process:
+        server = Server(process, 0, log)
+        try:
+            server.port = _port(process, log)
+            if wait:
+                asyncio.run(server.settle(60))
+                server.expected = asyncio.run(server.greedy())
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                raise
+
+
+def _port(process: subprocess.Popen[bytes], log: Path) -> int:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if match := re.search(r"listening on http://127\.0\.0\.1:(\d+)", log.read_text()):
+            return int(match[1])
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not listen: {log.read_text()}")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _unchunked(data: bytes) -> bytes:
+    whole = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16) if size else 0
+        if not length:
+            return whole
+        whole, data = whole + data[:length], data[length + 2 :]
+    return whole

@@ -1,0 +1,135 @@
+"""One engine with the demo model, behind a real server: for all tests of endpoints."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine.async_llm import AsyncLLM
+from jaxvllm.server.app import create_app
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.serve import guarded
+from jaxvllm.server.service import Service
+
+# Small shapes: few programs to compile. 100 pages hold five of the longest requests.
+ENGINE: dict[str, Any] = dict(
+    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, row_buckets=(8,), token_buckets=(64,), num_pages=200
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One server-sent event."""
+
+    name: str | None
+    data: Any  # "[DONE]" as it is
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs, and what the test may look at beside its answers."""
+
+    url: str
+    llm: AsyncLLM
+    portal: BlockingPortal  # into its event loop
+    client: httpx.Client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def answer(self, path: str, **body: Any) -> Any:
+        """The JSON of an answer that must be one."""
+        response = self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def error(self, path: str, **body: Any) -> tuple[int, Any]:
+        """Status and error of an answer that must be one."""
+        response = self.post(path, **body)
+        assert response.status_code >= 400, response.text
+        return response.status_code, response.json()["error"]
+
+    def events(self, path: str, **body: Any) -> list[Event]:
+        """All events of a stream."""
+        with self.client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"] == "text/event-stream"
+            return list(events_of("".join(response.iter_text())))
+
+    def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+        """Waits for `condition`."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    await asyncio.sleep(0.02)
+
+        self.portal.call(wait)
+
+    def is_idle(self) -> bool:
+        """Whether the engine told that it has nothing to do and no page is owned."""
+        stats = self.llm.stats
+        return (
+            self.llm.num_requests == 0
+            and stats is not None
+            and (stats.num_running, stats.num_waiting, stats.num_pages_owned) == (0, 0, 0)
+        )
+
+    def ask(self, config: ServerConfig, path: str, **body: Any) -> httpx.Response:
+        """The answer of another server, without a socket, over the same engine."""
+
+        async def run() -> httpx.Response:
+            transport = httpx.ASGITransport(application(self.llm, config), raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                return await client.post(path, json=body)
+
+        return self.portal.call(run)
+
+
+def application(llm: AsyncLLM, config: ServerConfig) -> Any:
+    """What `jaxvllm.server.serve` serves."""
+    return guarded(create_app(Service(llm, config)), config, ())
+
+
+def events_of(text: str) -> Iterator[Event]:
+    """The events in the body of a stream; comments are none."""
+    for block in text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            fields = dict(line.split(": ", 1) for line in lines)
+            data = fields["data"]
+            yield Event(fields.get("event"), data if data == "[DONE]" else json.loads(data))
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Server]:
+    with start_blocking_portal() as portal:
+        llm = AsyncLLM.from_config(EngineConfig.from_options(**ENGINE))
+        portal.call(llm.start)
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+                app = application(llm, ServerConfig())
+                server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+                serving = portal.start_task_soon(server.serve, [listener])
+                with httpx.Client(base_url=url, timeout=60) as client:
+                    yield Server(url, llm, portal, client)
+                server.should_exit = True
+                serving.result()
+        finally:
+            portal.call(llm.close)
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Iterator[Server]:
+    """The server; whatever a test does, nothing is left of it in the engine afterwards."""
+    yield shared_server
+    shared_server.until(shared_server.is_idle)

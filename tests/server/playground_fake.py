@@ -1,0 +1,178 @@
+"""A server with the endpoints that the playground uses, and no engine: OpenAI's shapes, answers by rote."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+
+import jaxvllm.server
+
+FILES = Path(jaxvllm.server.__file__).parent / "playground"
+# Half a character each, a leading space that the answer lacks, and an end that has no text.
+TOKENS = (b" Once", b" upon", b" a", b" caf", b"\xc3", b"\xa9", b"\n", b"<b>", b"bold", b"<|end|>")
+TEXT = "Once upon a café\n<b>bold"
+KEY = "sesame"
+STATE = {
+    "page_size": 16,
+    "replicas": [
+        {
+            "states": [3, 1, 1, 1, 1, 2, 2] + [0] * 25,
+            "requests": [
+                {"id": "chatcmpl-one", "pages": [1, 2, 3], "shared": [1], "tokens": 40},
+                {"id": "chatcmpl-two", "pages": [1, 4], "shared": [1], "tokens": 20},
+            ],
+        }
+    ],
+    "stats": {"running": 2, "waiting": 1, "pages": 31, "pages_owned": 4},
+    "steps": [
+        {"t": 0.0, "replica": 0, "decode": 2, "prefill": 30, "bucket": 64, "host_ms": 0.5, "device_ms": 12.0},
+        {"t": 0.1, "replica": 0, "decode": 2, "prefill": 0, "bucket": 2, "host_ms": 0.4, "device_ms": 3.0},
+    ],
+}
+
+
+class Fake:
+    """What was asked of it, and how it behaves."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.num_aborted = 0
+        self.wants_key = False
+
+    def app(self) -> FastAPI:
+        app = FastAPI(dependencies=[Depends(self.let_in)])
+        app.add_exception_handler(PermissionError, lambda request, _: error(401, "give an API key"))
+
+        @app.get("/")
+        def page() -> FileResponse:
+            return FileResponse(FILES / "index.html", headers={"Content-Security-Policy": "default-src 'self'"})
+
+        @app.get("/v1/models")
+        def models() -> dict[str, Any]:
+            return {"object": "list", "data": [{"id": "demo", "object": "model", "max_model_len": 512}]}
+
+        @app.get("/playground/state")
+        def state() -> dict[str, Any]:
+            return STATE
+
+        @app.post("/v1/chat/completions")
+        async def chat(body: dict[str, Any]) -> Response:
+            return self.answer(body, body["messages"][-1]["content"], is_chat=True)
+
+        @app.post("/v1/completions")
+        async def completion(body: dict[str, Any]) -> Response:
+            return self.answer(body, body["prompt"], is_chat=False)
+
+        app.mount("/playground/static", StaticFiles(directory=FILES))
+        return app
+
+    def let_in(self, request: Request) -> None:
+        """With a key, when it wants one; the page itself is open, as files are."""
+        self.paths.append(request.url.path)
+        has_key = request.headers.get("Authorization") == f"Bearer {KEY}"
+        if self.wants_key and request.url.path != "/" and not has_key:
+            raise PermissionError
+
+    def answer(self, body: dict[str, Any], prompt: str, is_chat: bool) -> Response:
+        """The prompt says what happens: `refuse` and `break` fail, `slowly` never ends."""
+        self.bodies.append(body)
+        if prompt == "refuse":
+            return error(400, "<img src=x onerror=\"document.title='owned'\"> is wrong")
+        chunks = self.chunks(body, prompt, is_chat)
+        return StreamingResponse(chunks, media_type="text/event-stream")
+
+    async def chunks(self, body: dict[str, Any], prompt: str, is_chat: bool) -> AsyncIterator[str]:
+        count = 0
+
+        def chunk(choice: dict[str, Any] | None) -> str:
+            usage = {
+                "prompt_tokens": 9,
+                "completion_tokens": count,
+                "prompt_tokens_details": {"cached_tokens": 4},
+            }
+            choices = [] if choice is None else [{"index": 0, "finish_reason": None} | choice]
+            return f"data: {json.dumps({'id': 'chatcmpl-one', 'choices': choices, 'usage': usage})}\n\n"
+
+        ended = False
+        try:
+            yield ": keep-alive\n\n"
+            if is_chat:
+                yield chunk({"delta": {"role": "assistant", "content": ""}})
+            tokens = TOKENS if prompt != "slowly" else (b" word",) * 1000
+            held = b""
+            for token in tokens:
+                count += 1
+                await asyncio.sleep(0.005)
+                held += b"" if token.startswith(b"<|") else token
+                try:
+                    text, held = held.decode(), b""
+                except UnicodeDecodeError:
+                    text = ""
+                text = text.lstrip(" ") if count == 1 else text
+                yield chunk(chat_choice(text, token, body) if is_chat else text_choice(text, token, body))
+                if prompt == "break" and count == 3:
+                    yield 'event: error\ndata: {"error": {"message": "the engine ended", "code": 500}}\n\n'
+                    ended = True
+                    return
+            yield chunk({"finish_reason": "length", "delta": {}, "text": ""})
+            yield chunk(None)
+            yield "data: [DONE]\n\n"
+            ended = True
+        finally:
+            self.num_aborted += not ended
+
+
+def chat_choice(text: str, token: bytes, body: dict[str, Any]) -> dict[str, Any]:
+    """One token in the dialect of chats."""
+    told = {"token": token.decode(errors="replace"), "logprob": -0.1054, "bytes": list(token)}
+    other = {"token": " never", "logprob": -4.6052, "bytes": list(b" never")}
+    logprobs = {"content": [told | {"top_logprobs": [told, other]}]} if body.get("logprobs") else None
+    return {"delta": {"content": text}, "logprobs": logprobs}
+
+
+def text_choice(text: str, token: bytes, body: dict[str, Any]) -> dict[str, Any]:
+    """One token in the dialect of completions."""
+    said = token.decode(errors="replace")
+    told = {"tokens": [said], "token_logprobs": [-0.1054], "top_logprobs": [{said: -0.1054, " never": -4.6052}]}
+    return {"text": text, "logprobs": told if "logprobs" in body else None}
+
+
+def error(status: int, message: str) -> JSONResponse:
+    """OpenAI's shape."""
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+
+@contextmanager
+def fake_server() -> Iterator[Fake]:
+    """Serves on a free port of this machine, in a thread."""
+    fake = Fake()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server = uvicorn.Server(uvicorn.Config(fake.app(), log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield fake
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+if __name__ == "__main__":
+    with fake_server() as served:
+        print(served.url, flush=True)
+        threading.Event().wait()

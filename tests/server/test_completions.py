@@ -1,0 +1,364 @@
+"""`/v1/completions`: what a client gets, whole and streamed, and what it is refused."""
+
+import json
+import math
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import Completion
+
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.protocol.completions import CompletionResponse
+from tests.server.conftest import Server, events_of
+
+PATH = "/v1/completions"
+PROMPT = "Once upon a time"
+GREEDY: dict[str, Any] = dict(prompt=PROMPT, temperature=0, max_tokens=12)
+LONG: dict[str, Any] = dict(prompt=PROMPT, temperature=0, max_tokens=400, ignore_eos=True)
+
+
+def complete(server: Server, **body: Any) -> Any:
+    answer = server.answer(PATH, **body)
+    CompletionResponse.model_validate(answer)
+    Completion.model_validate(answer)
+    return answer
+
+
+def stream(server: Server, **body: Any) -> list[Any]:
+    """The chunks of a stream that ended well."""
+    events = server.events(PATH, **body)
+    assert events.pop().data == "[DONE]"
+    for event in events:
+        assert event.name is None
+        CompletionResponse.model_validate(event.data)
+    return [event.data for event in events]
+
+
+def joined(chunks: list[Any], field: str = "text") -> dict[int, Any]:
+    """The pieces of each choice, put together."""
+    whole: dict[int, Any] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            whole[index] = whole[index] + choice[field] if index in whole else choice[field]
+    return whole
+
+
+def test_a_completion(server):
+    answer = complete(server, **GREEDY)
+    [choice] = answer["choices"]
+    assert (answer["model"], answer["object"]) == ("demo", "text_completion")
+    assert answer["id"].startswith("cmpl-")
+    assert choice["text"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 12,
+        "total_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_a_stream_says_the_same(server):
+    whole = complete(server, **GREEDY)
+    chunks = stream(server, **GREEDY)
+    assert joined(chunks) == {0: whole["choices"][0]["text"]}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_usage_at_the_end_of_a_stream(server):
+    chunks = stream(server, **GREEDY, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 12
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_usage_in_every_chunk(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in stream(server, **GREEDY, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+
+
+def test_max_tokens_is_16_without_a_word(server):
+    assert complete(server, prompt=PROMPT, ignore_eos=True)["usage"]["completion_tokens"] == 16
+
+
+def test_several_choices_of_several_prompts(server):
+    body = dict(prompt=[PROMPT, "The sun", "Tom and Lily"], n=2, seed=7, max_tokens=6, temperature=1.0)
+    answer = complete(server, **body)
+    texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
+    assert list(texts) == list(range(6))
+    assert answer["usage"]["completion_tokens"] <= 36
+    assert joined(stream(server, **body)) == texts
+    alone = complete(server, **body | {"prompt": "The sun"})
+    assert [choice["text"] for choice in alone["choices"]] == [texts[2], texts[3]]
+
+
+def test_a_seed_repeats_and_another_does_not(server):
+    body = dict(prompt=PROMPT, temperature=1.0, max_tokens=12)
+    first, second, other = (complete(server, **body, seed=seed)["choices"][0]["text"] for seed in (3, 3, 4))
+    assert first == second != other
+
+
+def test_token_ids_are_a_prompt(server):
+    tokens = server.answer("/tokenize", prompt=PROMPT)["tokens"]
+    text = complete(server, **GREEDY)["choices"][0]["text"]
+    assert complete(server, **GREEDY | {"prompt": tokens})["choices"][0]["text"] == text
+    both = complete(server, **GREEDY | {"prompt": [tokens, tokens]})["choices"]
+    assert [choice["text"] for choice in both] == [text, text]
+
+
+def test_special_tokens_are_added_unless_refused(server):
+    with_them, without = (
+        complete(server, **GREEDY, add_special_tokens=added)["usage"]["prompt_tokens"] for added in (True, False)
+    )
+    assert with_them == without + 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs(server, count):
+    answer = complete(server, **GREEDY, logprobs=count)
+    [choice] = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 12
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset : offset + len(token)] == token
+    for token, own, best in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert best[token] == own == max(best.values())  # greedy
+        assert len(best) == max(count, 1)
+        assert sum(map(math.exp, best.values())) <= 1.0001
+    chunks = stream(server, **GREEDY, logprobs=count)
+    for field in logprobs:
+        parts = [chunk["choices"][0]["logprobs"][field] for chunk in chunks]
+        assert sum(parts, []) == pytest.approx(logprobs[field]) if field != "top_logprobs" else True
+
+
+def test_logprobs_of_text_that_is_held_back(server):
+    """A stop string that nearly comes keeps text back, and the offsets of a stream are still those of the whole."""
+    text = complete(server, **GREEDY)["choices"][0]["text"]
+    body = GREEDY | dict(logprobs=0, stop=text[4:9] + "#")
+    offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream(server, **body)]
+    assert sum(offsets, []) == complete(server, **body)["choices"][0]["logprobs"]["text_offset"]
+
+
+def test_tokens_by_their_ids(server):
+    answer = complete(server, **GREEDY, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
+    [choice] = answer["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["prompt_token_ids"] == server.answer("/tokenize", prompt=PROMPT)["tokens"]
+    assert server.answer("/detokenize", tokens=choice["token_ids"])["prompt"] == choice["text"]
+    chunks = stream(server, **GREEDY, return_token_ids=True)
+    assert joined(chunks, "token_ids") == {0: choice["token_ids"]}
+
+
+def test_echo(server):
+    text = complete(server, **GREEDY)["choices"][0]["text"]
+    tokens = server.answer("/tokenize", prompt=PROMPT)["tokens"]
+    assert complete(server, **GREEDY, echo=True)["choices"][0]["text"] == PROMPT + text
+    assert joined(stream(server, **GREEDY, echo=True)) == {0: PROMPT + text}
+    assert complete(server, **GREEDY | {"prompt": tokens}, echo=True)["choices"][0]["text"] == PROMPT + text
+
+
+def test_a_stop_string(server):
+    text = complete(server, **GREEDY)["choices"][0]["text"]
+    stop = text[6:9]
+    before = text[: text.index(stop)]
+    [choice] = complete(server, **GREEDY, stop=stop)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (before, "stop", stop)
+    assert joined(stream(server, **GREEDY, stop=["never said", stop])) == {0: before}
+    [choice] = complete(server, **GREEDY, stop=[stop], include_stop_str_in_output=True)["choices"]
+    assert choice["text"] == before + stop
+
+
+def test_a_stop_token(server):
+    tokens = complete(server, **GREEDY, return_token_ids=True)["choices"][0]["token_ids"]
+    [choice] = complete(server, **GREEDY, stop_token_ids=[tokens[3]], return_token_ids=True)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", tokens[3])
+    [choice] = complete(server, **GREEDY, stop_token_ids=[tokens[0]], min_tokens=3)["choices"]
+    assert choice["stop_reason"] != tokens[0] or choice["finish_reason"] == "length"
+
+
+def test_cached_tokens_and_who_shares_them(server):
+    def cached(**body):
+        usage = complete(server, **GREEDY | {"prompt": "A cat sat on a mat. " * 10}, **body)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached(cache_salt="one") == 0
+    assert cached(cache_salt="one") > 16
+    assert cached(cache_salt="two") == 0
+    assert cached() == 0
+
+
+def test_its_own_request_id(server):
+    assert complete(server, **GREEDY, request_id="mine:1")["id"] == "mine:1"
+
+
+# ---- refusals ----
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(prompt=None), "prompt"),
+    (dict(prompt=5), "prompt"),
+    (dict(prompt={}), "prompt"),
+    (dict(prompt=""), "prompt"),
+    (dict(prompt=[]), "prompt"),
+    (dict(prompt=["a", 1]), "prompt"),
+    (dict(prompt=[[1], "a"]), "prompt"),
+    (dict(prompt=["a", ""]), "prompt"),
+    (dict(prompt=[[]]), "prompt"),
+    (dict(prompt=[-1]), "prompt"),
+    (dict(prompt=[10**6]), "prompt"),
+    (dict(prompt=[10**30]), "prompt"),
+    (dict(prompt=[1.5]), "prompt"),
+    (dict(prompt=[True]), "prompt"),
+    (dict(prompt=["a"] * 1025), "prompt"),
+    (dict(prompt="word " * 600), "prompt"),
+    (dict(prompt=[4] * 512), "prompt"),
+    (dict(max_tokens=0), "max_tokens"),
+    (dict(max_tokens=-1), "max_tokens"),
+    (dict(max_tokens="5"), "max_tokens"),
+    (dict(max_tokens=10**30), "max_tokens"),
+    (dict(max_tokens=1.5), "max_tokens"),
+    (dict(n=0), "n"),
+    (dict(n=10**9), "n"),
+    (dict(temperature=-0.1), "temperature"),
+    (dict(temperature=1e300), "temperature"),
+    (dict(temperature="hot"), "temperature"),
+    (dict(temperature=True), "temperature"),
+    (dict(top_p=0), "top_p"),
+    (dict(top_p=1.01), "top_p"),
+    (dict(top_k=-2), "top_k"),
+    (dict(top_k=2**40), "top_k"),
+    (dict(min_p=-0.5), "min_p"),
+    (dict(min_p=2), "min_p"),
+    (dict(seed=2**70), "seed"),
+    (dict(seed="a"), "seed"),
+    (dict(stop=5), "stop"),
+    (dict(stop=["a"] * 65), "stop"),
+    (dict(stop_token_ids=[1] * 31), "stop_token_ids"),
+    (dict(min_tokens=-1), "min_tokens"),
+    (dict(min_tokens=20), "min_tokens"),
+    (dict(logprobs=-1), "logprobs"),
+    (dict(logprobs=21), "logprobs"),
+    (dict(logprobs=True), "logprobs"),
+    (dict(echo=True, logprobs=1), "echo"),
+    (dict(stream="yes"), "stream"),
+    (dict(stream_options={}), "stream_options"),
+    (dict(stream=True, stream_options={"unknown": 1}), "stream_options.unknown"),
+    (dict(stream=True, stream_options=5), "stream_options"),
+    (dict(cache_salt=""), "cache_salt"),
+    (dict(cache_salt="x" * 1025), "cache_salt"),
+    (dict(request_id="two words"), "request_id"),
+    (dict(request_id="x" * 129), "request_id"),
+    (dict(priority=1.5), "priority"),
+    (dict(metadata={"a": 1, "b": 2}), "metadata"),
+    (dict(model=5), "model"),
+    (dict(nonsense=1), "nonsense"),
+    (dict(Prompt="a"), "Prompt"),
+    # Of others, not supported, and never ignored.
+    (dict(suffix="the end"), "suffix"),
+    (dict(best_of=2), "best_of"),
+    (dict(frequency_penalty=0.5), "frequency_penalty"),
+    (dict(presence_penalty=0.5), "presence_penalty"),
+    (dict(repetition_penalty=1.1), "repetition_penalty"),
+    (dict(length_penalty=2.0), "length_penalty"),
+    (dict(logit_bias={"5": 1.0}), "logit_bias"),
+    (dict(use_beam_search=True), "use_beam_search"),
+    (dict(prompt_logprobs=1), "prompt_logprobs"),
+    (dict(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
+    (dict(allowed_token_ids=[1]), "allowed_token_ids"),
+    (dict(bad_words=["a"]), "bad_words"),
+    (dict(logits_processors=["x"]), "logits_processors"),
+    (dict(response_format={"type": "json_object"}), "response_format"),
+    (dict(service_tier="flex"), "service_tier"),
+    (dict(guided_json={}), "guided_json"),
+    (dict(structured_outputs={}), "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
+def test_a_bad_field_is_named(server, body, param):
+    status, error = server.error(PATH, **dict(prompt=PROMPT, max_tokens=4) | body)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert param in error["message"]
+    assert len(error["message"]) < 300
+    assert "/" not in error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(suffix="", best_of=1, frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1, logit_bias={}),
+        dict(use_beam_search=False, bad_words=[], response_format={"type": "text"}, service_tier="auto"),
+        dict(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y", priority=0),
+        dict(stop=None, seed=-1, top_k=-1, n=None, stream=False, logprobs=None, echo=None),
+    ],
+)
+def test_what_changes_nothing_is_taken(server, body):
+    text = complete(server, **GREEDY)["choices"][0]["text"]
+    assert complete(server, **GREEDY | body)["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"5", b"null", b'"text"', b'{"prompt": NaN}', b"\xff", b"[" * 100_000]
+)
+def test_a_body_that_is_no_request(server, body):
+    response = server.client.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_model_that_is_not_here(server):
+    status, error = server.error(PATH, **GREEDY, model="gpt-9" * 50)
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert len(error["message"]) < 200
+
+
+def test_a_request_id_that_is_in_use(server):
+    with server.client.stream("POST", PATH, json=LONG | {"stream": True, "request_id": "same"}) as response:
+        lines = response.iter_lines()  # closes the response when it is dropped
+        next(lines)
+        assert server.error(PATH, **GREEDY, request_id="same")[0] == 400
+
+
+# ---- leaving early ----
+
+
+def test_who_leaves_a_stream_aborts_it(server):
+    with server.client.stream("POST", PATH, json=LONG | {"stream": True, "n": 2}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert server.llm.num_requests == 1
+    server.until(server.is_idle, 3)
+
+
+def test_who_does_not_wait_for_an_answer_aborts_it(server):
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(PATH, json=LONG | {"prompt": [PROMPT] * 3}, timeout=0.1)
+    server.until(server.is_idle, 3)
+
+
+def test_a_request_that_takes_too_long(server):
+    config = ServerConfig(request_timeout=0.05)
+    response = server.ask(config, PATH, **LONG, n=8)
+    assert response.status_code == 504
+    assert response.json()["error"]["type"] == "timeout_error"
+    response = server.ask(config, PATH, **LONG, n=8, stream=True)
+    assert response.status_code == 200
+    *_, error, done = events_of(response.text)
+    assert (error.name, error.data["error"]["type"], done.data) == ("error", "timeout_error", "[DONE]")
+    response = server.ask(config, PATH, **LONG | {"prompt": [PROMPT] * 4})
+    assert response.status_code == 504
+    server.until(server.is_idle, 3)
+
+
+def test_text_is_utf8_and_never_half_a_character(server):
+    prompt = "naïve 日本 \U0001f40c é"
+    text = complete(server, prompt=prompt, echo=True, max_tokens=1)["choices"][0]["text"]
+    assert text.startswith(prompt)
+    assert json.loads(json.dumps(text)) == text

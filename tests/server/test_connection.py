@@ -1,0 +1,295 @@
+"""Clients that let a server wait, over real sockets. One server suffers all of them at once."""
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.connection import Connection, ConnectionLimits
+from jaxvllm.server.http_server import HttpServer
+from jaxvllm.server.listener import is_open_to_strangers, listen, url_of
+
+GET = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
+LIMITS = ConnectionLimits(
+    max_connections=30,
+    head_seconds=0.5,
+    message_seconds=0.5,
+    keep_alive_seconds=1,
+    write_seconds=1,
+    max_head_bytes=1000,
+)
+
+
+class App:
+    """/quick answers without reading, /slow likewise but late, /body reads, /endless never stops."""
+
+    def __init__(self):
+        self.endless_has_ended = asyncio.Event()
+
+    async def __call__(self, scope, receive, send):
+        if scope["path"] == "/quick":
+            await PlainTextResponse("quick")(scope, receive, send)
+        elif scope["path"] == "/slow":
+            await asyncio.sleep(2)
+            await PlainTextResponse("slow")(scope, receive, send)
+        elif scope["path"] == "/body":
+            with suppress(ClientDisconnect):
+                await PlainTextResponse(await Request(scope, receive).body())(scope, receive, send)
+        else:
+            try:
+                await StreamingResponse(self.endless())(scope, receive, send)
+            finally:
+                self.endless_has_ended.set()
+
+    async def endless(self):
+        while True:
+            yield b"x" * 10_000
+            await asyncio.sleep(0)
+
+
+class Client:
+    """A raw connection."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    async def answers(self):
+        """Everything until the server closes."""
+        said = b""
+        async with asyncio.timeout(10):
+            with suppress(ConnectionResetError):  # it closed before it read all that was sent
+                while part := await self.reader.read(65536):
+                    said += part
+        return said.decode()
+
+    async def answer(self):
+        """One response with its length."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        return (head + await self.reader.readexactly(int(length.split(b":")[1]))).decode()
+
+    async def drip(self, data, seconds=0.1):
+        """Sends `data` again and again until the server closes, and returns what that said."""
+        reading = asyncio.create_task(self.answers())
+        while not reading.done():
+            self.writer.write(data)
+            await asyncio.sleep(seconds)
+        return await reading
+
+
+async def silent(client):
+    assert await client.answers() == ""
+
+
+async def slow_head(client):
+    client.writer.write(GET[:-2] + b"x: ")
+    assert_is(await client.drip(b"y"), 408)
+
+
+async def slow_line(client):
+    assert_is(await client.drip(b"G"), 400)  # no such method
+
+
+async def second_slow_head(client):
+    client.writer.write(GET + GET[:10])
+    assert "quick" in await client.answer()
+    assert_is(await client.drip(b"y"), 408)
+
+
+async def line_breaks_instead_of_a_request(client):
+    client.writer.write(GET)
+    assert "quick" in await client.answer()
+    assert await client.drip(b"\r\n") == ""
+
+
+async def idle(client):
+    client.writer.write(GET)
+    assert "quick" in await client.answer()
+    await asyncio.sleep(0.7)  # longer than a head may take, shorter than an idle connection may
+    client.writer.write(GET)
+    assert "quick" in await client.answer()
+    assert await client.answers() == ""
+
+
+async def slow_body(client):
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+    assert await client.drip(b"y") == ""
+
+
+async def slow_body_that_nobody_reads(client):
+    client.writer.write(b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
+    assert "quick" in await client.answer()
+    assert await client.drip(b"y") == ""
+
+
+async def late_body_that_nobody_reads(client):
+    for _ in range(3):
+        client.writer.write(b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n")
+        assert "quick" in await client.answer()
+        await asyncio.sleep(0.1)
+        client.writer.write(b"hello")
+    assert await client.answers() == ""
+
+
+async def endless_head(client):
+    client.writer.write(b"GET / HTTP/1.1\r\n")
+    assert_is(await client.drip(b"x: " + b"y" * 200 + b"\r\n", 0.02), 431)
+
+
+async def not_http(client):
+    client.writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+    assert_is(await client.answers(), 400)
+
+
+async def pipelined(client):
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
+    client.writer.write(GET + post + GET)
+    assert ["quick" in await client.answer(), "hello" in await client.answer()] == [True, True]
+    assert (await client.answers()).endswith("quick")
+
+
+async def pipelined_behind_a_slow_answer(client):
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhel"
+    client.writer.write(GET.replace(b"quick", b"slow") + post)
+    assert "slow" in await client.answer()
+    client.writer.write(b"lo")
+    assert "hello" in await client.answer()
+
+
+async def offers_http_2(client):
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\n" + upgrade + b"content-length: 5\r\n\r\nhello")
+    assert "hello" in await client.answer()
+    await client.answers()
+
+
+async def offers_a_websocket(client):
+    upgrade = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\nsec-websocket-version: 13\r\n"
+    client.writer.write(GET[:-2] + upgrade + b"\r\n")
+    assert "quick" in await client.answer()
+    await client.answers()
+
+
+async def expects_100(client):
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n")
+    assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.writer.write(b"hello")
+    assert "hello" in await client.answer()
+
+
+def assert_is(answer, status):
+    head, _, body = answer.partition("\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} "), answer
+    assert "connection: close" in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+BAD_MANNERS = (
+    silent,
+    slow_head,
+    slow_line,
+    second_slow_head,
+    line_breaks_instead_of_a_request,
+    idle,
+    slow_body,
+    slow_body_that_nobody_reads,
+    late_body_that_nobody_reads,
+    endless_head,
+    not_http,
+    pipelined,
+    pipelined_behind_a_slow_answer,
+    offers_http_2,
+    offers_a_websocket,
+    expects_100,
+)
+
+
+@pytest.mark.timeout(30)
+def test_no_client_holds_a_connection_for_long(monkeypatch, caplog):
+    caplog.set_level(logging.ERROR, "uvicorn.error")  # as `jaxvllm serve` does
+    monkeypatch.setattr(Connection, "limits", LIMITS)
+
+    async def run():
+        app = App()
+        server = HttpServer(app, ServerConfig(port=0))
+        listener = listen("127.0.0.1", 0)
+        async with server.running(listener):
+
+            async def behave_badly(manners):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                try:
+                    await manners(Client(reader, writer))
+                except BaseException as error:
+                    error.add_note(manners.__name__)
+                    raise
+                finally:
+                    writer.close()
+
+            async def does_not_read(client):
+                client.writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+                await client.reader.readexactly(100)
+                client.writer.transport.pause_reading()
+                async with asyncio.timeout(10):
+                    await app.endless_has_ended.wait()
+
+            async with asyncio.TaskGroup() as group:
+                for manners in (*BAD_MANNERS, does_not_read):
+                    group.create_task(behave_badly(manners))
+            async with asyncio.timeout(5):
+                while server.server_state.connections:
+                    await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+    assert not caplog.records, "what a client does wrong fills no log"
+
+
+def test_too_many_connections(monkeypatch):
+    monkeypatch.setattr(Connection, "limits", ConnectionLimits(max_connections=2))
+
+    async def run():
+        listener = listen("127.0.0.1", 0)
+        async with HttpServer(App(), ServerConfig(port=0)).running(listener):
+            clients = [Client(*await asyncio.open_connection(*listener.getsockname())) for _ in range(3)]
+            for client in clients:
+                client.writer.write(GET)
+            assert "quick" in await clients[0].answer()
+            assert "quick" in await clients[1].answer()
+            refusal = await clients[2].answers()
+            assert_is(refusal, 503)
+            assert "retry-after" in refusal
+            clients[0].writer.close()
+            await asyncio.sleep(0.05)
+            later = Client(*await asyncio.open_connection(*listener.getsockname()))
+            later.writer.write(GET)
+            assert "quick" in await later.answer()
+            for client in (*clients, later):
+                client.writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_port_in_use_and_an_unknown_host():
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(
+            OSError, match=rf"^cannot listen on 127.0.0.1:{port}: Address already in use; choose another"
+        ):
+            listen("127.0.0.1", port)
+        assert url_of(listener, ServerConfig()) == f"http://127.0.0.1:{port}"
+        assert not is_open_to_strangers(listener)
+    with listen("0.0.0.0", 0) as listener:
+        assert is_open_to_strangers(listener)
+    with pytest.raises(OSError, match="^host 'no.such.host.invalid' is not known here"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_a_bad_certificate(tmp_path):
+    (tmp_path / "pem").write_text("no certificate")
+    pem = str(tmp_path / "pem")
+    with pytest.raises(ValueError, match="^ssl_certfile and ssl_keyfile cannot be used: "):
+        HttpServer(App(), ServerConfig(ssl_certfile=pem, ssl_keyfile=pem))

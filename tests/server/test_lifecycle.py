@@ -1,0 +1,260 @@
+"""A real server from its first line to its last, and that no process of it is ever left."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from jaxvllm.server import lifecycle
+from jaxvllm.server.lifecycle import StopSignals, until_first
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+class Server:
+    """`python -m jaxvllm.serve`, and what it wrote."""
+
+    def __init__(self, directory, *flags):
+        small = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--row-buckets", "2", "--token-buckets", "16"]
+        self._log = directory / f"log-{time.monotonic_ns()}"
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jaxvllm.serve", "--port", "0", *small]
+                + ["--compilation-cache", str(directory / "cache"), *flags],
+                stderr=log,
+                stdout=log,
+                env=environment | {"JAX_PLATFORMS": "cpu"},
+                start_new_session=True,
+            )
+
+    @property
+    def log(self):
+        return self._log.read_text()
+
+    def until(self, pattern):
+        """The first match in what it writes."""
+        return wait_for(lambda: re.search(pattern, self.log), self)
+
+    @property
+    def url(self):
+        return self.until(r"listening on (http://127\.0\.0\.1:\d+)")[1]
+
+    def engine(self):
+        """The engine's process id."""
+        return wait_for(lambda: next(iter(children(self.process.pid)), None), self)
+
+    def ready(self):
+        self.until("ready after")
+        return self
+
+    def signal_all(self, number):
+        """To every process, as a terminal and systemd do."""
+        os.killpg(self.process.pid, number)
+
+    def end(self):
+        return self.process.wait(15)
+
+
+def wait_for(condition, server=None, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert server is None or server.process.poll() is None, server.log
+        assert time.monotonic() < end, server.log if server else condition
+        time.sleep(0.02)
+    return found
+
+
+def children(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture
+def start(directory):
+    servers = []
+
+    def start(*flags):
+        servers.append(Server(directory, *flags))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+@contextmanager
+def open_streams(server, count):
+    """Streams whose first event has come."""
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        responses = [client.send(client.build_request("POST", "/v1/completions", json=LONG), stream=True)]
+        while len(responses) < count:
+            responses.append(client.send(client.build_request("POST", "/v1/completions", json=LONG), stream=True))
+        lines = [response.iter_lines() for response in responses]
+        for each in lines:
+            assert next(each).startswith("data: ")
+        yield client, lines
+
+
+def events(lines):
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+def test_sigterm_lets_requests_finish(start):
+    server = start()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    not_ready = httpx.get(f"{server.url}/ready")
+    assert not_ready.status_code == 503 and "starting" in not_ready.text
+    engine = server.ready().engine()
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    with open_streams(server, 2) as (client, streams):
+        server.signal_all(signal.SIGTERM)
+        server.until("stopping: 2 requests may finish within 30 s")
+        refusal = client.post("/v1/completions", json=LONG)
+        assert refusal.status_code == 503 and refusal.headers["retry-after"], refusal.text
+        assert client.get("/ready").status_code == 503
+        for lines in streams:
+            *chunks, done = events(lines)
+            assert done == "[DONE]"
+            assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
+    assert server.end() == 0
+    assert is_gone(engine)
+    assert "Traceback" not in server.log and "ERROR" not in server.log
+
+
+def test_a_second_signal_ends_at_once(start):
+    server = start().ready()
+    engine = server.engine()
+    with open_streams(server, 1):
+        server.process.send_signal(signal.SIGINT)
+        server.until("stopping: 1 request may finish")
+        server.process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        assert server.end() == 130
+        assert time.monotonic() - begin < 3
+    assert is_gone(engine)
+    assert "Traceback" not in server.log
+
+
+def test_requests_that_take_too_long_get_an_error_event(start):
+    server = start("--shutdown-timeout", "0.01").ready()
+    engine = server.engine()
+    with open_streams(server, 1) as (_, [lines]):
+        server.process.terminate()
+        rest = list(lines)
+    assert "event: error" in rest
+    assert json.loads(events(rest)[-2])["error"]["message"]
+    assert server.end() == 1
+    assert is_gone(engine) and "Traceback" not in server.log
+
+
+def test_the_engine_never_outlives_the_server(start):
+    server = start().ready()
+    engine = server.engine()
+    os.kill(engine, signal.SIGSTOP)  # it cannot even see that standard input has ended
+    server.process.kill()
+    wait_for(lambda: is_gone(engine), seconds=5)
+
+
+def test_ctrl_c_while_the_engine_loads(start):
+    server = start()
+    engine = server.engine()
+    server.signal_all(signal.SIGINT)
+    assert server.end() == 130
+    assert is_gone(engine) and "Traceback" not in server.log
+
+
+def test_a_port_in_use_is_one_line(start):
+    server = start()
+    port = server.url.rpartition(":")[2]
+    done = subprocess.run([sys.executable, "-m", "jaxvllm.serve", "--port", port], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"jaxvllm serve: cannot listen on 127.0.0.1:{port}: .* in use; choose .*\n", done.stderr)
+
+
+def test_a_model_that_is_not_there_is_one_line(start):
+    server = start("/no/such/directory")
+    assert server.end() == 2
+    assert server.log.splitlines()[-1].startswith("jaxvllm serve: ") and "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "99999"], "port must be from 0 to 65535, not 99999"),
+        (["a", "--model", "b"], "the model is a and --model b: give one"),
+        (["--api-key-file", "/no/such/file"], "api_key_file /no/such/file cannot be read: No such file or directory"),
+        (["--ssl-certfile", "x"], "ssl_certfile and ssl_keyfile belong together: give both, or none"),
+    ],
+)
+def test_wrong_options_are_one_line(argv, message, capsys):
+    from jaxvllm.cli.serve import main
+
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"jaxvllm serve: {message}\n"
+
+
+def test_help_imports_neither_jax_nor_the_web_framework():
+    program = "import sys, jaxvllm.cli.serve as s\ntry: s.main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--shutdown-timeout" in done.stdout
+    assert not {"jax", "fastapi", "uvicorn"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_drain_waits_no_longer_than_it_may():
+    idle = asyncio.Event()
+    service = SimpleNamespace(drain=lambda: None, num_open=1, idle=idle.wait)
+    service.config = SimpleNamespace(shutdown_timeout=0.05)
+
+    async def run():
+        with StopSignals() as stop:
+            assert not await lifecycle.drain(service, stop)
+            service.config.shutdown_timeout = 60
+            os.kill(os.getpid(), signal.SIGHUP)
+            await stop.asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not await lifecycle.drain(service, stop)
+            assert stop.first is signal.SIGHUP and stop.is_urgent
+            service.num_open = 0
+            assert await lifecycle.drain(service, stop)
+
+    asyncio.run(run())
+
+
+def test_until_first_raises_what_ended_it():
+    async def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(until_first(asyncio.sleep(60), fail()))

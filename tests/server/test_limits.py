@@ -1,0 +1,198 @@
+"""What no request may bring, and what it is told."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+from jaxvllm.server.limits import MAX_HEAD_BYTES, RequestLimits
+from jaxvllm.server.strict_json import MAX_DEPTH, check_json, depth
+
+JSON = {"content-type": "application/json"}
+MOST = 1000
+
+
+async def echo(scope, receive, send):
+    """Answers with the body."""
+    await PlainTextResponse(await Request(scope, receive).body())(scope, receive, send)
+
+
+def ask(content=None, headers=JSON, method="POST", path="/v1/completions"):
+    async def run():
+        transport = httpx.ASGITransport(RequestLimits(echo, MOST))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(run())
+
+
+async def in_parts(*parts):
+    for part in parts:
+        yield part
+
+
+def test_a_body_arrives_whole_and_unchanged():
+    body = b'{"prompt": "Gr\xc3\xbc\xc3\x9fe", "n": 1e300, "x": [], "x": null}'
+    assert ask(body).content == body
+    assert ask(in_parts(body[:20], b"", body[20:])).content == body
+    assert ask(body, {"content-type": 'Application/JSON; charset="UTF-8"'}).content == body
+
+
+def test_requests_without_a_body_pass():
+    assert ask(method="GET", headers={}, path="/health").status_code == 200
+    assert ask(b"", headers={}).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body(chunked):
+    def body(size):
+        text = b'"' + b"x" * (size - 2) + b'"'
+        return in_parts(text[:600], text[600:]) if chunked else text
+
+    assert ask(body(MOST)).status_code == 200
+    response = ask(body(MOST + 1))
+    assert response.status_code == 413
+    assert f"larger than {MOST} bytes" in response.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused_before_it_comes():
+    async def run():
+        async def never():
+            raise AssertionError("read")
+
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-length", b"9" * 5000)]
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers}
+        await RequestLimits(echo, MOST)(scope, never, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(run()) == 413
+
+
+def test_a_body_that_does_not_come():
+    async def run():
+        async def half():
+            yield b'{"prompt":'
+            await asyncio.sleep(60)
+
+        app = RequestLimits(echo, MOST, body_seconds=0.05)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/v1/completions", content=half(), headers=JSON)
+
+    response = asyncio.run(run())
+    assert response.status_code == 408 and response.headers["connection"] == "close"
+    assert response.json()["error"]["type"] == "timeout_error"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"content-type": "text/plain"},
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/json; charset=utf-16"},
+        {"content-type": "application/jsonl"},
+        JSON | {"content-encoding": "gzip"},
+    ],
+)
+def test_anything_but_json(headers):
+    assert ask(b"{}", headers).status_code == 415
+
+
+def test_a_large_head():
+    assert ask(b"{}", JSON | {"x": "y" * (MAX_HEAD_BYTES - 300)}).status_code == 200
+    assert ask(b"{}", JSON | {"x": "y" * MAX_HEAD_BYTES}).status_code == 431
+
+
+# Each of them means something to Python's own parser, or to a lenient one.
+NOT_JSON = {
+    "nan": b'{"temperature": NaN}',
+    "infinity": b"[-Infinity]",
+    "beyond a double": b"[1e999]",
+    "5,000 digits": b"[" + b"1" * 5000 + b"]",
+    "half a pair": rb'{"prompt": "\ud83d and on it goes"}',
+    "the other half": rb'["\udc00 and on it goes"]',
+    "a name with half a pair": rb'{"\ud83d and on it goes": 1}',
+    "latin-1": b'["\xe9"]',
+    "an encoded surrogate": b'["\xed\xa0\x80"]',
+    "a byte order mark": b"\xef\xbb\xbf{}",
+    "utf-16": '{"a": 1}'.encode("utf-16-le"),
+    "a trailing comma": b"[1,]",
+    "two texts": b"{}{}",
+    "nothing but space": b" \n",
+    "a control character": b'["\x01"]',
+    "a comment": b"{} // ok",
+    "single quotes": b"{'a': 1}",
+    "a truncated object": b'{"prompt": "Once',
+}
+
+
+@pytest.mark.parametrize("name", NOT_JSON)
+def test_what_only_looks_like_json(name):
+    with pytest.raises(ValueError, match=r"^the body is not valid (JSON|UTF-8)") as refusal:
+        check_json(NOT_JSON[name])
+    assert "\n" not in str(refusal.value)
+    if len(NOT_JSON[name]) < MOST:
+        response = ask(NOT_JSON[name])
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000,
+        b'[{"\\"":[],"]":' * 100,
+        b'"["' * 9 + b"[" * 65,
+        rb'["\\",' + b"[" * 100,
+    ],
+)
+def test_deep_json_is_refused_without_recursion(body):
+    with pytest.raises(ValueError, match=f"deeper than {MAX_DEPTH}"):
+        check_json(body)
+
+
+def test_the_deepest_that_is_allowed():
+    check_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+    check_json(b"[" + b",".join([b"[[]]"] * 500) + b"]")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_depth_is_what_a_parser_finds(seed):
+    random = np.random.default_rng(seed)
+
+    def value(level):
+        kind = random.integers(6)
+        if level == 0 or kind == 0:
+            return str(np.array(list('[]{}"\\a\u00e9 ,:'))[random.integers(11, size=random.integers(9))])
+        if kind < 4:
+            return [value(level - 1) for _ in range(random.integers(4))]
+        return {f'"[{i}': value(level - 1) for i in range(random.integers(4))}
+
+    def deepest(found):
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else None
+        return 0 if parts is None else 1 + max(map(deepest, parts), default=0)
+
+    for _ in range(100):
+        found = value(int(random.integers(1, 9)))
+        # Enough brackets for the exact way.
+        body = json.dumps([found, [[]] * MAX_DEPTH], ensure_ascii=bool(random.integers(2))).encode()
+        assert depth(body) == deepest([found, [[]]])
+
+
+def test_the_worst_body_takes_linear_time():
+    start = time.perf_counter()
+    for body in (b"[" * 8_000_000, b'"' * 8_000_000, b"[" * 70 + b'"' + b'\\"' * 4_000_000, b"[]," * 2_600_000):
+        depth(body)
+    # 0.3 s here; a quadratic one would take hours.
+    assert time.perf_counter() - start < 10

@@ -1,0 +1,224 @@
+"""`/v1/messages`: Anthropic's events and shapes, and its own client as judge."""
+
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.protocol.messages import MessagesEvent, MessagesResponse
+from tests.server.conftest import Server, events_of
+
+PATH = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+QUESTION = "What is the capital of France?"
+USER = {"role": "user", "content": QUESTION}
+GREEDY: dict[str, Any] = dict(messages=[USER], temperature=0, max_tokens=40)
+OURS, THEIRS = TypeAdapter(MessagesEvent), TypeAdapter(RawMessageStreamEvent)
+
+
+def message(server: Server, **body: Any) -> Any:
+    answer = server.answer(PATH, **body)
+    MessagesResponse.model_validate(answer)
+    Message.model_validate(answer)
+    return answer
+
+
+def said(answer: Any) -> str:
+    [block] = answer["content"]
+    return block["text"]
+
+
+def count(server: Server, **body: Any) -> int:
+    return server.answer(COUNT, **dict(messages=[USER]) | body)["input_tokens"]
+
+
+def stream(server: Server, **body: Any) -> list[Any]:
+    """The data of a stream's events, each of which is as documented."""
+    events = server.events(PATH, **body)
+    for event in events:
+        OURS.validate_python(event.data)
+        assert event.name == event.data["type"]
+        if event.name != "ping":
+            THEIRS.validate_python(event.data)
+    return [event.data for event in events]
+
+
+def test_an_answer(server):
+    answer = message(server, **GREEDY)
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "demo")
+    assert answer["id"].startswith("msg_")
+    assert "Paris" in said(answer)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+
+
+def test_it_is_chat(server):
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    chat = server.answer("/v1/chat/completions", messages=messages, temperature=0, max_tokens=40)
+    answer = message(server, **GREEDY, system="Be brief.")
+    assert said(answer) == chat["choices"][0]["message"]["content"]
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (dict(), {"stop_reason": "end_turn", "stop_sequence": None}),
+        (dict(max_tokens=3), {"stop_reason": "max_tokens", "stop_sequence": None}),
+        (dict(stop_sequences=["never", " of"]), {"stop_reason": "stop_sequence", "stop_sequence": " of"}),
+    ],
+)
+def test_the_events_of_a_stream(server, body, reason):
+    whole = message(server, **GREEDY | body)
+    assert {name: whole[name] for name in reason} == reason
+    events = stream(server, **GREEDY | body)
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(event["delta"]["text"] for event in events[3:-3]) == said(whole)
+    assert events[-2]["delta"] == reason
+    assert events[-2]["usage"] == whole["usage"]
+    start = events[0]["message"]
+    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
+
+
+def test_the_last_message_is_continued(server):
+    whole = said(message(server, **GREEDY))
+    started = [USER, {"role": "assistant", "content": whole[:3]}]
+    assert said(message(server, **GREEDY | dict(messages=started))) == whole[3:]
+
+
+def test_content_in_blocks_is_joined_by_newlines(server):
+    blocks = [
+        {"type": "text", "text": "Hello.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Who are you?", "citations": None},
+    ]
+    text = "Hello.\nWho are you?"
+    assert count(server, messages=[{"role": "user", "content": blocks}]) == count(
+        server, messages=[{"role": "user", "content": text}]
+    )
+    assert count(server, system=blocks) == count(server, system=text) > count(server)
+
+
+def test_tokens_are_counted_as_they_will_be(server):
+    answer = message(server, **GREEDY)
+    assert count(server) == answer["usage"]["input_tokens"]
+    assert count(server, messages=[{"role": "user", "content": "word " * 1000}]) > 512  # more than the model takes
+
+
+def test_cached_tokens_are_told_apart(server):
+    body = dict(messages=[USER], system="You are very patient. " * 10, max_tokens=1, cache_salt="messages")
+    first, second = (message(server, **body)["usage"] for _ in range(2))
+    assert first["cache_read_input_tokens"] == 0
+    assert second["cache_read_input_tokens"] >= 16
+    assert second["cache_read_input_tokens"] + second["input_tokens"] == first["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(thinking={"type": "disabled"}, tools=[], tool_choice={"type": "auto"}, service_tier="auto"),
+        dict(
+            metadata={"user_id": "me"}, top_k=None, top_p=None, stop_sequences=[], cache_control={"type": "ephemeral"}
+        ),
+    ],
+)
+def test_what_changes_nothing_is_taken(server, body):
+    assert said(message(server, **GREEDY | body)) == said(message(server, **GREEDY))
+
+
+def test_a_request_that_takes_too_long(server):
+    body = dict(messages=[{"role": "user", "content": "Tell me a long story."}], max_tokens=400, temperature=1)
+    config = ServerConfig(request_timeout=0.01)
+    response = server.ask(config, PATH, **body)
+    assert (response.status_code, response.json()["error"]["type"]) == (504, "timeout_error")
+    response = server.ask(ServerConfig(request_timeout=0.04), PATH, **body, stream=True)
+    if response.status_code == 200:  # else it had not begun
+        last = list(events_of(response.text))[-1]
+        assert (last.name, last.data["type"], last.data["error"]["type"]) == ("error", "error", "timeout_error")
+
+
+# ---- refusals ----
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (dict(max_tokens=None), "max_tokens"),
+    (dict(max_tokens=0), "max_tokens"),
+    (dict(max_tokens="5"), "max_tokens"),
+    (dict(messages=None), "messages"),
+    (dict(messages=[]), "messages"),
+    (dict(messages="Hello"), "messages"),
+    (dict(messages=[{"role": "system", "content": "a"}]), "messages[0].role"),
+    (dict(messages=[{"role": "user"}]), "messages[0].content"),
+    (dict(messages=[{"role": "user", "content": 5}]), "messages[0].content"),
+    (dict(messages=[USER, {"role": "user", "content": [{"type": "image"}]}]), "messages[1].content[0].type"),
+    (dict(messages=[{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
+    (dict(messages=[{"role": "user", "content": "word " * 600}]), "max_model_len"),
+    (dict(system=5), "system"),
+    (dict(system=[{"type": "image"}]), "system[0].type"),
+    (dict(temperature=1.1), "temperature"),
+    (dict(temperature=-0.1), "temperature"),
+    (dict(top_p=0), "top_p"),
+    (dict(top_k=-5), "top_k"),
+    (dict(stop_sequences="a"), "stop_sequences"),
+    (dict(stop_sequences=[""]), "stop"),
+    (dict(stream=5), "stream"),
+    (dict(metadata={"name": "me"}), "metadata.name"),
+    (dict(thinking={"type": "enabled", "budget_tokens": 1024}), "thinking.type"),
+    (dict(tools=[{"name": "f", "input_schema": {}}]), "tools"),
+    (dict(tool_choice={"type": "any"}), "tool_choice.type"),
+    (dict(cache_control={"type": "forever"}), "cache_control.type"),
+    (dict(output_config={"effort": "high"}), "output_config"),
+    (dict(container="x"), "container"),
+    (dict(context_management={"edits": [{}]}), "context_management"),
+    (dict(mcp_servers=[{}]), "mcp_servers"),
+    (dict(service_tier="priority"), "service_tier"),
+    (dict(n=2), "n"),
+    (dict(stop=["a"]), "stop"),
+]
+
+
+@pytest.mark.parametrize(("body", "where"), BAD, ids=[f"{i}-{where}" for i, (_, where) in enumerate(BAD)])
+def test_a_bad_field_is_named(server, body, where):
+    response = server.post(PATH, **dict(messages=[USER], max_tokens=4) | body)
+    told = response.json()
+    assert (response.status_code, told["type"], told["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert where in told["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+def test_errors_have_anthropics_shape(server, path):
+    for body, status, kind in [
+        (b"{", 400, "invalid_request_error"),
+        (b'{"model": "x", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}', 404, "not_found_error"),
+    ]:
+        if path == COUNT:
+            body = body.replace(b'"max_tokens": 5, ', b"")
+        response = server.client.post(path, content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+        assert response.json()["type"] == "error"
+
+
+# ---- Anthropic's client ----
+
+
+def test_the_client_of_anthropic(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        body: dict[str, Any] = dict(model="demo", messages=[USER], max_tokens=40, extra_body={"temperature": 0})
+        answer = client.messages.create(**body, system="Be brief.")
+        assert answer.stop_reason == "end_turn"
+        expected = said(message(server, **GREEDY))
+        follow_up = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "Thanks!"}]
+        assert client.messages.create(**body | {"messages": follow_up}).content[0].text
+        with client.messages.stream(**body) as events:
+            assert "".join(events.text_stream) == expected
+            assert events.get_final_message().content[0].text == expected
+        assert client.messages.count_tokens(model="demo", messages=[USER]).input_tokens == count(server)
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**body | {"model": "claude"})
+        with pytest.raises(anthropic.BadRequestError, match="thinking"):
+            client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})

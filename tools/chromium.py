@@ -1,0 +1,162 @@
+"""A headless Chromium to drive, by Debian's chromedriver and W3C WebDriver: HTTP and JSON, no package needed."""
+
+import base64
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+# No sandbox: CI is root in a container. The others keep it from calling home at every start.
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--force-device-scale-factor=1",
+    "--hide-scrollbars",
+)
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id (W3C WebDriver, 12.1)
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Shift": "\ue008", "Tab": "\ue004", "ArrowRight": "\ue014"}
+
+type Scheme = Literal["light", "dark"]
+
+
+def missing() -> str | None:
+    """What has to be installed first; None when nothing has."""
+    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"{' and '.join(absent)} not found: apt-get install chromium chromium-driver" if absent else None
+
+
+class Browser:
+    """One tab. Elements are named by CSS selectors; one that is not there is a RuntimeError."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        options = {"binary": shutil.which("chromium"), "args": list(FLAGS)}
+        always = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = _call("POST", f"{address}/session", {"capabilities": {"alwaysMatch": always}})
+        self._session = f"{address}/session/{session['sessionId']}"
+
+    def close(self) -> None:
+        """Ends Chromium."""
+        _call("DELETE", self._session)
+
+    def open(self, url: str, width: int = 1440, height: int = 900, scheme: Scheme = "light") -> None:
+        """Loads a page in a window of that size, for a reader who likes light or dark pages."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", **size)
+        self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._post("url", url=url)
+
+    def run(self, script: str, *args: object) -> Any:
+        """What a function with this body returns in the page."""
+        return self._post("execute/sync", script=script, args=args)
+
+    def wait(self, expression: str, seconds: float = 10.0) -> Any:
+        """The expression's value as soon as it is true. AssertionError when it does not become so."""
+        deadline = time.monotonic() + seconds
+        while not (value := self.run(f"return {expression}")):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not true after {seconds:g} s: {expression}")
+            time.sleep(0.02)
+        return value
+
+    def text(self, css: str) -> str:
+        """What the first such element shows."""
+        return str(self.run("return document.querySelector(arguments[0]).textContent", css))
+
+    def click(self, css: str) -> None:
+        """As a reader would: an element that is covered or hidden cannot be clicked."""
+        self._post(f"element/{self._find(css)}/click")
+
+    def type(self, css: str, text: str) -> None:
+        """Keystrokes into a field, after what it has. Names in `KEYS` are pressed through `press`."""
+        self._post(f"element/{self._find(css)}/value", text=text)
+
+    def clear(self, css: str) -> None:
+        """Empties a field."""
+        self._post(f"element/{self._find(css)}/clear")
+
+    def press(self, *names: str) -> None:
+        """Keys held together, by name, wherever the focus is."""
+        keys = [KEYS[name] for name in names]
+        actions = [{"type": "keyDown", "value": key} for key in keys]
+        actions += [{"type": "keyUp", "value": key} for key in reversed(keys)]
+        self._post("actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
+
+    def hover(self, css: str, x: int = 0, y: int = 0) -> None:
+        """Moves the pointer to an element's middle, or that far from it."""
+        move = {"type": "pointerMove", "duration": 0, "origin": {ELEMENT: self._find(css)}, "x": x, "y": y}
+        self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
+
+    def name_of(self, css: str, nth: int = 0) -> str:
+        """The accessible name that a screen reader would say."""
+        elements = self._post("elements", using="css selector", value=css)
+        return str(_call("GET", f"{self._session}/element/{elements[nth][ELEMENT]}/computedlabel"))
+
+    def screenshot(self) -> bytes:
+        """The window as PNG."""
+        return base64.b64decode(_call("GET", f"{self._session}/screenshot"))
+
+    def console(self) -> list[str]:
+        """What the browser complained of since the last call: exceptions, refused content, failed loads."""
+        entries = self._post("se/log", type="browser")
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+
+    def _find(self, css: str) -> str:
+        return str(self._post("element", using="css selector", value=css)[ELEMENT])
+
+    def _devtools(self, command: str, **params: object) -> None:
+        self._post("goog/cdp/execute", cmd=command, params=params)
+
+    def _post(self, path: str, **body: object) -> Any:
+        return _call("POST", f"{self._session}/{path}", body)
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A fresh one with an empty profile; nothing of it is left afterwards. RuntimeError when it cannot start."""
+    if reason := missing():
+        raise RuntimeError(reason)
+    with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout is not None
+            [port] = [line.rsplit(" ", 1)[1].rstrip(".\n") for line in _until_started(driver.stdout)][-1:]
+            tab = Browser(f"http://127.0.0.1:{port}")
+            try:
+                yield tab
+            finally:
+                tab.close()
+        finally:
+            driver.terminate()
+
+
+def _until_started(lines: Iterator[str]) -> Iterator[str]:
+    """Up to the line that names the port: "ChromeDriver was started successfully on port 1234."."""
+    for line in lines:
+        yield line
+        if "started successfully" in line:
+            return
+    raise RuntimeError("chromedriver ended before it started")
+
+
+def _call(method: str, url: str, body: object = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["value"]
+    except urllib.error.HTTPError as error:
+        with error:
+            value = json.load(error)["value"]
+        raise RuntimeError(f"{value['error']}: {value['message'].splitlines()[0]}") from None
