@@ -105,6 +105,11 @@ class AsyncLLM:
             assert self._task is not None
             await self._task  # raises
 
+    async def ended(self) -> None:
+        """Raises what has ended the engine for good: it could not be built, or this class has a bug."""
+        assert self._task is not None, "not launched"
+        await asyncio.shield(self._task)
+
     async def start(self) -> None:
         """`launch` and `ready`."""
         self.launch()
@@ -113,8 +118,10 @@ class AsyncLLM:
     async def close(self) -> None:
         """Ends the engine's process. Requests that it works on fail."""
         if self._task is not None:
+            if self.config.has_others and self._process is not None and self.state is EngineState.READY:
+                await self._process.stop()  # the other processes must hear of it
             self._task.cancel()
-            with suppress(asyncio.CancelledError, ValueError, RuntimeError):
+            with suppress(asyncio.CancelledError, Exception):  # `ready` and `ended` tell
                 await self._task
         self._enter(EngineState.CLOSED, "the engine is closed")
         self._fail_all(EngineUnavailableError(self.reason))
@@ -249,8 +256,9 @@ class AsyncLLM:
         while True:
             try:
                 await self._live()
-            except (ValueError, RuntimeError, OSError) as error:
+            except Exception as error:
                 self._enter(EngineState.FAILED, str(error))
+                self._fail_all(EngineDiedError("the engine has failed: see the server's log"))
                 raise
             # What becomes ready is started again at once: the start itself takes its time.
             pause = FIRST_PAUSE if self._was_ready else min(2 * pause, LONGEST_PAUSE)

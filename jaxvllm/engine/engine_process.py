@@ -21,6 +21,8 @@ from jaxvllm.engine.admission import QueueLimits
 MAX_PATH = 108
 # After the end of the process, for what it said last.
 LAST_WORDS_SECONDS = 0.2
+# For an engine to close: it compiles what it has begun to compile.
+STOP_SECONDS = 10.0
 
 
 class EngineProcess:
@@ -47,9 +49,10 @@ class EngineProcess:
             socket.bind(f"ipc://{path}")
             path.chmod(0o600)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "jaxvllm.engine.worker", f"ipc://{path}", stdin=PIPE
+                sys.executable, "-m", "jaxvllm.engine.worker", f"ipc://{path}", stdin=PIPE, start_new_session=True
             )
-            await socket.send(wire.encode(wire.Start(config, limits)))
+            # Not awaited: this goes out when the process has connected, and it may end before.
+            socket.send(wire.encode(wire.Start(config, limits)))
         except BaseException:
             socket.close()
             shutil.rmtree(directory, ignore_errors=True)
@@ -83,6 +86,11 @@ class EngineProcess:
         if code < 0:
             return f"was ended by signal {-code} ({signal.strsignal(-code)})"
         return f"ended with exit code {code}"
+
+    async def stop(self) -> None:
+        """Lets it close its engine. Returns when it has ended, or has not in time."""
+        self.send(wire.Stop())
+        await asyncio.wait((self._ended,), timeout=STOP_SECONDS)
 
     def kill(self) -> None:
         """Ends it now; `receive` will tell."""

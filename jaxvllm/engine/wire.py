@@ -52,7 +52,11 @@ class ResetPrefixCache(Message, frozen=True):
     """Forgets every cached prefix."""
 
 
-type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache
+class Stop(Message, frozen=True):
+    """Closes the engine and ends the process."""
+
+
+type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache | Stop
 
 # ---- from the engine ----
 

@@ -67,11 +67,11 @@ class Worker:
         self._breaks = 0
 
     def run(self) -> None:
-        """Never returns. Raises what broke `MAX_BREAKS` steps in a row."""
+        """Returns when it is told to stop. Raises what broke `MAX_BREAKS` steps in a row."""
         self._send(wire.Ready(self._facts()))
-        while True:
+        while not self._engine.is_closed:
             self._hear()
-            if self._engine.has_work:
+            if self._engine.has_work and not self._engine.is_closed:
                 self._step()
                 if time.monotonic() >= self._pulse_at:
                     self._pulse()
@@ -114,6 +114,8 @@ class Worker:
                 self._send(wire.Pages([PoolView.take(replica.scheduler) for replica in self._engine.replicas]))
             case wire.ResetPrefixCache():
                 self._engine.reset_prefix_cache()
+            case wire.Stop():
+                self._engine.close()
 
     def _add(self, add: wire.Add) -> None:
         prompt = {"prompt_token_ids": add.token_ids, "cache_salt": add.cache_salt}
@@ -155,8 +157,9 @@ def _output(result: RequestOutput) -> wire.Output:
 
 
 def _end_with_parent() -> None:
-    # A terminal's Ctrl-C goes to every process of the group. What it means is the parent's to decide.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # systemd sends SIGTERM to every process of a service. What it means is the parent's to decide.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

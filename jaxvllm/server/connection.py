@@ -11,7 +11,7 @@ from jaxvllm.server.errors import ApiError
 from jaxvllm.server.limits import BODY_SECONDS, MAX_HEAD_BYTES
 
 # Java's client offers HTTP/2 with every request, and llhttp takes the body behind that for another protocol's. We speak
-# HTTP/1.1 only: the offer gets a name that means nothing. In a body such a line cannot be JSON.
+# HTTP/1.1 only: the offer gets a name that means nothing, and is as long. In a body such a line cannot be JSON.
 _OFFER = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
 # A connection beyond the most that may be open: to read its request, and refuse it.
 REFUSAL_SECONDS = 1.0

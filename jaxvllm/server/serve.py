@@ -48,7 +48,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
                     await until_first(llm.ready(), stop.asked())
                     if stop.first is None:
                         logger.info("ready after %.1f s: %s", time.monotonic() - start, url)
-                        await until_first(stop.asked(), asyncio.shield(serving))
+                        await until_first(stop.asked(), asyncio.shield(serving), llm.ended())
                     is_clean = await drain(service, stop)
                 finally:
                     await llm.close()  # requests that are left end with an error, which is still sent
@@ -72,10 +72,12 @@ def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str]) -> "ASGIA
 def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str]) -> "tuple[Service, HttpServer]":
     # Imported here: it takes 0.8 s, while the engine starts.
     from jaxvllm.server.app import create_app
+    from jaxvllm.server.counting import Counting
     from jaxvllm.server.http_server import HttpServer
     from jaxvllm.server.log_line import StatsLogger
     from jaxvllm.server.service import Service
 
     llm.observe(StatsLogger(config.log_stats_interval))
     service = Service(llm, config)
-    return service, HttpServer(guarded(create_app(service), config, keys), config)
+    app = guarded(create_app(service), config, keys)
+    return service, HttpServer(Counting(app, service.metrics), config)

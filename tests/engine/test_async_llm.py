@@ -302,6 +302,8 @@ async def main():
     llm.launch()
     while llm.pid is None:
         await asyncio.sleep(0.01)
+    if "ready" in sys.argv:
+        await llm.ready()
     print(llm.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -310,10 +312,11 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_parent_that_is_killed_takes_the_engine_along(stopped: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True) as parent:
+    # A stopped engine ends if it has asked the kernel for that, early in its life; before, it sees its input end.
+    arguments = ["ready"] if stopped else []
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, *arguments], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        time.sleep(1.0)  # so that it has asked the kernel
         if stopped:
             os.kill(pid, signal.SIGSTOP)
         parent.kill()

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.engine.async_llm import AsyncLLM
 from jaxvllm.server.app import create_app
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.listener import listen
 from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
 
@@ -64,24 +64,15 @@ class Server:
             assert response.headers["content-type"] == "text/event-stream"
             return list(events_of("".join(response.iter_text())))
 
-    def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
-        """Waits for `condition`."""
+    def until_idle(self, seconds: float = 10) -> None:
+        """Waits until nothing is left of any request: neither in this process nor a page in the engine."""
 
         async def wait() -> None:
             async with asyncio.timeout(seconds):
-                while not condition():
-                    await asyncio.sleep(0.02)
+                while self.llm.num_requests or any("owned" in pool.states for pool in await self.llm.pages()):
+                    await asyncio.sleep(0.01)
 
         self.portal.call(wait)
-
-    def is_idle(self) -> bool:
-        """Whether the engine told that it has nothing to do and no page is owned."""
-        stats = self.llm.stats
-        return (
-            self.llm.num_requests == 0
-            and stats is not None
-            and (stats.num_running, stats.num_waiting, stats.num_pages_owned) == (0, 0, 0)
-        )
 
     def ask(self, config: ServerConfig, path: str, **body: Any) -> httpx.Response:
         """The answer of another server, without a socket, over the same engine."""
@@ -91,7 +82,7 @@ class Server:
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
                 return await client.post(path, json=body)
 
-        return self.portal.call(run)
+        return self.portal.call(asyncio.wait_for, run(), 30)
 
 
 def application(llm: AsyncLLM, config: ServerConfig) -> Any:
@@ -115,7 +106,7 @@ def shared_server() -> Iterator[Server]:
         llm = AsyncLLM.from_config(EngineConfig.from_options(**ENGINE))
         portal.call(llm.start)
         try:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
+            with listen("127.0.0.1", 0) as listener:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 app = application(llm, ServerConfig())
                 server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
@@ -132,4 +123,4 @@ def shared_server() -> Iterator[Server]:
 def server(shared_server: Server) -> Iterator[Server]:
     """The server; whatever a test does, nothing is left of it in the engine afterwards."""
     yield shared_server
-    shared_server.until(shared_server.is_idle)
+    shared_server.until_idle()

@@ -334,13 +334,13 @@ def test_who_leaves_a_stream_aborts_it(server):
         lines = response.iter_lines()
         next(lines)
         assert server.llm.num_requests == 1
-    server.until(server.is_idle, 3)
+    server.until_idle(3)
 
 
 def test_who_does_not_wait_for_an_answer_aborts_it(server):
     with pytest.raises(httpx.ReadTimeout):
         server.client.post(PATH, json=LONG | {"prompt": [PROMPT] * 3}, timeout=0.1)
-    server.until(server.is_idle, 3)
+    server.until_idle(3)
 
 
 def test_a_request_that_takes_too_long(server):
@@ -354,7 +354,7 @@ def test_a_request_that_takes_too_long(server):
     assert (error.name, error.data["error"]["type"], done.data) == ("error", "timeout_error", "[DONE]")
     response = server.ask(config, PATH, **LONG | {"prompt": [PROMPT] * 4})
     assert response.status_code == 504
-    server.until(server.is_idle, 3)
+    server.until_idle(3)
 
 
 def test_text_is_utf8_and_never_half_a_character(server):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,26 +16,27 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from jaxvllm.cli.serve import main
 from jaxvllm.server import lifecycle
 from jaxvllm.server.lifecycle import StopSignals, until_first
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+# Those of the server in conftest.py: compiled once for both.
+SHAPES = "--max-num-seqs=8 --max-num-batched-tokens=64 --max-model-len=512 --row-buckets=8 --token-buckets=64".split()
+SHAPES.append("--num-pages=200")
+LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
 class Server:
     """`python -m jaxvllm.serve`, and what it wrote."""
 
     def __init__(self, directory, *flags):
-        small = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--row-buckets", "2", "--token-buckets", "16"]
         self._log = directory / f"log-{time.monotonic_ns()}"
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jaxvllm.serve", "--port", "0", *small]
-                + ["--compilation-cache", str(directory / "cache"), *flags],
+                [sys.executable, "-m", "jaxvllm.serve", "--port", "0", *SHAPES, *flags],
                 stderr=log,
                 stdout=log,
-                env=environment | {"JAX_PLATFORMS": "cpu"},
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
                 start_new_session=True,
             )
 
@@ -195,12 +197,14 @@ def test_ctrl_c_while_the_engine_loads(start):
     assert is_gone(engine) and "Traceback" not in server.log
 
 
-def test_a_port_in_use_is_one_line(start):
-    server = start()
-    port = server.url.rpartition(":")[2]
-    done = subprocess.run([sys.executable, "-m", "jaxvllm.serve", "--port", port], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.fullmatch(rf"jaxvllm serve: cannot listen on 127.0.0.1:{port}: .* in use; choose .*\n", done.stderr)
+def test_a_port_in_use_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"jaxvllm serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose .*\n", error
+    )
 
 
 def test_a_model_that_is_not_there_is_one_line(start):
@@ -219,8 +223,6 @@ def test_a_model_that_is_not_there_is_one_line(start):
     ],
 )
 def test_wrong_options_are_one_line(argv, message, capsys):
-    from jaxvllm.cli.serve import main
-
     assert main(argv) == 2
     assert capsys.readouterr().err == f"jaxvllm serve: {message}\n"
 

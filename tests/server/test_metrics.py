@@ -162,7 +162,8 @@ def test_the_prefix_is_of_all_names() -> None:
 
 def test_two_have_nothing_in_common(metrics: Metrics) -> None:
     everything(Metrics("jaxvllm", "demo"))
-    assert value(metrics, "engine_starts_total") == 0
+    assert value(metrics, "engine_starts_total") == 1
+    assert value(metrics, "num_steps_total") == 0
 
 
 def test_buckets_of_tokens_end_at_the_context_length(metrics: Metrics) -> None:

@@ -25,6 +25,10 @@ class Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+# How the description of such a field begins; what it may be follows.
+NOT_SUPPORTED = "not supported"
+
+
 def _neutral(*values: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is not None and value not in values:
@@ -37,9 +41,8 @@ def _neutral(*values: Any) -> Callable[[Any], Any]:
 
 def neutral(kind: Any, *values: Any) -> Any:
     """A field of clients that is not supported: it may have the values that change nothing."""
-    return Annotated[
-        kind | None, AfterValidator(_neutral(*values)), Field(description="not supported yet", examples=[None])
-    ]
+    told = f"{NOT_SUPPORTED}: {' or '.join(map(json.dumps, (None, *values)))}"
+    return Annotated[kind | None, AfterValidator(_neutral(*values)), Field(description=told, examples=[None])]
 
 
 # What the engine gives a template itself, under these names.

@@ -55,6 +55,7 @@ COMMON = _errors(
     s408="The body did not arrive in time",
     s413="The body is larger than the server's limit",
     s415="The body is no application/json",
+    s431="The headers are larger than the server's limit",
 )
 # Of those that make the engine work.
 GENERATES = COMMON | _errors(

@@ -1,0 +1,58 @@
+"""Node's `openai` and Vercel's `ai` work unmodified."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.server import KEY
+
+HERE = Path(__file__).parent
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def results(url: str) -> dict[str, Any]:
+    if not (HERE / "node_modules").is_dir() or shutil.which("node") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("CI installs node's packages: see .ci/run")
+        pytest.skip("needs node, and `npm install --no-package-lock` in tests/interop")
+    done = subprocess.run(
+        ["node", HERE / "clients.mjs", url, KEY], capture_output=True, text=True, timeout=120, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    "check",
+    ["chat", "chat_stream", "chat_helper", "responses", "responses_stream"]
+    + ["ai_text", "ai_stream", "ai_openai_chat", "ai_openai_responses"],
+)
+def test_answers(results: dict[str, Any], check: str) -> None:
+    assert results[check] == ANSWER
+
+
+def test_lists_and_counts(results: dict[str, Any]) -> None:
+    assert results["models"] == ["demo"]
+    assert results["completion"].startswith(" Paris.")
+    assert results["abort"] == 3
+    usage = results["ai_usage"]
+    assert (usage["inputTokens"], usage["outputTokens"], usage["totalTokens"]) == (13, 10, 23)
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "status", "param"),
+    [
+        ("bad_request", "BadRequestError", 400, "temperature"),
+        ("no_model", "NotFoundError", 404, "model"),
+        ("no_key", "AuthenticationError", 401, None),
+    ],
+)
+def test_errors_are_typed(results: dict[str, Any], check: str, name: str, status: int, param: str | None) -> None:
+    error = results[check]
+    assert (error["name"], error["status"], error["param"]) == (name, status, param)

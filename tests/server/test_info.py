@@ -1,0 +1,147 @@
+"""What a server tells of itself, and the files of the playground."""
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+import jaxvllm
+from jaxvllm.server.routes import playground
+from jaxvllm.server.routes.info import Load, ModelCard, ModelList
+
+PLAYGROUND = Path(playground.__file__).parents[1] / "playground"
+
+
+def test_models(server):
+    listed = server.client.get("/v1/models").json()
+    ModelList.model_validate(listed)
+    [card] = listed["data"]
+    assert (card["id"], card["root"], card["max_model_len"]) == ("demo", "demo", 512)
+    assert server.client.get("/v1/models/demo").json() == card
+    ModelCard.model_validate(card)
+    response = server.client.get("/v1/models/a/b")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_health_and_readiness(server):
+    assert server.client.get("/health").content == b""
+    response = server.client.get("/ready")
+    assert (response.status_code, response.json()["status"]) == (200, "ready")
+
+
+def test_version(server):
+    assert server.client.get("/version").json() == {"version": jaxvllm.__version__}
+
+
+def test_load(server):
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # closes the response when it is dropped
+        next(lines)
+        load = server.client.get("/load").json()
+    Load.model_validate(load)
+    assert load["server_load"] == 1
+    server.until_idle()
+    assert server.client.get("/load").json()["server_load"] == 0
+
+
+def test_metrics(server):
+    response = server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "jaxvllm:" in response.text
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/complete", "/playground", "/redoc", "/playground/static/a/b"])
+def test_a_path_that_is_not_there(server, path):
+    for response in (server.client.get(path), server.post(path, prompt="a")):
+        assert response.status_code == 404
+        assert response.json()["error"]["type"] == "not_found_error"
+
+
+def test_a_method_that_is_not_there(server):
+    response = server.client.get("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+# ---- the playground ----
+
+
+def test_the_page_and_its_files(server):
+    page = server.client.get("/")
+    assert page.text == (PLAYGROUND / "index.html").read_text()
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for path in PLAYGROUND.iterdir():
+        response = server.client.get(f"/playground/static/{path.name}")
+        assert response.content == path.read_bytes()
+        assert response.headers["content-security-policy"].startswith("default-src 'self';")
+        assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_names_only_files_that_are_there(server):
+    names = re.findall(r'(?:href|src)="([^"]+)"', (PLAYGROUND / "index.html").read_text())
+    assert len(names) >= 3
+    assert [server.client.get(f"/{name}").status_code for name in names] == [200] * len(names)
+
+
+def test_a_browser_asks_whether_a_file_has_changed(server):
+    first = server.client.get("/")
+    assert first.headers["cache-control"] == "no-cache"
+    again = server.client.get("/", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert server.client.get("/", headers={"if-none-match": '"old"'}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..", "%2e%2e", "..%2fapp.py", "%2e%2e%2fapp.py", "index.html%00", "."])
+def test_no_other_file_is_served(server, name):
+    assert server.client.get(f"/playground/static/{name}").status_code == 404
+
+
+def test_what_the_engine_is_doing(server):
+    prompt = "A frog lived in a pond. " * 12
+    body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True, "request_id": "frog", "n": 2}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for _ in range(100):  # until both completions run
+            state = server.client.get("/playground/state").json()
+            if state["stats"]["running"] == 2:
+                break
+    assert state["page_size"] == 16
+    [replica] = state["replicas"]
+    assert len(replica["states"]) == 200
+    assert set(replica["states"]) <= {0, 1, 2, 3}
+    assert replica["states"].count(3) == 1
+    assert len(replica["requests"]) == 2
+    for request in replica["requests"]:
+        assert request["id"].startswith("frog")
+        assert len(request["shared"]) >= 1  # the prompt's pages, which both completions read
+        assert set(request["shared"]) < set(request["pages"])
+        assert 16 * (len(request["pages"]) - 2) < request["tokens"] <= 16 * len(request["pages"])
+        assert {replica["states"][page] for page in request["pages"]} == {1}
+    assert state["stats"]["pages"] == 199
+    assert state["stats"]["pages_owned"] == replica["states"].count(1)
+    assert state["stats"]["running"] == 2
+    step = state["steps"][-1]
+    assert step["decode"] + step["prefill"] <= step["bucket"]
+    assert step["host_ms"] > 0 < step["device_ms"]
+    assert len(state["steps"]) <= 256
+
+
+def test_many_who_look_ask_the_engine_once(server, monkeypatch):
+    monkeypatch.setattr(playground, "FRESH_SECONDS", 60)
+
+    async def run() -> int:
+        asked = []
+        pages = server.llm.pages
+        server.llm.pages = lambda: asked.append(1) or pages()
+        try:
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                for _ in range(6):
+                    assert (await client.get("/playground/state")).status_code == 200
+        finally:
+            del server.llm.pages
+        return len(asked)
+
+    assert server.portal.call(run) <= 1

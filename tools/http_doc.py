@@ -1,0 +1,21 @@
+"""Writes docs/http.md: `python -m tools.http_doc`."""
+
+from pathlib import Path
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine.async_llm import AsyncLLM
+from jaxvllm.server.app import create_app
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http_doc import markdown
+from jaxvllm.server.service import Service
+
+FILE = Path(__file__).parents[1] / "docs/http.md"
+
+
+def text() -> str:
+    """What the file has to say. No engine is started."""
+    return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig()), ServerConfig())))
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
