@@ -16,6 +16,7 @@ DOCUMENTS = (
     "docs/kernels.md",
     "docs/scaling.md",
     "docs/metrics.md",
+    "docs/serving.md",
     "docs/playground.md",
     "docs/benchmarking.md",
     "docs/log.md",

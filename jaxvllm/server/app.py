@@ -1,5 +1,6 @@
 """The application: every endpoint over one `Service`, and every error in one shape."""
 
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -29,11 +30,13 @@ def create_app(service: Service) -> FastAPI:
     for module in (completions, chat, responses, messages, tokenization, info, playground):
         app.include_router(module.router(service))
 
+    page = cache(lambda: http_doc.page(app))
+
     @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
+    def docs() -> Response:  # in a thread: the first time it takes a while
         # No script, so that no text in it can become one; the style is in the page.
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return Response(http_doc.page(app), headers=headers, media_type="text/html")
+        return Response(page(), headers=headers, media_type="text/html")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

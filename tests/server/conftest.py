@@ -33,6 +33,22 @@ class Event:
     data: Any  # "[DONE]" as it is
 
 
+class Losses:
+    """An observer that remembers which requests were aborted."""
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+
+    def on_loss(self, request_id: str, reason: str) -> None:
+        self.request_ids.append(request_id)
+
+    def on_pulse(self, *told: object) -> None: ...
+
+    def on_output(self, *told: object) -> None: ...
+
+    def on_start(self, *told: object) -> None: ...
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that runs, and what the test may look at beside its answers."""
@@ -41,6 +57,7 @@ class Server:
     llm: AsyncLLM
     portal: BlockingPortal  # into its event loop
     client: httpx.Client
+    losses: Losses
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -104,6 +121,8 @@ def events_of(text: str) -> Iterator[Event]:
 def shared_server() -> Iterator[Server]:
     with start_blocking_portal() as portal:
         llm = AsyncLLM.from_config(EngineConfig.from_options(**ENGINE))
+        losses = Losses()
+        llm.observe(losses)
         portal.call(llm.start)
         try:
             with listen("127.0.0.1", 0) as listener:
@@ -112,7 +131,7 @@ def shared_server() -> Iterator[Server]:
                 server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
                 serving = portal.start_task_soon(server.serve, [listener])
                 with httpx.Client(base_url=url, timeout=60) as client:
-                    yield Server(url, llm, portal, client)
+                    yield Server(url, llm, portal, client, losses)
                 server.should_exit = True
                 serving.result()
         finally:

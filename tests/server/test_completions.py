@@ -330,17 +330,19 @@ def test_a_request_id_that_is_in_use(server):
 
 
 def test_who_leaves_a_stream_aborts_it(server):
-    with server.client.stream("POST", PATH, json=LONG | {"stream": True, "n": 2}) as response:
+    with server.client.stream("POST", PATH, json=LONG | dict(stream=True, n=2, request_id="left")) as response:
         lines = response.iter_lines()
         next(lines)
         assert server.llm.num_requests == 1
     server.until_idle(3)
+    assert "left" in server.losses.request_ids
 
 
 def test_who_does_not_wait_for_an_answer_aborts_it(server):
     with pytest.raises(httpx.ReadTimeout):
-        server.client.post(PATH, json=LONG | {"prompt": [PROMPT] * 3}, timeout=0.1)
+        server.client.post(PATH, json=LONG | dict(prompt=[PROMPT] * 3, request_id="away"), timeout=0.1)
     server.until_idle(3)
+    assert {"away-0", "away-1", "away-2"} <= set(server.losses.request_ids)
 
 
 def test_a_request_that_takes_too_long(server):
