@@ -1,0 +1,162 @@
+"""The engine's side of the socket, with an engine and a socket that do what the test says."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine import wire
+from jaxvllm.engine.admission import OverloadedError, QueueLimits
+from jaxvllm.engine.command_loop import MAX_BREAKS, CommandLoop
+from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics
+from jaxvllm.engine.page_view import PageState, PageView, PoolView
+from jaxvllm.engine.stats import EngineStats, StepReport
+
+STATS = EngineStats(*range(11))
+
+
+class Socket:
+    """Brings the commands, then raises `Empty` where a real one would wait."""
+
+    def __init__(self, *commands: wire.Command):
+        self.commands = deque(commands)
+        self.said: list[wire.Report] = []
+
+    def recv(self, flags: int = 0) -> bytes:
+        if self.commands:
+            return wire.encode(self.commands.popleft())
+        if flags & zmq.NOBLOCK:
+            raise zmq.Again
+        raise EOFError
+
+    def send(self, data: bytes) -> None:
+        self.said.append(wire.decode_report(data))
+
+
+def engine(**methods: Any) -> Any:
+    scheduler = SimpleNamespace(
+        num_waiting=0,
+        num_running=0,
+        num_waiting_tokens=0,
+        slots=SimpleNamespace(num_slots=2),
+        pool=SimpleNamespace(num_pages=9, page_size=16),
+    )
+    base = dict(
+        has_work=False,
+        is_closed=False,
+        replicas=[SimpleNamespace(scheduler=scheduler)],
+        tokenizer_directory=None,
+        vocab_size=10,
+        max_model_len=64,
+        default_params=SamplingParams(),
+        stats=lambda: STATS,
+        take_reports=list,
+    )
+    return SimpleNamespace(**base | methods)
+
+
+def run(engine: Any, *commands: wire.Command) -> list[wire.Report]:
+    socket = Socket(*commands)
+    loop = CommandLoop(engine, QueueLimits(), socket)  # type: ignore[arg-type]
+    with pytest.raises((EOFError, OverflowError)):
+        loop.run()
+    assert isinstance(socket.said[0], wire.Ready)
+    return socket.said[1:]
+
+
+def test_a_broken_step_is_told_and_the_engine_goes_on() -> None:
+    steps = 0
+
+    def step() -> list[Any]:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            raise ZeroDivisionError("a path /home/x")
+        loop.has_work = False
+        return []
+
+    loop = engine(has_work=True, step=step)
+    said = run(loop, wire.Ping())
+    assert [type(report) for report in said][:2] == [wire.Pulse, wire.Broken]
+    assert said[1] == wire.Broken("ZeroDivisionError")
+    assert steps == 2
+
+
+def test_an_engine_that_cannot_step_is_given_up() -> None:
+    def step() -> list[Any]:
+        raise OverflowError
+
+    said = run(engine(has_work=True, step=step))
+    assert [report for report in said if isinstance(report, wire.Broken)] == [wire.Broken("OverflowError")] * (
+        MAX_BREAKS - 1
+    )
+
+
+def test_what_the_engine_refuses_is_rejected() -> None:
+    def check(*_: Any) -> None:
+        raise ValueError("too long")
+
+    add = wire.Add("a", [1, 2], SamplingParams(), 0, None)
+    assert run(engine(check=check), add) == [wire.Rejected("a", "too long", False)]
+
+
+def test_limits_count_what_would_wait() -> None:
+    def scheduler(waiting: int, running: int, tokens: int) -> Any:
+        slots = SimpleNamespace(num_slots=4)
+        return SimpleNamespace(num_waiting=waiting, num_running=running, num_waiting_tokens=tokens, slots=slots)
+
+    limits = QueueLimits(num_requests=2, num_tokens=100)
+    limits.check([scheduler(0, 0, 0)], 4, 1000)  # none of them waits
+    limits.check([scheduler(0, 4, 0)], 2, 100)
+    with pytest.raises(OverloadedError, match="2 requests wait already"):
+        limits.check([scheduler(2, 4, 20)], 1, 10)
+    with pytest.raises(OverloadedError, match="prompts of 101 tokens would wait, and the most is 100"):
+        limits.check([scheduler(1, 4, 91)], 1, 10)
+    limits.check([scheduler(2, 4, 20), scheduler(0, 3, 0)], 1, 10)  # the other replica has a slot
+    QueueLimits().check([scheduler(10**6, 4, 10**9)], 10**6, 10**9)
+
+
+PAGE = PageView(page=3, first_position=16, token_ids=(1, 2), num_owners=2, findable=True)
+OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}], "stop", "x")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Start(EngineConfig(token_buckets=(16, 32), mesh="2x4"), QueueLimits(1, None)),
+        wire.Add("id", [1, 2], SamplingParams(stop=("a",), seed=-(2**63), logprobs=3, max_tokens=None), -5, "salt"),
+        wire.Abort(["a", "b"]),
+        wire.Ping(),
+        wire.ShowPages(),
+        wire.ResetPrefixCache(),
+        wire.Stop(),
+        wire.Accepted("a"),
+        wire.Rejected("a", "why", True),
+        wire.Failed("why", False),
+        wire.Broken("X"),
+        wire.Outputs([wire.Output("a", [OUTPUT], True, RequestMetrics(1.0, 2.0), 16)]),
+        wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 16, 4, 0.1, 0.2)]),
+        wire.Pages([PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
+        wire.Ready(wire.EngineFacts(None, 10, 64, SamplingParams(), 1, 8, 16, 2)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_every_message_arrives_as_it_was_sent(message: wire.Command | wire.Report) -> None:
+    decode = wire.decode_command if isinstance(message, wire.Command.__value__) else wire.decode_report
+    assert decode(wire.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_no_message(data: bytes) -> None:
+    try:
+        wire.decode_command(data)
+    except msgspec.DecodeError:
+        return
+    assert wire.encode(wire.decode_command(data))
