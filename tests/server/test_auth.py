@@ -72,7 +72,7 @@ def test_anthropics_path_answers_in_anthropics_shape():
     assert body["type"] == "error" and body["error"]["type"] == "authentication_error"
 
 
-@pytest.mark.parametrize("path", [*OPEN_PATHS, "/playground/static/main.js"])
+@pytest.mark.parametrize("path", [*sorted(OPEN_PATHS), "/playground/static/main.js"])
 def test_open_paths(path):
     assert ask(path).status_code == 200
 
