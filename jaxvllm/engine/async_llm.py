@@ -4,7 +4,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from typing import Any, Self
@@ -14,7 +14,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
 from jaxvllm.engine.engine_process import EngineProcess
-from jaxvllm.engine.observer import LossReason, Observer
+from jaxvllm.engine.observer import Observer
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
@@ -82,11 +82,13 @@ class AsyncLLM:
         self._facts: wire.EngineFacts | None = None
         self._reader: PromptReader | None = None
         self._process: EngineProcess | None = None
-        self._streams: dict[str, _Request] = {}
+        self._requests: dict[int, _Request] = {}  # that have not ended, by the serial that they have on the wire
+        self._serial_of: dict[str, int] = {}  # by their ids
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
-        self._ids = count()
+        self._serials = count()
         self._last_answer = 0.0
+        self._num_unanswered = 0  # pings since then
         self._was_ready = False  # in the present life
         self._settled = asyncio.Event()  # the state is READY, FAILED or CLOSED
         self._task: asyncio.Task[None] | None = None
@@ -162,7 +164,7 @@ class AsyncLLM:
     @property
     def num_requests(self) -> int:
         """Requests that have not ended, queued ones included."""
-        return len(self._streams)
+        return len(self._requests)
 
     def observe(self, observer: Observer) -> None:
         """Tells `observer` from now on."""
@@ -195,23 +197,39 @@ class AsyncLLM:
         ValueError when something is wrong with it, OverloadedError when too many wait, EngineUnavailableError when
         there is no engine to take it, EngineDiedError when that dies before it could answer. Nothing is queued then.
         """
+        stream = self.enqueue(
+            prompt, sampling_params, request_id, priority=priority, add_special_tokens=add_special_tokens
+        )
+        await stream.accepted()
+        return stream
+
+    def enqueue(
+        self,
+        prompt: PromptLike | Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """The same without waiting for the engine's word, which `RequestStream.accepted` brings."""
         if not isinstance(prompt, Prompt):
             prompt = self.reader.read(prompt, add_special_tokens=add_special_tokens)
         params = self.facts.default_params if sampling_params is None else sampling_params
+        serial = next(self._serials)
         if request_id is None:
-            request_id = f"request-{next(self._ids)}"
+            request_id = f"request-{serial}"
         if self.state is not EngineState.READY or self._process is None:
             raise EngineUnavailableError(self.reason)
-        if request_id in self._streams:
+        if request_id in self._serial_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another")
-        stream = RequestStream(request_id, params.output_kind, self._abort)
-        request = self._streams[request_id] = _Request(prompt, params, stream)
-        self._process.send(wire.Add(request_id, prompt.token_ids.tolist(), params, priority, prompt.cache_salt))
-        try:
-            await request.accepted
-        except asyncio.CancelledError:
-            self._abort(request_id)
-            raise
+        # First the message, which may refuse a text that is none.
+        token_ids = prompt.token_ids.tolist()
+        self._process.send(wire.Add(serial, request_id, token_ids, params, priority, prompt.cache_salt))
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stream = RequestStream(request_id, params.output_kind, accepted, self._abort)
+        self._requests[serial] = _Request(request_id, prompt.text, token_ids, params, accepted, stream)
+        self._serial_of[request_id] = serial
         return stream
 
     async def generate(
@@ -229,8 +247,9 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages; its stream fails. Unknown ones are ignored."""
-        request = self._streams.get(request_id)
-        if request is not None:
+        serial = self._serial_of.get(request_id)
+        if serial is not None:
+            request = self._requests[serial]
             self._abort(request_id)
             request.fail(EngineDiedError(f"request {request_id!r} was aborted"))
 
@@ -266,8 +285,14 @@ class AsyncLLM:
 
     async def _live(self) -> None:
         """One life of the engine's process. Raises what ends all lives: it could not be built in the first place."""
-        self._was_ready = False
-        process = self._process = await EngineProcess.start(self.config, self.limits)
+        self._was_ready, self._num_unanswered = False, 0
+        try:
+            process = self._process = await EngineProcess.start(self.config, self.limits)
+        except OSError as error:  # zmq's are too: no memory, no processes, no room. That may pass
+            if self._facts is None:
+                raise
+            logger.error("the engine's process cannot be started: %s", error)
+            return
         self.num_starts += 1
         pinging = asyncio.create_task(self._ping(process))
         try:
@@ -275,7 +300,8 @@ class AsyncLLM:
             reason = f"the engine's process {process.end_text()}"
             if self._facts is None:
                 raise RuntimeError(f"{reason} before it was ready: see its log above")
-            logger.error("%s: %d requests fail, and it is started again", reason, len(self._streams))
+            logger.error("%s: %d requests fail, and it is started again", reason, len(self._requests))
+            self.stats = None
             self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
             self._fail_all(EngineDiedError(f"{reason} while it worked on this request: send it again"))
         finally:
@@ -287,36 +313,38 @@ class AsyncLLM:
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.state is EngineState.READY:
-                process.send(wire.Ping())
-                silence = time.monotonic() - self._last_answer
-                if silence > STUCK_SECONDS:
-                    logger.error("the engine has not answered for %.0f s: it is ended", silence)
+                # Pings and not seconds: this process may have been stopped itself, or its machine asleep.
+                if self._num_unanswered * PING_SECONDS > STUCK_SECONDS:
+                    logger.error("the engine has not answered %d pings: it is ended", self._num_unanswered)
                     process.kill()
+                self._num_unanswered += 1
+                process.send(wire.Ping())
 
     async def _hear(self, process: EngineProcess) -> None:
         """Does what the process tells until it has ended."""
         while (report := await process.receive()) is not None:
-            self._last_answer = time.monotonic()
+            self._last_answer, self._num_unanswered = time.monotonic(), 0
             match report:
                 case wire.Outputs(outputs):
                     for output in outputs:
                         self._bring(output)
-                case wire.Accepted(request_id):
-                    if request := self._streams.get(request_id):
+                case wire.Accepted(serial):
+                    if request := self._requests.get(serial):
                         request.accept()
-                case wire.Rejected(request_id, reason, overloaded):
-                    if request := self._streams.pop(request_id, None):
+                case wire.Rejected(serial, reason, overloaded):
+                    if request := self._forget(serial):
                         request.fail(OverloadedError(reason) if overloaded else ValueError(reason))
                 case wire.Pulse(stats):
                     self.stats = stats
-                    for observer in self._observers:
-                        observer.on_pulse(report)
+                    self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
                 case wire.Pages(pools):
                     if self._pools is not None:
                         self._pools.set_result(pools)
                         self._pools = None
                 case wire.Broken(reason):
-                    self._fail_all(EngineDiedError(f"a step of the engine failed ({reason}): send the request again"))
+                    # What it has not accepted yet it has not seen, and will take after this.
+                    error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
+                    self._fail([s for s, request in self._requests.items() if request.accepted.done()], error)
                 case wire.Ready(facts):
                     self._open(facts)
                 case wire.Failed(reason, usage):
@@ -332,8 +360,7 @@ class AsyncLLM:
         self._facts = facts
         self._was_ready = True
         self._enter(EngineState.READY, "ready")
-        for observer in self._observers:
-            observer.on_start(self.num_starts, facts)
+        self._tell(lambda observer: observer.on_start(self.num_starts, facts))
 
     def _enter(self, state: EngineState, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -343,45 +370,65 @@ class AsyncLLM:
             self._settled.set()
 
     def _bring(self, output: wire.Output) -> None:
-        request = self._streams.get(output.request_id)
-        if request is None:  # aborted while this was on its way
-            return
-        if output.finished:
-            del self._streams[output.request_id]
-        brought = request.bring(output)
-        for observer in self._observers:
-            observer.on_output(brought, request.params)
+        request = self._forget(output.serial) if output.finished else self._requests.get(output.serial)
+        if request is not None:  # it was aborted while this was on its way
+            brought = request.bring(output)
+            self._tell(lambda observer: observer.on_output(brought, request.params))
 
     def _abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
+        serial = self._serial_of.get(request_id)
+        if serial is not None:
+            self._forget(serial)
             if self._process is not None:
                 self._process.send(wire.Abort([request_id]))
-            self._tell_loss(request_id, "abort")
+            self._tell(lambda observer: observer.on_loss(request_id, "abort"))
+
+    def _forget(self, serial: int) -> "_Request | None":
+        request = self._requests.pop(serial, None)
+        if request is not None:
+            del self._serial_of[request.request_id]
+        return request
+
+    def _fail(self, serials: Iterable[int], error: RuntimeError) -> None:
+        for serial in serials:
+            if request := self._forget(serial):
+                request.fail(error)
+                request_id = request.request_id
+                self._tell(lambda observer, lost=request_id: observer.on_loss(lost, "error"))  # type: ignore[misc]
 
     def _fail_all(self, error: RuntimeError) -> None:
-        requests, self._streams = self._streams, {}
-        for request_id, request in requests.items():
-            request.fail(error)
-            self._tell_loss(request_id, "error")
+        self._fail(list(self._requests), error)
         if self._pools is not None:
             self._pools.set_exception(error)
             self._pools.exception()  # whoever waits gets it; nobody may
             self._pools = None
 
-    def _tell_loss(self, request_id: str, reason: LossReason) -> None:
+    def _tell(self, what: Callable[[Observer], None]) -> None:
         for observer in self._observers:
-            observer.on_loss(request_id, reason)
+            try:
+                what(observer)
+            except Exception:  # who only watches must not end what it watches
+                logger.exception("an observer of the engine failed")
 
 
 class _Request:
     """A request that has not ended: what its outputs lack on the wire, and where they go."""
 
-    def __init__(self, prompt: Prompt, params: SamplingParams, stream: RequestStream):
+    def __init__(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        accepted: asyncio.Future[None],
+        stream: RequestStream,
+    ):
+        self.request_id = request_id
         self.params = params
-        self._prompt = prompt
-        self._prompt_token_ids = prompt.token_ids.tolist()
+        self.accepted = accepted
+        self._text = text
+        self._token_ids = token_ids
         self._stream = stream
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def accept(self) -> None:
         if not self.accepted.done():
@@ -389,9 +436,9 @@ class _Request:
 
     def bring(self, output: wire.Output) -> RequestOutput:
         brought = RequestOutput(
-            request_id=output.request_id,
-            prompt=self._prompt.text,
-            prompt_token_ids=self._prompt_token_ids,
+            request_id=self.request_id,
+            prompt=self._text,
+            prompt_token_ids=self._token_ids,
             outputs=output.completions,
             finished=output.finished,
             metrics=output.metrics,
@@ -403,4 +450,5 @@ class _Request:
     def fail(self, error: Exception) -> None:
         if not self.accepted.done():
             self.accepted.set_exception(error)
+            self.accepted.exception()  # whoever waits gets it; nobody may
         self._stream.fail(error)

@@ -54,6 +54,7 @@ class CommandLoop:
         self._socket = socket
         self._pulse_at = 0.0
         self._breaks = 0
+        self._serials: dict[str, int] = {}  # of the requests that have not ended
 
     def run(self) -> None:
         """Returns when it is told to stop. Raises what broke `MAX_BREAKS` steps in a row."""
@@ -70,14 +71,15 @@ class CommandLoop:
             results = self._engine.step()
         except Exception as error:
             logger.exception("a step broke off: its requests have failed")
+            self._serials.clear()
+            self._send(wire.Broken(type(error).__name__))
             self._breaks += 1
             if self._breaks == MAX_BREAKS:
                 raise
-            self._send(wire.Broken(type(error).__name__))
             return
-        self._breaks = 0
         if results:
-            self._send(wire.Outputs([_output(result) for result in results]))
+            self._breaks = 0  # not earlier: a step that is only launched may fail when it is read
+            self._send(wire.Outputs([self._output(result) for result in results]))
 
     def _hear(self) -> None:
         """Does all that has been said; waits for something when there is no other work."""
@@ -97,6 +99,7 @@ class CommandLoop:
             case wire.Abort(request_ids):
                 for request_id in request_ids:
                     self._engine.abort(request_id)
+                    self._serials.pop(request_id, None)
             case wire.Ping():
                 self._pulse()
             case wire.ShowPages():
@@ -114,9 +117,15 @@ class CommandLoop:
             self._limits.check(schedulers, add.params.n, add.params.n * len(add.token_ids))
             self._engine.submit(submission)
         except (ValueError, OverloadedError) as error:
-            self._send(wire.Rejected(add.request_id, str(error), isinstance(error, OverloadedError)))
+            self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError)))
         else:
-            self._send(wire.Accepted(add.request_id))
+            self._serials[add.request_id] = add.serial
+            self._send(wire.Accepted(add.serial))
+
+    def _output(self, result: RequestOutput) -> wire.Output:
+        assert result.metrics is not None
+        serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
+        return wire.Output(serial, result.outputs, result.finished, result.metrics, result.num_cached_tokens)
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS
@@ -138,8 +147,3 @@ class CommandLoop:
             page_size=schedulers[0].pool.page_size,
             max_num_seqs=sum(scheduler.slots.num_slots for scheduler in schedulers),
         )
-
-
-def _output(result: RequestOutput) -> wire.Output:
-    assert result.metrics is not None
-    return wire.Output(result.request_id, result.outputs, result.finished, result.metrics, result.num_cached_tokens)

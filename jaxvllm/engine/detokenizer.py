@@ -103,7 +103,8 @@ class WindowDetokenizer:
             return ""
         text = self._decode(self._window)
         waiting = len(self._window) - self._num_read
-        if text.endswith(REPLACEMENT) and waiting <= MAX_PARTIAL_TOKENS:
+        # Of several tokens the last may be the first of a character, however many wait.
+        if text.endswith(REPLACEMENT) and (len(new) > 1 or waiting <= MAX_PARTIAL_TOKENS):
             return ""
         return self._read(text)
 

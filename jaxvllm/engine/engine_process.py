@@ -33,6 +33,7 @@ class EngineProcess:
         self._socket = socket
         self._directory = directory
         self._ended = asyncio.ensure_future(process.wait())
+        self._is_connected = False
 
     @classmethod
     async def start(cls, config: EngineConfig, limits: QueueLimits) -> Self:
@@ -74,7 +75,13 @@ class EngineProcess:
             await asyncio.wait((said, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not said.done():
                 await asyncio.wait((said,), timeout=LAST_WORDS_SECONDS)
-            return wire.decode_report(said.result()) if said.done() else None
+            if not said.done():
+                return None
+            if not self._is_connected:
+                self._is_connected = True
+                self._clean()  # nobody else shall connect, and whatever ends this process leaves no file behind
+            report: wire.Report = wire.decode_report(said.result())
+            return report
         finally:
             said.cancel()
 
@@ -102,4 +109,7 @@ class EngineProcess:
         self.kill()
         await self._ended
         self._socket.close()
+        self._clean()
+
+    def _clean(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -76,6 +76,7 @@ class OutputProcessor:
         self._seconds_per_output = 0.0 if outputs_per_second is None else 1 / outputs_per_second
         self._group_of: dict[str, _Group] = {}  # by the id of the scheduler's request
         self._groups: dict[str, _Group] = {}
+        self._num_streaming = 0  # groups of which an output was seen, and another one will be
 
     @property
     def num_requests(self) -> int:
@@ -232,16 +233,17 @@ class OutputProcessor:
     def _is_due(self, group: _Group, now: float) -> bool:
         if group.finished or group.emitted_at is None:
             return group.finished or group.params.output_kind != RequestOutputKind.FINAL_ONLY
-        return now - group.emitted_at >= self._seconds_per_output * len(self._groups)
+        return now - group.emitted_at >= self._seconds_per_output * self._num_streaming
 
     def _emit(self, group: _Group, now: float) -> RequestOutput:
         """The output of `group`; as a delta it has the completions with something new alone, so that each ends once."""
         delta = group.params.output_kind == RequestOutputKind.DELTA
         completions = [c for c in group.completions.values() if not delta or c.has_news]
+        finished = group.finished
+        self._num_streaming += (group.emitted_at is None) - finished
         group.emitted_at = now
         for completion in completions:
             completion.has_news = False
-        finished = group.finished
         if finished:
             group.metrics = replace(group.metrics, finished_time=time.monotonic())
             del self._groups[group.request_id]

@@ -115,5 +115,7 @@ class Replica:
     def _count_prefixes(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             request = admission.request
+            if request.num_preemptions:  # it was counted when it came
+                continue
             self.num_prefix_queries += len(request.prompt_token_ids)
             self.num_prefix_hits += request.num_cached_tokens or 0

@@ -16,14 +16,29 @@ class RequestStream:
     who is slow costs nobody anything and one who stopped costs no more than the whole text.
     """
 
-    def __init__(self, request_id: str, kind: RequestOutputKind, abort: Callable[[str], None]):
+    def __init__(
+        self,
+        request_id: str,
+        kind: RequestOutputKind,
+        accepted: asyncio.Future[None],
+        abort: Callable[[str], None],
+    ):
         self.request_id = request_id
+        self._accepted = accepted
         self._kind = kind
         self._abort = abort
         self._waiting: RequestOutput | None = None
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
         self._ended = False
+
+    async def accepted(self) -> None:
+        """Returns when the engine has queued the request; raises why it has not. A cancelled wait aborts it."""
+        try:
+            await asyncio.shield(self._accepted)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
 
     def put(self, output: RequestOutput) -> None:
         """Brings the next output."""
@@ -50,6 +65,8 @@ class RequestStream:
         if self._ended:
             raise StopAsyncIteration
         await self._arrived.wait()
+        if self._ended:  # closed meanwhile, by another task
+            raise StopAsyncIteration
         output, self._waiting = self._waiting, None
         if output is None:
             self._ended = True
@@ -64,6 +81,7 @@ class RequestStream:
         """Aborts the request unless it has ended. Nothing comes afterwards."""
         if not self._ended:
             self._ended = True
+            self._arrived.set()
             self._abort(self.request_id)  # does nothing when it has ended
 
     async def __aenter__(self) -> Self:

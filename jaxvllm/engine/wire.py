@@ -25,8 +25,12 @@ class Start(Message, frozen=True):
 
 
 class Add(Message, frozen=True):
-    """A request whose prompt was checked. Answered by `Accepted` or `Rejected`, then by `Outputs`."""
+    """A request whose prompt was checked. Answered by `Accepted` or `Rejected`, then by `Outputs`.
 
+    Answers carry its `serial`, which no other has: its id may be used again while they are on their way.
+    """
+
+    serial: int
     request_id: str
     token_ids: list[int]
     params: SamplingParams
@@ -90,21 +94,21 @@ class Failed(Message, frozen=True):
 class Accepted(Message, frozen=True):
     """A request is queued."""
 
-    request_id: str
+    serial: int
 
 
 class Rejected(Message, frozen=True):
     """A request breaks a rule that only the engine could check, or too many wait (`overloaded`)."""
 
-    request_id: str
+    serial: int
     reason: str
     overloaded: bool
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """A `RequestOutput` without what the client knows already: the prompt."""
+    """A `RequestOutput` without what the client knows already: its id and the prompt."""
 
-    request_id: str
+    serial: int
     completions: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics

@@ -23,9 +23,17 @@ def main() -> None:
         level=logging.WARNING, format="%(levelname)s %(asctime)s engine: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
-    from jaxvllm.engine.command_loop import serve
+    code = 1
+    try:
+        from jaxvllm.engine.command_loop import serve
 
-    serve(sys.argv[1])
+        serve(sys.argv[1])
+        code = 0
+    except Exception:
+        logging.getLogger("jaxvllm.engine").exception("the engine has failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)  # at once: whoever waits for the end must not wait for what still compiles
 
 
 def _end_with_parent() -> None:
@@ -36,7 +44,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.limits import BODY_SECONDS, MAX_HEAD_BYTES
@@ -41,6 +42,7 @@ class Connection(HttpToolsProtocol):
         self._is_refused = len(self.connections) > self.limits.max_connections
         self._in_head = False
         self._head_bytes = 0
+        self._answered: RequestResponseCycle | None = None
         # When the client must have done its next thing; None: the next thing is ours.
         self._due: float | None = None
         self._wait_for_client(REFUSAL_SECONDS if self._is_refused else self.limits.head_seconds)
@@ -78,10 +80,24 @@ class Connection(HttpToolsProtocol):
             if self._head_bytes > self.limits.max_head_bytes:
                 self._end_with(ApiError(431, f"the head is larger than {self.limits.max_head_bytes} bytes"))
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # uvicorn tells the latest request, and with several on their way another one is being answered.
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
-        self._wait_for_client(self.limits.head_seconds)
+        if self.pipeline:
+            self._due = None  # we read no further before the answers
+        else:
+            self._wait_for_client(self.limits.head_seconds)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

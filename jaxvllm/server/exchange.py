@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 from jaxvllm.engine.admission import OverloadedError
 from jaxvllm.engine.async_llm import EngineDiedError, EngineUnavailableError
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.generation import Generation
+from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,11 @@ async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
             working.cancel()
             with suppress(asyncio.CancelledError):
                 await working
+
+
+async def begin(request: Request, service: Service, job: Job) -> Generation:
+    """`Generation.start`, unless the client leaves before the engine has answered."""
+    return await unless_gone(request, Generation.start(service, job))
 
 
 class EventStream(Response):

@@ -6,11 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import MAX_N, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.engine.request_stream import RequestStream
 from jaxvllm.server.service import Service
+
+# Of one request. Each is a request of the scheduler, and a body of 8 MB could ask for millions of them.
+MAX_CHOICES = MAX_N
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,18 @@ class Generation:
 
     @classmethod
     async def start(cls, service: Service, job: Job) -> Self:
-        """Queues all prompts, or none. Errors are those of `AsyncLLM.submit`."""
+        """Queues all prompts, or none. Errors are those of `AsyncLLM.submit`, and ValueError for too many choices."""
+        if (choices := len(job.prompts) * job.params.n) > MAX_CHOICES:
+            raise ValueError(f"n times the prompts is {choices}, and the most is {MAX_CHOICES}: send several requests")
         generation = cls(service)
         try:
             async with asyncio.timeout_at(generation._deadline):
                 for index, prompt in enumerate(job.prompts):
                     name = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
-                    stream = await service.llm.submit(prompt, job.params, name, priority=job.priority)
+                    stream = service.llm.enqueue(prompt, job.params, name, priority=job.priority)
                     generation._streams.append(stream)
+                for stream in generation._streams:  # the engine answers between steps: to all of them at once
+                    await stream.accepted()
         except BaseException:
             await generation.close()
             raise

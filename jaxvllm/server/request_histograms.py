@@ -66,13 +66,16 @@ class RequestHistograms:
         now = time.monotonic()
         assert output.metrics is not None, "an output of an engine has its times"
         live = self._live.get(output.request_id)
+        is_delta = params.output_kind is RequestOutputKind.DELTA
         if live is None:
             live = self._live[output.request_id] = _Live(now, [0] * params.n)
             self._took("time_to_first_token_seconds", output.metrics.arrival_time, output.metrics.first_token_time)
         else:
-            self._inter_token.observe(now - live.seen)
+            # Several tokens may come at once: each gets its share of the time.
+            count = max((len(completion.token_ids) for completion in output.outputs), default=0) if is_delta else 1
+            for _ in range(count):
+                self._inter_token.observe((now - live.seen) / count)
             live.seen = now
-        is_delta = params.output_kind is RequestOutputKind.DELTA
         for completion in output.outputs:
             num_earlier = live.num_tokens[completion.index] if is_delta else 0
             live.num_tokens[completion.index] = num_earlier + len(completion.token_ids)

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -182,11 +183,10 @@ def test_an_id_in_use(llm: AsyncLLM, portal: BlockingPortal) -> None:
 
 def test_too_many_that_wait(llm: AsyncLLM, portal: BlockingPortal) -> None:
     async def run() -> None:
-        params = replace(LONG, max_tokens=100)
-        streams = [await llm.submit(PROMPTS[0], params) for _ in range(4)]
+        streams = [await llm.submit(PROMPTS[0], LONG) for _ in range(4)]
         for stream in streams:
             await anext(stream)
-        streams += [await llm.submit(PROMPTS[0], params) for _ in range(8)]
+        streams += [await llm.submit(PROMPTS[0], LONG) for _ in range(8)]
         with pytest.raises(OverloadedError, match="8 requests wait already"):
             await llm.submit(PROMPTS[0], GREEDY)
         for stream in streams[4:]:
@@ -216,11 +216,78 @@ def test_a_prefix_is_found_and_forgotten(llm: AsyncLLM, portal: BlockingPortal) 
     assert first == other == after == 0 and again > 0
 
 
-def test_the_socket_is_for_this_user_alone(llm: AsyncLLM) -> None:
-    assert llm._process is not None
-    directory = llm._process._directory
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert stat.S_IMODE((directory / "engine").stat().st_mode) == 0o600
+def test_the_socket_is_for_this_user_alone_and_soon_gone() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(**OPTIONS)
+        llm.launch()
+        await until(lambda: llm._process is not None)
+        assert llm._process is not None
+        directory = llm._process._directory
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE((directory / "engine").stat().st_mode) == 0o600
+        await llm.ready()
+        assert not directory.exists()
+        assert len(await texts(llm, PROMPTS[:1], GREEDY)) == 1
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_an_id_may_be_used_again_at_once(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    """What the engine said of the first request before it heard of the end of that is not the second one's."""
+
+    async def run() -> None:
+        [expected] = await texts(llm, PROMPTS[1:2], GREEDY)
+        for _ in range(20):
+            first = await llm.submit(PROMPTS[0], replace(LONG, n=3), "again")
+            await anext(first)
+            await first.aclose()
+            text = ""
+            delta = replace(GREEDY, output_kind=Kind.DELTA)
+            async for output in llm.generate(PROMPTS[1], delta, "again"):
+                assert output.prompt == PROMPTS[1] and len(output.outputs) == 1
+                text += output.outputs[0].text
+            assert text == expected
+
+    portal.call(run)
+    assert llm.num_requests == 0
+
+
+def test_a_text_that_no_message_can_hold(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        with pytest.raises(UnicodeEncodeError):
+            await llm.submit({"prompt": "x", "cache_salt": "\ud800"}, GREEDY)
+
+    portal.call(run)
+    assert llm.num_requests == 0
+
+
+def test_an_observer_that_fails_fails_alone(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def fail(*_: Any) -> None:
+                raise ZeroDivisionError(name)
+
+            return fail
+
+    observers = list(llm._observers)
+    llm.observe(Broken())
+    try:
+        assert len(portal.call(texts, llm, PROMPTS, GREEDY)) == len(PROMPTS)
+    finally:
+        llm._observers[:] = observers
+
+
+def test_a_reader_whose_stream_is_closed(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        stream = await llm.submit(PROMPTS[0], replace(LONG, output_kind=Kind.FINAL_ONLY))
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.05)
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(reading, 5)
+
+    portal.call(run)
 
 
 def test_a_killed_engine_comes_back(llm: AsyncLLM, portal: BlockingPortal) -> None:
@@ -280,7 +347,7 @@ def test_a_stuck_engine_is_replaced(llm: AsyncLLM, portal: BlockingPortal, monke
     ("options", "message"),
     [({"model": "/nowhere"}, "'/nowhere' is not a directory"), ({"mesh": "1x9"}, "mesh 1x9 needs 9 devices")],
 )
-def test_an_engine_that_cannot_be_built(options: dict[str, Any], message: str) -> None:
+def test_an_engine_that_cannot_be_built(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> AsyncLLM:
         llm = AsyncLLM(**options)
         with pytest.raises(ValueError, match=message):
@@ -289,9 +356,10 @@ def test_an_engine_that_cannot_be_built(options: dict[str, Any], message: str) -
         await llm.close()
         return llm
 
-    before = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("jaxvllm-*"))
-    asyncio.run(run())
-    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("jaxvllm-*")) <= before
+    with tempfile.TemporaryDirectory() as directory:  # other engines of this machine use /tmp; tmp_path is too long
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        asyncio.run(run())
+        assert not list(Path(directory).iterdir())
 
 
 ORPHAN = """

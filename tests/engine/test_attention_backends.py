@@ -28,6 +28,7 @@ def demo_texts(backend: BackendName, dtype: str) -> tuple[list[str], int]:
         return [output.outputs[0].text for output in outputs], sum(output.num_cached_tokens for output in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", list(DTYPES))
 def test_the_demo_model_says_the_same(backend: BackendName) -> None:
     texts, cached = demo_texts(backend, DTYPES[backend])
@@ -36,6 +37,7 @@ def test_the_demo_model_says_the_same(backend: BackendName) -> None:
     assert texts[0] == texts[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", list(DTYPES))
 def test_layers_with_and_without_a_window(backend: BackendName, tmp_path: Path) -> None:
     fixture = Fixture.load("gemma3")  # a window of 32 in six of seven layers

@@ -94,17 +94,31 @@ def test_an_engine_that_cannot_step_is_given_up() -> None:
         raise OverflowError
 
     said = run(engine(has_work=True, step=step))
-    assert [report for report in said if isinstance(report, wire.Broken)] == [wire.Broken("OverflowError")] * (
-        MAX_BREAKS - 1
-    )
+    broken = [report for report in said if isinstance(report, wire.Broken)]
+    assert broken == [wire.Broken("OverflowError")] * MAX_BREAKS
+
+
+def test_steps_that_fail_when_they_are_read_are_failures_in_a_row() -> None:
+    """After a reset the first step is only launched: that it raises nothing says nothing."""
+    calls = 0
+
+    def step() -> list[Any]:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            return []
+        raise OverflowError
+
+    said = run(engine(has_work=True, step=step))
+    assert len([report for report in said if isinstance(report, wire.Broken)]) == MAX_BREAKS
 
 
 def test_what_the_engine_refuses_is_rejected() -> None:
     def check(*_: Any) -> None:
         raise ValueError("too long")
 
-    add = wire.Add("a", [1, 2], SamplingParams(), 0, None)
-    assert run(engine(check=check), add) == [wire.Rejected("a", "too long", False)]
+    add = wire.Add(7, "a", [1, 2], SamplingParams(), 0, None)
+    assert run(engine(check=check), add) == [wire.Rejected(7, "too long", False)]
 
 
 def test_limits_count_what_would_wait() -> None:
@@ -131,17 +145,19 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
     "message",
     [
         wire.Start(EngineConfig(token_buckets=(16, 32), mesh="2x4"), QueueLimits(1, None)),
-        wire.Add("id", [1, 2], SamplingParams(stop=("a",), seed=-(2**63), logprobs=3, max_tokens=None), -5, "salt"),
+        wire.Add(
+            2**40, "id", [1, 2], SamplingParams(stop=("a",), seed=-(2**63), logprobs=3, max_tokens=None), -5, "salt"
+        ),
         wire.Abort(["a", "b"]),
         wire.Ping(),
         wire.ShowPages(),
         wire.ResetPrefixCache(),
         wire.Stop(),
-        wire.Accepted("a"),
-        wire.Rejected("a", "why", True),
+        wire.Accepted(7),
+        wire.Rejected(7, "why", True),
         wire.Failed("why", False),
         wire.Broken("X"),
-        wire.Outputs([wire.Output("a", [OUTPUT], True, RequestMetrics(1.0, 2.0), 16)]),
+        wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16)]),
         wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 16, 4, 0.1, 0.2)]),
         wire.Pages([PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
         wire.Ready(wire.EngineFacts(None, 10, 64, SamplingParams(), 1, 8, 16, 2)),

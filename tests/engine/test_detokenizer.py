@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.detokenizer import byte_alphabet
+from jaxvllm.engine.detokenizer import WindowDetokenizer, byte_alphabet
 from jaxvllm.engine.text_stream import StopMatch, TextStream
 from tests.engine.small_tokenizers import small_tokenizer
 
@@ -196,3 +196,11 @@ def test_a_stop_string_in_the_last_held_bytes_still_counts() -> None:
     assert stream.push(token_ids) is None
     assert stream.finish() == StopMatch("🙂", len(token_ids))
     assert stream.text == "hello "
+
+
+def test_a_group_that_ends_in_half_a_character() -> None:
+    """However many tokens wait: with several of them the last may be the first of a character."""
+    data = "abcdefghijé and more".encode()
+    detokenizer = WindowDetokenizer(lambda ids: bytes(ids).decode(errors="replace"), lambda _: True, frozenset(), ())
+    pieces = [detokenizer.push(data[:11]), detokenizer.push(data[11:12]), detokenizer.push(data[12:])]
+    assert "".join(pieces) + detokenizer.flush() == data.decode()

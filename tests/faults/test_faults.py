@@ -129,6 +129,7 @@ DEADLY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", DEADLY, ids=str)
 def test_the_server_survives(mortal: Server, fault: Fault) -> None:
     async def run() -> None:
@@ -160,6 +161,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_no_process_is_left(name: str, tmp_path: Path) -> None:
     number, code = ENDS[name]

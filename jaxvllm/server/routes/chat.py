@@ -9,7 +9,7 @@ from jaxvllm.engine.messages import checked_messages
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import DONE, Events, EventStream, answer, error_event, event, unless_gone
+from jaxvllm.server.exchange import DONE, Events, EventStream, answer, begin, error_event, event, unless_gone
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
         )
         prompt = await run_in_threadpool(_read, service, body)
         exchange = _Exchange(body, model, prompt)
-        generation = await Generation.start(service, Job(exchange.request_id, [prompt], params, body.priority))
+        generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
         if body.stream:
             return EventStream(generation, exchange.events(generation), error_event)
         async with generation:

@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import DONE, Events, EventStream, answer, error_event, event, unless_gone
+from jaxvllm.server.exchange import DONE, Events, EventStream, answer, begin, error_event, event, unless_gone
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse, choice
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
@@ -57,7 +57,7 @@ class _Exchange:
         prompts = await run_in_threadpool(_read, service, body)
         request_id = body.request_id or new_id("cmpl-")
         exchange = cls(body, model, Job(request_id, prompts, params, body.priority))
-        generation = await Generation.start(service, exchange._job)
+        generation = await begin(request, service, exchange._job)
         if body.stream:
             return EventStream(generation, exchange._events(generation), error_event)
         async with generation:

@@ -8,7 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, EventStream, answer, event, unless_gone
+from jaxvllm.server.exchange import Events, EventStream, answer, begin, event, unless_gone
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.fields import new_id, params_of
 from jaxvllm.server.protocol.messages import (
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
         )
         prompt = await run_in_threadpool(_read, service, body)
         exchange = _Exchange(model)
-        generation = await Generation.start(service, Job(exchange.request_id, [prompt], params, body.priority))
+        generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
         if body.stream:
             return EventStream(generation, exchange.events(generation), _error_event)
         async with generation:

@@ -9,7 +9,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, EventStream, answer, event, unless_gone
+from jaxvllm.server.exchange import Events, EventStream, answer, begin, event, unless_gone
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.fields import new_id, now, params_of
 from jaxvllm.server.protocol.responses import (
@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
         )
         prompt = await run_in_threadpool(_read, service, body)
         exchange = _Exchange(body, model, params)
-        generation = await Generation.start(service, Job(exchange.request_id, [prompt], params, body.priority))
+        generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
         if body.stream:
             return EventStream(generation, exchange.events(generation), exchange.error_event)
         async with generation:
