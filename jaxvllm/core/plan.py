@@ -9,6 +9,8 @@ from jaxvllm.core.request import FinishReason, Request
 
 type Ints = NDArray[np.int32]
 
+NOT_SCORED = -1
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -25,8 +27,9 @@ class StepPlan:
 
     Row r computes `lengths[r]` tokens of slot `slots[r]` from position `starts[r]` on, and yields a new token
     when `samples[r]`. `new_pages[r]` is the page that position `starts[r]` opens (decode rows only), else 0.
-    `token_ids` are the prefill rows' inputs, row after row. `epochs` tell a slot's tenants apart when the output
-    comes back.
+    `token_ids` are the prefill rows' inputs, row after row. `next_tokens[r]` is the token behind a chunk of a prompt
+    that is scored (any one behind the last chunk), else NOT_SCORED. `epochs` tell a slot's tenants apart when the
+    output comes back.
     """
 
     slots: Ints  # i32[R]
@@ -37,6 +40,7 @@ class StepPlan:
     samples: NDArray[np.bool_]  # bool[R]
     num_decode: int
     token_ids: Ints  # i32[T - num_decode]
+    next_tokens: Ints  # i32[R]
     wants_logprobs: bool  # whether any row does
     admissions: tuple[Admission, ...] = ()
 
@@ -48,23 +52,32 @@ class StepPlan:
     def num_tokens(self) -> int:
         return self.num_decode + len(self.token_ids)
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether log-probabilities of prompt tokens are to be computed."""
+        return bool((self.next_tokens != NOT_SCORED).any())
+
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Log-probabilities of the raw distribution of each row: the sampled token's, and the best ones'."""
+    """Log-probabilities of N raw distributions: each one's token, sampled or given, and the best ones."""
 
-    sampled: NDArray[np.float32]  # f32[R]
-    ranks: Ints  # i32[R], 1 = the most probable
-    top_ids: Ints  # i32[R, MAX_LOGPROBS], most probable first
-    top: NDArray[np.float32]  # f32[R, MAX_LOGPROBS]
+    token: NDArray[np.float32]  # f32[N]
+    ranks: Ints  # i32[N], 1 = the most probable
+    top_ids: Ints  # i32[N, MAX_LOGPROBS], most probable first
+    top: NDArray[np.float32]  # f32[N, MAX_LOGPROBS]
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What the device computed for a plan's rows, on the host. `logprobs` only when a row asked for them."""
+    """What the device computed for a plan's rows, on the host; log-probabilities only when a row asked for them.
+
+    `scores[t]` are those of the token behind token t of the plan, t being one of a chunk that is scored.
+    """
 
     token_ids: Ints  # i32[R]
-    logprobs: TopLogprobs | None = None
+    logprobs: TopLogprobs | None = None  # of R rows
+    scores: TopLogprobs | None = None  # of T tokens
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,15 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Tokens of a request's prompt, by position; `scores` of the StepOutput has theirs from `first` on."""
+
+    request: Request
+    tokens: range
+    first: int
+
+
+@dataclass(frozen=True)
 class StepUpdate:
     """What an output meant. Requests that nobody watches appear when they start and when they end, not per token."""
 
@@ -93,3 +115,4 @@ class StepUpdate:
     started: tuple[Request, ...]  # got their first token
     emitted: tuple[Emitted, ...]
     finished: tuple[Finished, ...]
+    scored: tuple[Scored, ...] = ()

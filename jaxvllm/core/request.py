@@ -54,6 +54,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def wants_scores(self) -> bool:
+        """Whether the log-probabilities of the prompt's tokens are asked for: then all of them are computed."""
+        return self.sampling_params.prompt_logprobs is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 

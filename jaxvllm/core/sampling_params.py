@@ -34,7 +34,6 @@ UNSUPPORTED = frozenset(
         "logits_processors",
         "logprob_token_ids",
         "presence_penalty",
-        "prompt_logprobs",
         "repetition_detection",
         "repetition_penalty",
         "skip_clone",
@@ -75,6 +74,9 @@ class SamplingParams:
     max_tokens: int | None = 16  # None = up to the model's length
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
+    prompt_logprobs: int | None = (
+        None  # the same of the prompt's tokens, which then takes nothing from the prefix cache
+    )
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -108,8 +110,9 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: lower it, or raise max_tokens"
             )
-        if self.logprobs is not None:
-            put(self, "logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                put(self, name, _integer(name, value, 0, MAX_LOGPROBS))
         for name in (
             "ignore_eos",
             "detokenize",
@@ -134,13 +137,16 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     def child(self, index: int) -> "SamplingParams":
-        """The parameters of completion `index` of `n`: n=1, and a seed of its own if one was given."""
+        """The parameters of completion `index` of `n`: n=1, and a seed of its own if one was given.
+
+        The first alone looks at the prompt, which all share.
+        """
         if self.n == 1 and index == 0:
             return self
         seed = self.seed
         if seed is not None:
             seed = (seed + index - MIN_SEED) % 2**64 + MIN_SEED  # wraps around: any int64 seed has n children
-        return replace(self, n=1, seed=seed)
+        return replace(self, n=1, seed=seed, prompt_logprobs=self.prompt_logprobs if index == 0 else None)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

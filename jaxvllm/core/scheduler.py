@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxvllm.core.page_pool import PagePool, Pages, pages_for
-from jaxvllm.core.plan import Admission, Emitted, Finished, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.plan import NOT_SCORED, Admission, Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.request import FinishReason, QueueKey, Request
 from jaxvllm.core.slots import SlotIds, SlotTable
@@ -115,6 +115,7 @@ class Scheduler:
     def update(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Brings in the sampled ids of `plan`: appends them, and ends requests that met a stop id or their limit."""
         slots = self.slots
+        scored = tuple(self._scored(plan)) if plan.scores_prompts else ()
         rows = np.flatnonzero(plan.samples & (slots.epoch[plan.slots] == plan.epochs))
         at = plan.slots[rows]
         token_ids = output.token_ids[rows]
@@ -133,7 +134,7 @@ class Scheduler:
         finished = tuple(_ended(self._tenant(at[i]), int(token_ids[i]), bool(stops[i])) for i in np.flatnonzero(ends))
         for end in finished:
             self.finish(end.request.request_id)
-        return StepUpdate(len(rows), started, emitted, finished)
+        return StepUpdate(len(rows), started, emitted, finished, scored)
 
     def finish(self, request_id: str) -> Request | None:
         """Ends a waiting or running request now: its pages are free for the next step. None if there is none.
@@ -229,7 +230,7 @@ class Scheduler:
 
     def _hits(self, request: Request) -> list[int]:
         """Cached pages that begin `request`. The last token is always computed: its logits are needed."""
-        if not self.pool.enable_prefix_caching:
+        if not self.pool.enable_prefix_caching or request.wants_scores:
             return []
         page_size = self.pool.page_size
         return self.pool.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
@@ -240,7 +241,7 @@ class Scheduler:
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
         Not where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.policy.joins_running or not self.pool.enable_prefix_caching:
+        if not self.policy.joins_running or not self.pool.enable_prefix_caching or request.wants_scores:
             return False
         if num_hits >= (request.num_tokens - 1) // self.pool.page_size:
             return False
@@ -267,9 +268,13 @@ class Scheduler:
         starts = slots.num_computed[rows]
         lengths = np.ones(len(rows), np.int32)
         samples = np.ones(len(rows), np.bool_)
+        next_tokens = np.full(len(rows), NOT_SCORED, np.int32)
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
             samples[row] = chunk.ends_prompt
+            if self._tenant(chunk.slot).wants_scores:
+                end = chunk.start + chunk.length
+                next_tokens[row] = 0 if chunk.ends_prompt else slots.token_ids[chunk.slot, end]
         inputs = [slots.token_ids[c.slot, c.start : c.start + c.length] for c in chunks]
         plan = StepPlan(
             slots=rows,
@@ -280,6 +285,7 @@ class Scheduler:
             samples=samples,
             num_decode=num_decode,
             token_ids=np.concatenate(inputs) if inputs else np.empty(0, np.int32),
+            next_tokens=next_tokens,
             wants_logprobs=bool(slots.wants_logprobs[rows].any()),
             admissions=tuple(admissions),
         )
@@ -288,6 +294,17 @@ class Scheduler:
         for chunk in chunks:
             self._register_computed(chunk.slot)
         return plan
+
+    def _scored(self, plan: StepPlan) -> Iterator[Scored]:
+        first = np.cumsum(plan.lengths) - plan.lengths
+        for row in np.flatnonzero(plan.next_tokens != NOT_SCORED):
+            slot = plan.slots[row]
+            if self.slots.epoch[slot] == plan.epochs[row]:
+                request = self._tenant(slot)
+                start = int(plan.starts[row]) + 1  # the first token is behind none
+                end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
+                if start < end:
+                    yield Scored(request, range(start, end), int(first[row]))
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxvllm.core.plan import Emitted, Finished, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -56,6 +56,7 @@ class _Group:
     params: SamplingParams
     metrics: RequestMetrics
     completions: dict[str, _Completion]  # by the id of the scheduler's request
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     num_cached_tokens: int = 0
     emitted_at: float | None = None
 
@@ -113,6 +114,8 @@ class OutputProcessor:
             for index, child_id in enumerate(child_ids)
         }
         group = _Group(request_id, prompt, prompt_ids, params, RequestMetrics(arrival_time), completions)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(prompt_ids)
         self._groups[request_id] = group
         for child_id in child_ids:
             self._group_of[child_id] = group
@@ -134,6 +137,8 @@ class OutputProcessor:
             group = self._group_of[request.request_id]
             if group.metrics.first_token_time is None:
                 group.metrics = replace(group.metrics, first_token_time=now)
+        for scored in update.scored:
+            self._take_scores(self._group_of[scored.request.request_id], scored, output)
         ends = {end.request.request_id: end for end in update.finished}
         for emitted in update.emitted:
             request_id = emitted.request.request_id
@@ -184,17 +189,25 @@ class OutputProcessor:
 
     def _take_logprobs(self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput) -> None:
         assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
-        values, row = output.logprobs, emitted.row
-        sampled = float(values.sampled[row])
-        # The chosen token comes first, as in vLLM: a caller takes it with next(iter(...)).
-        ranked = {emitted.token_id: Logprob(sampled, int(values.ranks[row]), self._spell(emitted.token_id))} | {
-            int(token): Logprob(float(value), rank, self._spell(int(token)))
-            for rank, (token, value) in enumerate(
-                zip(values.top_ids[row, :count], values.top[row, :count], strict=True), 1
-            )
-        }
+        ranked = self._ranked(output.logprobs, emitted.row, emitted.token_id, count)
         completion.logprobs.append(ranked)
-        completion.cumulative_logprob += sampled
+        completion.cumulative_logprob += ranked[emitted.token_id].logprob
+
+    def _take_scores(self, group: _Group, scored: Scored, output: StepOutput) -> None:
+        """A prompt that a preemption interrupts is scored again: what is there is told once more."""
+        assert output.scores is not None, "a prompt that is scored was planned without"
+        assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
+        for row, position in enumerate(scored.tokens, scored.first):
+            token_id = group.prompt_token_ids[position]
+            group.prompt_logprobs[position] = self._ranked(output.scores, row, token_id, group.params.prompt_logprobs)
+
+    def _ranked(self, values: TopLogprobs, row: int, token_id: int, count: int) -> dict[int, Logprob]:
+        """The token first, as in vLLM, so that a caller takes it with next(iter(...)); then the `count` best."""
+        ranked = {token_id: Logprob(float(values.token[row]), int(values.ranks[row]), self._spell(token_id))}
+        best = zip(values.top_ids[row, :count].tolist(), values.top[row, :count].tolist(), strict=True)
+        for rank, (token, value) in enumerate(best, 1):
+            ranked[token] = Logprob(value, rank, self._spell(token))
+        return ranked
 
     def _spell(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
@@ -240,7 +253,8 @@ class OutputProcessor:
         delta = group.params.output_kind == RequestOutputKind.DELTA
         completions = [c for c in group.completions.values() if not delta or c.has_news]
         finished = group.finished
-        self._num_streaming += (group.emitted_at is None) - finished
+        is_first = group.emitted_at is None
+        self._num_streaming += is_first - finished
         group.emitted_at = now
         for completion in completions:
             completion.has_news = False
@@ -257,6 +271,7 @@ class OutputProcessor:
             finished=finished,
             metrics=group.metrics,
             num_cached_tokens=group.num_cached_tokens,
+            prompt_logprobs=group.prompt_logprobs if is_first or not delta else None,
         )
 
     def _completion_output(self, params: SamplingParams, completion: _Completion) -> CompletionOutput:

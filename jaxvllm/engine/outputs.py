@@ -72,3 +72,5 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
+    # One per prompt token, None for the first, when they were asked for. Of deltas, the first has them.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

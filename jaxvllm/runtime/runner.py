@@ -20,6 +20,7 @@ from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.calls import Admit, Call, Close, Reset, Step
 from jaxvllm.runtime.leader import Leader
 from jaxvllm.runtime.programs import Compiled, Programs
+from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admissions
 from jaxvllm.runtime.step import DeviceOutput, step
 from pallas_kernels.backend import Backend
@@ -155,12 +156,12 @@ class Runner:
 
     def collect(self, step: InFlight) -> StepOutput:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
-        count = step.plan.num_rows
-        token_ids = np.asarray(step.output.token_ids)[:count]
-        if not step.plan.wants_logprobs:
-            return StepOutput(token_ids)
-        device = jax.tree.map(lambda x: np.asarray(x)[:count], step.output.logprobs)
-        return StepOutput(token_ids, TopLogprobs(device.sampled, device.ranks, device.top_ids, device.top))
+        plan, output = step.plan, step.output
+        return StepOutput(
+            np.asarray(output.token_ids)[: plan.num_rows],
+            _on_host(output.logprobs, plan.num_rows) if plan.wants_logprobs else None,
+            _on_host(output.scores, plan.num_tokens) if plan.scores_prompts else None,
+        )
 
     def read_pages(self, pages: np.ndarray) -> np.ndarray:
         """The KV of `pages` on the host, for those who want to look: f[L, len(pages), ...], layout of the backend."""
@@ -192,6 +193,13 @@ class Runner:
 
     def _call(self, call: Call) -> DeviceOutput | None:
         return self.make(call) if self._leader is None else self._leader.call(self.make, call)
+
+
+def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:
+    """The first `count`."""
+    assert logprobs is not None, "a decode bucket has no prompts"
+    device = jax.tree.map(lambda x: np.asarray(x)[:count], logprobs)
+    return TopLogprobs(device.token, device.ranks, device.top_ids, device.top)
 
 
 def _maker(make: Callable[[], Any], like: Any) -> Compiled:

@@ -18,17 +18,28 @@ from sharding.axis import ALONE, ModelAxis
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["sampled", "ranks", "top_ids", "top"],
+    data_fields=["token", "ranks", "top_ids", "top"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
 class DeviceLogprobs:
-    """`core.plan.TopLogprobs` on the device; zeros when no row wants any."""
+    """`core.plan.TopLogprobs` on the device; zeros where nobody wants any."""
 
-    sampled: jax.Array  # f32[R]
-    ranks: jax.Array  # i32[R]
-    top_ids: jax.Array  # i32[R, <= MAX_LOGPROBS]
-    top: jax.Array  # f32[R, <= MAX_LOGPROBS]
+    token: jax.Array  # f32[N]
+    ranks: jax.Array  # i32[N]
+    top_ids: jax.Array  # i32[N, <= MAX_LOGPROBS]
+    top: jax.Array  # f32[N, <= MAX_LOGPROBS]
+
+    @classmethod
+    def zeros(cls, num_rows: int, vocab_size: int) -> "DeviceLogprobs":
+        """Of nobody."""
+        best = (num_rows, min(MAX_LOGPROBS, vocab_size))
+        return cls(
+            jnp.zeros(num_rows, jnp.float32),
+            jnp.zeros(num_rows, jnp.int32),
+            jnp.zeros(best, jnp.int32),
+            jnp.zeros(best, jnp.float32),
+        )
 
 
 def sample(
@@ -55,27 +66,22 @@ def sample(
 def logprobs(
     logits: jax.Array, token_ids: jax.Array, params: SamplingState, vocab_size: int, axis: ModelAxis = ALONE
 ) -> DeviceLogprobs:
-    """Log-probabilities of the unmodified distribution, as vLLM reports by default; computed only if a row asks."""
-    num_rows = len(logits)
-    count = min(MAX_LOGPROBS, vocab_size)
+    """`token_logprobs` of a step's rows, computed only if one of them asks."""
+    return lax.cond(
+        jnp.any(params.num_logprobs >= 0),
+        lambda: token_logprobs(logits, token_ids, vocab_size, axis),
+        lambda: DeviceLogprobs.zeros(len(logits), vocab_size),
+    )
 
-    def compute() -> DeviceLogprobs:
-        values = jax.nn.log_softmax(axis.exchange(logits)[:, :vocab_size], axis=-1)
-        sampled = jnp.take_along_axis(values, axis.own_rows(token_ids)[:, None], axis=-1)
-        top, top_ids = lax.top_k(values, count)
-        ranks = (values >= sampled).sum(axis=-1, dtype=jnp.int32)
-        own = DeviceLogprobs(sampled[:, 0], ranks, top_ids.astype(jnp.int32), top)
-        return axis.all_rows(own, num_rows)
 
-    def skip() -> DeviceLogprobs:
-        return DeviceLogprobs(
-            jnp.zeros(num_rows, jnp.float32),
-            jnp.zeros(num_rows, jnp.int32),
-            jnp.zeros((num_rows, count), jnp.int32),
-            jnp.zeros((num_rows, count), jnp.float32),
-        )
-
-    return lax.cond(jnp.any(params.num_logprobs >= 0), compute, skip)
+def token_logprobs(logits: jax.Array, token_ids: jax.Array, vocab_size: int, axis: ModelAxis = ALONE) -> DeviceLogprobs:
+    """Log-probabilities of the unmodified distribution, as vLLM reports by default, of `token_ids` and of the best."""
+    values = jax.nn.log_softmax(axis.exchange(logits)[:, :vocab_size], axis=-1)
+    token = jnp.take_along_axis(values, axis.own_rows(token_ids)[:, None], axis=-1)
+    top, top_ids = lax.top_k(values, min(MAX_LOGPROBS, vocab_size))
+    ranks = (values >= token).sum(axis=-1, dtype=jnp.int32)
+    own = DeviceLogprobs(token[:, 0], ranks, top_ids.astype(jnp.int32), top)
+    return axis.all_rows(own, len(logits))
 
 
 def _forbid_early_stops(logits: jax.Array, params: SamplingState, positions: jax.Array, axis: ModelAxis) -> jax.Array:

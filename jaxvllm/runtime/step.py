@@ -15,6 +15,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.prompt_scores import score
 from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.state import DeviceState
 from pallas_kernels.backend import Backend
@@ -22,13 +23,14 @@ from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, plan_rows
 from sharding.axis import ALONE, ModelAxis
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["token_ids", "logprobs"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["token_ids", "logprobs", "scores"], meta_fields=[])
 @dataclass(frozen=True)
 class DeviceOutput:
     """What a step yields for its R rows; only rows that `sample` mean something."""
 
     token_ids: jax.Array  # i32[R]
-    logprobs: DeviceLogprobs
+    logprobs: DeviceLogprobs  # of R rows
+    scores: DeviceLogprobs | None  # of T tokens; None in a decode bucket, which has no prompts
 
 
 def step(
@@ -77,13 +79,15 @@ def step(
     with jax.named_scope("sample"):
         # A padding row's last token is whatever: its output goes to the trash slot.
         last = jnp.clip(rows.query_starts[1:] - 1, 0)
-        logits = project_logits(params, shard, hidden if bucket.is_decode else hidden[last])
+        project = partial(project_logits, params, shard)
+        logits = project(hidden if bucket.is_decode else hidden[last])
         sampling = state.sampling.take(batch.slots)
         sampled = sample(logits, sampling, batch.starts + batch.lengths, spec.vocab_size, axis)
-        output = DeviceOutput(sampled, logprobs(logits, sampled, sampling, spec.vocab_size, axis))
+        best = logprobs(logits, sampled, sampling, spec.vocab_size, axis)
         at = jnp.where(batch.samples, batch.slots, state.trash_slot)
         state = replace(state, last_token=state.last_token.at[at].set(sampled))
-    return kv_pages, state, output
+    scores = None if bucket.is_decode else score(hidden, batch, rows, project, spec.vocab_size, axis)
+    return kv_pages, state, DeviceOutput(sampled, best, scores)
 
 
 def _open_pages(state: DeviceState, batch: Batch, page_size: int) -> DeviceState:

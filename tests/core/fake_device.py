@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxvllm.core.page_pool import TRASH_PAGE
-from jaxvllm.core.plan import StepOutput, StepPlan
+from jaxvllm.core.plan import NOT_SCORED, StepOutput, StepPlan, TopLogprobs
 
 VOCAB_SIZE = 5
 GARBAGE = -7  # what rows that do not sample yield: it must reach nobody
@@ -56,16 +56,35 @@ class FakeDevice:
                 self.pages[page][offset] = (token, position)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
         sampled = [self._sample(plan, row) for row in range(plan.num_rows)]
-        return StepOutput(np.array(sampled, np.int32))
+        return StepOutput(np.array(sampled, np.int32), scores=self._scores(plan) if plan.scores_prompts else None)
+
+    def _scores(self, plan: StepPlan) -> TopLogprobs:
+        """Of each token that is scored, what the model would say next (`top_ids`) and what came (`ranks`)."""
+        ranks = np.full(plan.num_tokens, GARBAGE, np.int32)
+        top_ids = np.full((plan.num_tokens, 1), GARBAGE, np.int32)
+        first = np.cumsum(plan.lengths) - plan.lengths
+        for row in np.flatnonzero(plan.next_tokens != NOT_SCORED):
+            assert row >= plan.num_decode, "a decode row is scored"
+            at, length = int(first[row]), int(plan.lengths[row])
+            context = self._context(plan, row)
+            inputs = plan.token_ids[at - plan.num_decode :][:length].tolist()
+            ranks[at : at + length] = [*inputs[1:], plan.next_tokens[row]]
+            top_ids[at : at + length, 0] = [next_token(context[: len(context) - i]) for i in reversed(range(length))]
+        return TopLogprobs(np.zeros(plan.num_tokens, np.float32), ranks, top_ids, top_ids.astype(np.float32))
 
     def _sample(self, plan: StepPlan, row: int) -> int:
+        slot = int(plan.slots[row])
+        context = self._context(plan, row)
+        if not plan.samples[row]:
+            return GARBAGE
+        self.last_token[slot] = next_token(context)
+        return self.last_token[slot]
+
+    def _context(self, plan: StepPlan, row: int) -> list[int]:
         slot = int(plan.slots[row])
         context = []
         for position in range(int(plan.starts[row] + plan.lengths[row])):
             entry = self.pages[self.page_tables[slot][position // self.page_size]][position % self.page_size]
             assert entry is not None and entry[1] == position, f"slot {slot} reads {entry} at position {position}"
             context.append(entry[0])
-        if not plan.samples[row]:
-            return GARBAGE
-        self.last_token[slot] = next_token(context)
-        return self.last_token[slot]
+        return context

@@ -46,6 +46,7 @@ class Job:
     salt: str | None = None
     priority: int = 0
     watched: bool = False
+    scored: bool = False
 
     @property
     def limit(self) -> int:
@@ -84,6 +85,7 @@ class Shadow:
     known: int = 0
     emitted: list[int] = field(default_factory=list)
     num_started: int = 0
+    scores: dict[int, tuple[int, int]] = field(default_factory=dict)  # by position: what was likely, what came
 
     @property
     def key(self) -> QueueKey:
@@ -128,7 +130,12 @@ class Simulation:
     def add(self, job: Job) -> Shadow:
         """Queues `job`. Raises ValueError exactly when the pool could never hold it."""
         number = len(self.shadows)
-        params = SamplingParams(max_tokens=job.max_tokens, min_tokens=job.min_tokens, stop_token_ids=job.stop_token_ids)
+        params = SamplingParams(
+            max_tokens=job.max_tokens,
+            min_tokens=job.min_tokens,
+            stop_token_ids=job.stop_token_ids,
+            prompt_logprobs=0 if job.scored else None,
+        )
         request = Request(
             request_id=f"r{number}",
             prompt_token_ids=np.array(job.prompt, np.int32),
@@ -270,7 +277,7 @@ class Simulation:
         shadow.prefill_len = shadow.planned = shadow.known
         shadow.computed = int(plan.starts[plan.slots == admission.slot].item())
         assert shadow.computed % self.setup.page_size == 0 and shadow.computed < shadow.known
-        assert self.setup.caching or not shadow.computed
+        assert (self.setup.caching and not shadow.job.scored) or not shadow.computed
         target = shadow.job.limit - 1 if self.policy.reserves_limit else shadow.known
         assert len(shadow.pages) == self._pages_for(target)
         if first_time:
@@ -283,6 +290,7 @@ class Simulation:
         for waiting in self._waiting():
             for overtaker in admitted:
                 if waiting.key < overtaker.key:
+                    assert not waiting.job.scored, "a prompt that is scored takes nothing from others"
                     runners = {**dict.fromkeys(admitted, 0), **computed_before}
                     assert self.setup.caching and any(
                         self._common_pages(waiting, s) * self.setup.page_size > computed
@@ -320,6 +328,11 @@ class Simulation:
                 shadow.emitted.append(token)
             if shadow.known == len(shadow.tokens):
                 finished[shadow.request] = shadow
+        for scored in update.scored:
+            shadow, values = self.shadows[scored.request.request_id], done.output.scores
+            assert shadow.job.scored and values is not None
+            for row, position in enumerate(scored.tokens, scored.first):
+                shadow.scores[position] = (int(values.top_ids[row, 0]), int(values.ranks[row]))
         assert list(update.started) == started
         assert [(e.request, e.row, e.token_id) for e in update.emitted] == emitted
         self._check_finished(update, finished)
@@ -334,6 +347,8 @@ class Simulation:
             assert (end.reason, end.stop_reason) == (reason, stop_reason)
             assert shadow.state == "running" and shadow.num_started == 1
             assert shadow.emitted == (outputs if shadow.job.watched else [])
+            prompt, scored = shadow.job.prompt, range(1, len(shadow.job.prompt) if shadow.job.scored else 1)
+            assert shadow.scores == {i: (next_token(prompt[:i]), prompt[i]) for i in scored}
             shadow.leave("ended")
 
     # The state, compared after every operation.

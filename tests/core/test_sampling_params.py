@@ -84,9 +84,7 @@ def test_limits_are_inclusive() -> None:
     SamplingParams(stop_token_ids=[0] * 30, max_tokens=5, min_tokens=5, logprobs=0, seed=2**63 - 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["presence_penalty", "repetition_penalty", "logit_bias", "bad_words", "prompt_logprobs"]
-)
+@pytest.mark.parametrize("name", ["presence_penalty", "repetition_penalty", "logit_bias", "bad_words"])
 def test_what_vllm_has_and_we_lack_is_named(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"SamplingParams.{name} is not supported: leave it out"):
         SamplingParams(**{name: 1})
@@ -108,6 +106,12 @@ def test_children_draw_apart() -> None:
     assert [child.seed for child in children] == [2**63 - 1, -(2**63), -(2**63) + 1]
     assert {(child.n, child.top_k) for child in children} == {(1, 7)}
     assert SamplingParams(n=2).child(1).seed is None
+
+
+def test_one_child_scores_the_prompt_for_all() -> None:
+    parent = SamplingParams(n=3, prompt_logprobs=2, logprobs=1)
+    assert [parent.child(i).prompt_logprobs for i in range(3)] == [2, None, None]
+    assert {parent.child(i).logprobs for i in range(3)} == {1}
     alone = SamplingParams(seed=4)
     assert alone.child(0) is alone
 

@@ -47,6 +47,7 @@ def jobs(draw: st.DrawFn) -> Job:
         salt=draw(st.sampled_from([None, None, None, "tenant"])),
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         watched=draw(st.booleans()),
+        scored=draw(st.sampled_from([False, False, True])),
     )
 
 

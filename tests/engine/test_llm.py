@@ -103,6 +103,48 @@ def test_logprobs_are_those_of_the_model(llm: LLM, recomputation: Recomputation,
         assert completion.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-3)
 
 
+def test_prompt_logprobs_are_those_of_the_model(llm: LLM, recomputation: Recomputation) -> None:
+    # Steps of 16 tokens cut them anywhere, others decode meanwhile, and what is cached is scored all the same.
+    counts = [(None, 0, 5)[i % 3] for i in range(len(PROMPTS))]
+    params = [replace(GREEDY, prompt_logprobs=count, logprobs=i % 2 or None) for i, count in enumerate(counts)]
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        for count, output in zip(counts, outputs, strict=True):
+            if count is None:
+                assert output.prompt_logprobs is None
+            else:
+                assert output.num_cached_tokens == 0
+                assert_scores(llm, recomputation, output, count)
+    assert texts(outputs) == texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def assert_scores(llm: LLM, recomputation: Recomputation, output: RequestOutput, count: int) -> None:
+    prompt, scores = output.prompt_token_ids, output.prompt_logprobs
+    assert scores is not None and len(scores) == len(prompt) and scores[0] is None
+    logits = recomputation.logits(prompt[:1], prompt[1:]).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for token_id, row, given in zip(prompt[1:], expected, scores[1:], strict=True):
+        best = np.argsort(-row)
+        assert given is not None and next(iter(given)) == token_id
+        assert set(given) == {token_id, *best[:count].tolist()}
+        for one, logprob in given.items():
+            assert logprob.logprob == pytest.approx(row[one], abs=1e-4)
+            assert logprob.rank == best.tolist().index(one) + 1
+            assert logprob.decoded_token == llm.get_tokenizer().token_text(one)
+
+
+def test_a_prompt_is_scored_once_for_n_completions_and_again_after_a_preemption(
+    llm: LLM, recomputation: Recomputation
+) -> None:
+    prompts = [list(range(10 + i, 60 + i)) for i in range(3)]
+    params = replace(SAMPLED, n=2, prompt_logprobs=2, max_tokens=40)
+    with few_pages(llm, 14):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+    for output in outputs:
+        assert_scores(llm, recomputation, output, 2)
+
+
 def test_asking_for_logprobs_changes_no_token(llm: LLM) -> None:
     for params in (GREEDY, SAMPLED):
         plain = llm.generate(PROMPTS, params, use_tqdm=False)

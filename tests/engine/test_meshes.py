@@ -41,6 +41,7 @@ WAYS = (
     replace(SEEDED, min_p=0.1, n=2),
     replace(SEEDED, seed=None),
     replace(SEEDED, seed=None, n=2),
+    replace(GREEDY, max_tokens=10, prompt_logprobs=3),
 )
 PROMPTS = random_prompts(len(WAYS), longest=30, seed=11, vocab_size=120)
 
@@ -86,11 +87,12 @@ class Answer:
     """What one request came to."""
 
     token_ids: list[list[int]]
-    logprobs: list[Any]
+    logprobs: list[Any]  # of each completion, then the prompt's
 
     @classmethod
     def of(cls, output: RequestOutput) -> "Answer":
-        return cls([one.token_ids for one in output.outputs], [one.logprobs for one in output.outputs])
+        scores = output.prompt_logprobs and output.prompt_logprobs[1:]
+        return cls([one.token_ids for one in output.outputs], [*(one.logprobs for one in output.outputs), scores])
 
 
 def answers(llm: LLM) -> list[Answer]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxvllm.core.plan import StepPlan
+from jaxvllm.core.plan import NOT_SCORED, StepPlan
 
 
 def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 0) -> StepPlan:
@@ -21,5 +21,6 @@ def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 
         samples=numbers % 3 != 1,
         num_decode=num_decode,
         token_ids=400 + np.arange(sum(chunks), dtype=np.int32),
+        next_tokens=np.where((numbers >= num_decode) & (numbers % 2 == 0), 500 + numbers, NOT_SCORED).astype(np.int32),
         wants_logprobs=False,
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxvllm.core.plan import StepPlan
+from jaxvllm.core.plan import NOT_SCORED, StepPlan
 from jaxvllm.runtime.batch import Batch, pack, packed_size, unpack
 from jaxvllm.runtime.buckets import Bucket
 from tests.runtime.plans import make_plan
@@ -42,11 +42,12 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
     assert packed.shape == (packed_size(bucket),) and packed.dtype == np.int32
     batch: Batch = jax.tree.map(np.asarray, unpack_in(bucket)(packed))
     count, padding = plan.num_rows, bucket.num_rows - plan.num_rows
-    for name in ("slots", "starts", "lengths", "new_pages", "samples"):
+    for name in ("slots", "starts", "lengths", "new_pages", "samples", "next_tokens"):
         column = getattr(batch, name)
         assert column.shape == (bucket.num_rows,)
         np.testing.assert_array_equal(column[:count], getattr(plan, name), name)
     np.testing.assert_array_equal(batch.slots[count:], [TRASH] * padding)
+    assert (batch.next_tokens[count:] == NOT_SCORED).all()
     # A padding row is empty, opens no page and keeps no token.
     for column in (batch.starts, batch.lengths, batch.new_pages, batch.samples):
         assert not column[count:].any()
@@ -58,8 +59,8 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
 
 
 def test_a_decode_step_sends_no_tokens() -> None:
-    assert packed_size(Bucket(64, 64)) == 64 * packed_size(Bucket(1, 1)) == 64 * 6
-    assert packed_size(Bucket(512, 64)) == 64 * 6 + 512
+    assert packed_size(Bucket(64, 64)) == 64 * packed_size(Bucket(1, 1)) == 64 * 7
+    assert packed_size(Bucket(512, 64)) == 64 * 7 + 512
 
 
 def test_a_plan_too_large_for_its_bucket_is_our_bug() -> None:

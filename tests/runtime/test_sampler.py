@@ -250,7 +250,7 @@ def test_logprobs_are_those_of_the_unmodified_distribution(vocab: int) -> None:
     for index, row_logits in enumerate(logits):
         with np.errstate(divide="ignore"):
             expected = np.log(softmax(row_logits))
-        np.testing.assert_allclose(got.sampled[index], expected[tokens[index]], rtol=1e-5)
+        np.testing.assert_allclose(got.token[index], expected[tokens[index]], rtol=1e-5)
         np.testing.assert_allclose(got.top[index], np.sort(expected)[::-1][:count], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(got.top[index], expected[got.top_ids[index]], rtol=1e-5, atol=1e-6)
         assert len(set(got.top_ids[index].tolist())) == count
@@ -262,4 +262,4 @@ def test_no_logprobs_unless_a_row_wants_them() -> None:
     got = jitted_logprobs(logits, np.zeros(3, np.int32), state_of([Row()] * 3))
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got))
     wanted = jitted_logprobs(logits, np.zeros(3, np.int32), state_of([Row(), Row(num_logprobs=0), Row()]))
-    assert np.asarray(wanted.sampled).all()
+    assert np.asarray(wanted.token).all()

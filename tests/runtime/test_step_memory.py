@@ -66,8 +66,9 @@ def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
 def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     memory = compiled(bucket, "separate").memory_analysis()
     assert memory.alias_size_in_bytes >= KV_BYTES + STATE_BYTES
-    # What comes back beyond that is a few numbers a row.
-    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024 * bucket.num_rows
+    # What comes back beyond that is a few numbers a row, and where there are prompts, a token.
+    scores = 0 if bucket.is_decode else 192 * bucket.num_tokens
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes - scores < 1024 * bucket.num_rows
 
 
 @pytest.mark.parametrize("bucket", [DECODE, MIXED], ids=str)
