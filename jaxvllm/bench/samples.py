@@ -145,7 +145,7 @@ class Custom:
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         file = _needed(path)
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         samples = [
             self._sample(lines[index], f"{file}, line {index + 1}") for index in rng.permutation(len(lines))[:count]
         ]

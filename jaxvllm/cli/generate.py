@@ -63,7 +63,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts_file == "-":
         prompts += [line.rstrip("\n") for line in sys.stdin if line.strip()]
     elif args.prompts_file is not None:
-        prompts += [line for line in Path(args.prompts_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts += [line for line in Path(args.prompts_file).read_text(encoding="utf-8").split("\n") if line.strip()]
     if not prompts:
         raise ValueError("there is no prompt: give some, or --prompts-file")
     return prompts

@@ -20,8 +20,12 @@ class QueueLimits:
     def check(self, schedulers: Sequence[Scheduler], num_requests: int, num_tokens: int) -> None:
         """Raises OverloadedError when so many more requests, with so many tokens in all, are too many.
 
+        ValueError for so many that they never could all wait, or run.
         A request that finds a free slot does not wait: the next step takes it, if there are pages.
         """
+        most = None if self.num_requests is None else self.num_requests + sum(s.slots.num_slots for s in schedulers)
+        if most is not None and num_requests > most:
+            raise ValueError(f"n is {num_requests}, and {most} requests are the most that may run and wait: lower it")
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + num_requests
         free = sum(scheduler.slots.num_slots - scheduler.num_running for scheduler in schedulers)
         if waiting <= free:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, Self
 
@@ -51,6 +52,10 @@ class EngineUnavailableError(RuntimeError):
     """There is no engine at the moment: ask again."""
 
 
+class FollowedError(RuntimeError):
+    """This was not process 0 of an engine over several, and took no requests; that one has closed it."""
+
+
 class AsyncLLM:
     """Completes requests in another process, which is started again when it dies.
 
@@ -84,6 +89,7 @@ class AsyncLLM:
         self._process: EngineProcess | None = None
         self._requests: dict[int, _Request] = {}  # that have not ended, by the serial that they have on the wire
         self._serial_of: dict[str, int] = {}  # by their ids
+        self._unanswered: set[int] = set()  # serials that the engine has neither accepted nor rejected
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
         self._serials = count()
@@ -223,13 +229,18 @@ class AsyncLLM:
             raise EngineUnavailableError(self.reason)
         if request_id in self._serial_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another")
+        # Its own limit needs an engine that answers, and this one may be stuck.
+        most = self.limits.num_requests
+        if most is not None and len(self._unanswered) >= most + self.facts.max_num_seqs:
+            raise OverloadedError(f"{len(self._unanswered)} requests wait for the engine's answer: try again later")
         # First the message, which may refuse a text that is none.
         token_ids = prompt.token_ids.tolist()
         self._process.send(wire.Add(serial, request_id, token_ids, params, priority, prompt.cache_salt))
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stream = RequestStream(request_id, params.output_kind, accepted, self._abort)
+        stream = RequestStream(request_id, params.output_kind, accepted, partial(self._abort, serial))
         self._requests[serial] = _Request(request_id, prompt.text, token_ids, params, accepted, stream)
         self._serial_of[request_id] = serial
+        self._unanswered.add(serial)
         return stream
 
     async def generate(
@@ -250,7 +261,7 @@ class AsyncLLM:
         serial = self._serial_of.get(request_id)
         if serial is not None:
             request = self._requests[serial]
-            self._abort(request_id)
+            self._abort(serial)
             request.fail(EngineDiedError(f"request {request_id!r} was aborted"))
 
     async def pages(self) -> list[PoolView]:
@@ -329,6 +340,7 @@ class AsyncLLM:
                     for output in outputs:
                         self._bring(output)
                 case wire.Accepted(serial):
+                    self._unanswered.discard(serial)
                     if request := self._requests.get(serial):
                         request.accept()
                 case wire.Rejected(serial, reason, overloaded):
@@ -347,6 +359,8 @@ class AsyncLLM:
                     self._fail([s for s, request in self._requests.items() if request.accepted.done()], error)
                 case wire.Ready(facts):
                     self._open(facts)
+                case wire.Followed():
+                    raise FollowedError("process 0 of this engine has closed it")
                 case wire.Failed(reason, usage):
                     if self._facts is None:
                         raise ValueError(reason) if usage else RuntimeError(reason)
@@ -375,15 +389,15 @@ class AsyncLLM:
             brought = request.bring(output)
             self._tell(lambda observer: observer.on_output(brought, request.params))
 
-    def _abort(self, request_id: str) -> None:
-        serial = self._serial_of.get(request_id)
-        if serial is not None:
-            self._forget(serial)
+    def _abort(self, serial: int) -> None:
+        # By its serial: whoever reads the last output late must not end another request that has its id by then.
+        if request := self._forget(serial):
             if self._process is not None:
-                self._process.send(wire.Abort([request_id]))
-            self._tell(lambda observer: observer.on_loss(request_id, "abort"))
+                self._process.send(wire.Abort([request.request_id]))
+            self._tell(lambda observer: observer.on_loss(request.request_id, request.params, "abort"))
 
     def _forget(self, serial: int) -> "_Request | None":
+        self._unanswered.discard(serial)
         request = self._requests.pop(serial, None)
         if request is not None:
             del self._serial_of[request.request_id]
@@ -393,8 +407,9 @@ class AsyncLLM:
         for serial in serials:
             if request := self._forget(serial):
                 request.fail(error)
-                request_id = request.request_id
-                self._tell(lambda observer, lost=request_id: observer.on_loss(lost, "error"))  # type: ignore[misc]
+                self._tell(
+                    lambda observer, lost=request: observer.on_loss(lost.request_id, lost.params, "error")  # type: ignore[misc]
+                )
 
     def _fail_all(self, error: RuntimeError) -> None:
         self._fail(list(self._requests), error)
@@ -443,6 +458,7 @@ class _Request:
             finished=output.finished,
             metrics=output.metrics,
             num_cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=output.prompt_logprobs,
         )
         self._stream.put(brought)
         return brought

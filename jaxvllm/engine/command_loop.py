@@ -10,6 +10,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
 from jaxvllm.engine.engine import Engine
+from jaxvllm.engine.hosts import follow_config
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 
@@ -23,10 +24,11 @@ MAX_BREAKS = 3
 LINGER_MILLISECONDS = 1000
 
 
-def serve(address: str) -> None:
+def serve(address: str) -> bool:
     """Builds the engine that the first message describes, and works for the client at `address` until that says stop.
 
-    An engine that cannot be built is told, and is the end.
+    An engine that cannot be built is told, and is the end. Of several processes, those after the first have no engine
+    of their own: they follow, and tell when that has ended. Returns whether there were several.
     """
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -36,6 +38,9 @@ def serve(address: str) -> None:
         start = wire.decode_command(socket.recv())
         assert isinstance(start, wire.Start)
         try:
+            if follow_config(start.config):
+                socket.send(wire.encode(wire.Followed()))
+                return True
             engine = Engine(start.config)
         except (ValueError, NotImplementedError, OSError, ImportError, MemoryError, RuntimeError) as error:
             logger.debug("the engine could not be built", exc_info=True)
@@ -43,6 +48,7 @@ def serve(address: str) -> None:
             socket.send(wire.encode(wire.Failed(" ".join(str(error).split()) or type(error).__name__, usage)))
         else:
             CommandLoop(engine, start.limits, socket).run()
+        return start.config.has_others
 
 
 class CommandLoop:
@@ -125,7 +131,14 @@ class CommandLoop:
     def _output(self, result: RequestOutput) -> wire.Output:
         assert result.metrics is not None
         serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
-        return wire.Output(serial, result.outputs, result.finished, result.metrics, result.num_cached_tokens)
+        return wire.Output(
+            serial,
+            result.outputs,
+            result.finished,
+            result.metrics,
+            result.num_cached_tokens,
+            result.prompt_logprobs,
+        )
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS

@@ -18,7 +18,7 @@ class Observer(Protocol):
     def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
         """An output as the engine sent it, before any are joined. Of DELTA requests each has what is new alone."""
 
-    def on_loss(self, request_id: str, reason: LossReason) -> None:
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
         """A request has ended without a last output: its client left it, or its engine died."""
 
     def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:

@@ -45,6 +45,12 @@ class PromptReader:
                 raise ValueError("the prompt is empty: give at least one character")
             if self.tokenizer is None:
                 raise ValueError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
+            # Before it is tokenized, which takes seconds and hundreds of megabytes for what has no chance.
+            if len(prompt) > (most := self.max_model_len * self.tokenizer.longest_token):
+                raise ValueError(
+                    f"prompt of {len(prompt)} characters is more than {most}, which is more than max_model_len "
+                    f"{self.max_model_len} tokens can be: shorten it, or raise max_model_len"
+                )
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._check(ids), salt)
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):

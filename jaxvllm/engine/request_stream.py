@@ -21,7 +21,7 @@ class RequestStream:
         request_id: str,
         kind: RequestOutputKind,
         accepted: asyncio.Future[None],
-        abort: Callable[[str], None],
+        abort: Callable[[], None],
     ):
         self.request_id = request_id
         self._accepted = accepted
@@ -55,7 +55,7 @@ class RequestStream:
     def abort(self, error: Exception) -> None:
         """Aborts the request, and ends the stream with `error`."""
         if not self._ended and self._error is None:
-            self._abort(self.request_id)
+            self._abort()
             self.fail(error)
 
     def __aiter__(self) -> Self:
@@ -82,7 +82,7 @@ class RequestStream:
         if not self._ended:
             self._ended = True
             self._arrived.set()
-            self._abort(self.request_id)  # does nothing when it has ended
+            self._abort()  # does nothing when it has ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,7 +96,8 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     for later in second.outputs:
         earlier = completions.get(later.index)
         completions[later.index] = later if earlier is None else _appended(earlier, later)
-    return replace(second, outputs=[completions[index] for index in sorted(completions)])
+    outputs = [completions[index] for index in sorted(completions)]
+    return replace(second, outputs=outputs, prompt_logprobs=first.prompt_logprobs)
 
 
 def _appended(first: CompletionOutput, second: CompletionOutput) -> CompletionOutput:

@@ -5,7 +5,7 @@ import msgspec
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.admission import QueueLimits
-from jaxvllm.engine.outputs import CompletionOutput, RequestMetrics
+from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
 
@@ -91,6 +91,10 @@ class Failed(Message, frozen=True):
     usage: bool
 
 
+class Followed(Message, frozen=True):
+    """The process was one of several and not the first: it computed for process 0 until that closed its engine."""
+
+
 class Accepted(Message, frozen=True):
     """A request is queued."""
 
@@ -113,6 +117,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class Outputs(Message, frozen=True):
@@ -140,7 +145,7 @@ class Pages(Message, frozen=True):
     pools: list[PoolView]
 
 
-type Report = Ready | Failed | Accepted | Rejected | Outputs | Broken | Pulse | Pages
+type Report = Ready | Failed | Followed | Accepted | Rejected | Outputs | Broken | Pulse | Pages
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

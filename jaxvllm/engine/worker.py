@@ -23,16 +23,18 @@ def main() -> None:
         level=logging.WARNING, format="%(levelname)s %(asctime)s engine: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
-    code = 1
+    code, has_others = 1, False
     try:
         from jaxvllm.engine.command_loop import serve
 
-        serve(sys.argv[1])
+        has_others = serve(sys.argv[1])
         code = 0
     except Exception:
         logging.getLogger("jaxvllm.engine").exception("the engine has failed")
     finally:
         logging.shutdown()
+        if has_others:  # at exit it waits until they have left: jax aborts those that process 0 leaves first
+            sys.exit(code)
         os._exit(code)  # at once: whoever waits for the end must not wait for what still compiles
 
 

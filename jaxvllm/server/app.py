@@ -26,6 +26,7 @@ def create_app(service: Service) -> FastAPI:
         description="LLM inference in JAX behind the APIs of OpenAI and Anthropic.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # it would send clients to whatever Host they named
     )
     for module in (completions, chat, responses, messages, tokenization, info, playground):
         app.include_router(module.router(service))

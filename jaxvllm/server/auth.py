@@ -11,6 +11,8 @@ from jaxvllm.server.errors import ApiError
 # Whether the server lives, and the page that asks for a key: a browser must load it before there is a key to send.
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 OPEN_FOLDER = "/playground/static/"
+# RFC 9112, 6.3: a request without these has no body.
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class Auth:
@@ -29,14 +31,19 @@ class Auth:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
-        elif not self._digests or self._is_open(scope["path"]) or self._has_key(scope["headers"]):
+        elif not self._digests or self._is_open(scope) or self._has_key(scope["headers"]):
             await self._app(scope, receive, send)
         else:
             message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             await ApiError(401, message, code="invalid_api_key").response(scope["path"])(scope, receive, send)
 
-    def _is_open(self, path: str) -> bool:
-        return path in self._open_paths or (path.startswith(OPEN_FOLDER) and ".." not in path)
+    def _is_open(self, scope: Scope) -> bool:
+        """Also: it has no body, which somebody would have to read."""
+        path = scope["path"]
+        is_listed = path in self._open_paths or (path.startswith(OPEN_FOLDER) and ".." not in path)
+        return (
+            is_listed and scope["method"] in ("GET", "HEAD") and not any(n in BODY_HEADERS for n, _ in scope["headers"])
+        )
 
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         # The digests have one length, and all of them are compared: time tells nothing about any key.

@@ -12,6 +12,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = ()  # what clients may call the model, the first in answers; (): its own name
     api_key: tuple[str, ...] = field(default=(), repr=False)  # each opens the server; $JAXVLLM_API_KEY too
     api_key_file: str | None = None  # one key a line; lines that begin with # are comments
+    allowed_host: tuple[str, ...] = ()  # names beside localhost that clients may use while there is no key, or "*"
     open_metrics: bool = False  # /metrics without a key
     max_num_queued_requests: int | None = None  # beyond those that can run at once; more get 503. None: no limit
     max_num_queued_tokens: int | None = None  # of prompts of requests that wait; more get 503. None: no limit
@@ -38,6 +39,6 @@ class ServerConfig:
             raise ValueError(f"max_body_bytes must be positive, not {self.max_body_bytes!r}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile belong together: give both, or none")
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "allowed_host"):
             if not all(getattr(self, name)):
                 raise ValueError(f"{name} has an empty one: leave it out")

@@ -41,7 +41,8 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._is_refused = len(self.connections) > self.limits.max_connections
         self._in_head = False
-        self._head_bytes = 0
+        self._in_message = False
+        self._dull_bytes = 0  # of an incomplete message, since the last ones of a body: head, chunk sizes, trailers
         self._answered: RequestResponseCycle | None = None
         # When the client must have done its next thing; None: the next thing is ours.
         self._due: float | None = None
@@ -73,12 +74,11 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             self._end_with(ApiError(503, "too many connections are open: try again later"))
             return
-        was_in_head = self._in_head
+        was_in_message = self._in_message
+        self._dull_bytes += len(data)
         super().data_received(_OFFER.sub(b"\r\nX-Offer:", data))
-        if was_in_head and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.limits.max_head_bytes:
-                self._end_with(ApiError(431, f"the head is larger than {self.limits.max_head_bytes} bytes"))
+        if was_in_message and self._in_message and self._dull_bytes > self.limits.max_head_bytes:
+            self._end_with(ApiError(431, f"the head is larger than {self.limits.max_head_bytes} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -93,13 +93,21 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = self._in_message = True
+        self._dull_bytes = 0
         if self.pipeline:
             self._due = None  # we read no further before the answers
         else:
             self._wait_for_client(self.limits.head_seconds)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which means nothing here and must not pass for a header
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # an offer that came in two pieces; what follows is nobody's request
+            self._end_with(ApiError(400, "this server speaks HTTP/1.1 only: leave out Upgrade"))
+            return
         super().on_headers_complete()
         self._in_head = False
         if self.pipeline:
@@ -107,8 +115,15 @@ class Connection(HttpToolsProtocol):
         else:
             self._wait_for_client(self.limits.message_seconds)
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._dull_bytes = 0
+
     def on_message_complete(self) -> None:
+        if self.transport.is_closing():
+            return
         super().on_message_complete()
+        self._in_message = False
         self._due = None
         if self.cycle.response_complete:  # answered before it was complete: it is idle only now
             self._wait_for_client(self.limits.keep_alive_seconds)

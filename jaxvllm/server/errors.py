@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 # OpenAI's clients raise an exception of their own for each status; the type is what they print.
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
@@ -50,6 +51,8 @@ class ApiError(Exception):
     def response(self, path: str = "") -> JSONResponse:
         """The whole response, in the shape of the API that `path` belongs to."""
         headers = {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
+        if self.status == 504:  # OpenAI's clients would send it twice more, to work as long for nothing
+            headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()

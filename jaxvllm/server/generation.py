@@ -26,6 +26,10 @@ class Job:
     priority: int = 0
 
 
+# Log-probabilities of one answer: they are there all at once, unless it streams, at 250 bytes each.
+MAX_LOGPROB_ENTRIES = 2**21
+
+
 class Generation:
     """A job under way. Whoever leaves it aborts what has not ended; TimeoutError after the server's request_timeout."""
 
@@ -40,6 +44,7 @@ class Generation:
         """Queues all prompts, or none. Errors are those of `AsyncLLM.submit`, and ValueError for too many choices."""
         if (choices := len(job.prompts) * job.params.n) > MAX_CHOICES:
             raise ValueError(f"n times the prompts is {choices}, and the most is {MAX_CHOICES}: send several requests")
+        _check_size(service, job)
         generation = cls(service)
         try:
             async with asyncio.timeout_at(generation._deadline):
@@ -99,3 +104,17 @@ class Generation:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+def _check_size(service: Service, job: Job) -> None:
+    params, length = job.params, service.reader.max_model_len
+    entries = 0
+    if params.logprobs is not None:
+        entries += len(job.prompts) * params.n * min(params.max_tokens or length, length) * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        entries += sum(len(prompt.token_ids) for prompt in job.prompts) * (params.prompt_logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise ValueError(
+            f"logprobs of up to {entries} tokens are asked for, and the most is {MAX_LOGPROB_ENTRIES}: lower logprobs, "
+            "max_tokens or n, or send several requests"
+        )

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxvllm.server.auth import BODY_HEADERS
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.strict_json import check_json
 
@@ -14,6 +15,8 @@ MAX_HEAD_BYTES = 64 * 2**10
 BODY_SECONDS = 30.0
 # Of a body that is too large, so much is read and thrown away: a client that is still sending would never see why.
 DISCARDED_BYTES = 64 * 2**20
+# Of all bodies that are here at once: 4,096 connections could bring 32 GB.
+MAX_HELD_BYTES = 2**30
 _JSON = b"application/json"
 
 
@@ -21,39 +24,59 @@ class RequestLimits:
     """ASGI middleware: reads the whole body and passes on only what is JSON, strictly, and within the limits.
 
     431 for a head that is too large, 413 for a body that is, 408 and the end of the connection for one that does not
-    arrive, 415 for anything but JSON, 400 for JSON that `check_json` refuses.
+    arrive, 415 for anything but JSON, 400 for JSON that `check_json` refuses, 503 while all bodies take too much.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, body_seconds: float = BODY_SECONDS):
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        body_seconds: float = BODY_SECONDS,
+        max_held_bytes: int = MAX_HELD_BYTES,
+    ):
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._body_seconds = body_seconds
+        self._max_held_bytes = max_held_bytes
+        self._num_held = 0  # bytes of bodies, of all requests that are here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        parts: list[bytes] = []
+        try:
+            passed_on = await self._receive(scope, receive, parts)
+            if passed_on is not None:
+                await self._app(scope, passed_on, send)
+        except _Refused as refused:
+            response = refused.error.response(scope["path"])
+            if refused.error.status == 408:
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+        finally:
+            self._num_held -= sum(map(len, parts))
+
+    async def _receive(self, scope: Scope, receive: Receive, parts: list[bytes]) -> Receive | None:
+        """What brings the request's body, of which `parts` are held meanwhile; None when the client has gone."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
             _check_head(scope)
-            # RFC 9112, 6.3: a request without these has no body.
-            if b"content-length" in headers or b"transfer-encoding" in headers:
-                self._check_announced(headers)
-                body = await self._read(receive)
-                if body is None:
-                    return  # the client has gone
-                if body:
-                    _check_body(body, headers)
-                receive = _replay(body, receive)
+            if not any(name in headers for name in BODY_HEADERS):
+                return receive
+            self._check_announced(headers)
+            if not await self._read(receive, parts):
+                return None
+            body = b"".join(parts)
+            if body:
+                _check_body(body, headers)
         except ApiError as error:
-            response = error.response(scope["path"])
-            if error.status == 408:
-                response.headers["connection"] = "close"
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            raise _Refused(error) from None
+        return _replay(body, receive)
 
     def _check_announced(self, headers: dict[bytes, bytes]) -> None:
+        if headers.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+            raise ApiError(400, "transfer-encoding must be chunked")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             raise ApiError(400, "content-length is not a number")
@@ -64,33 +87,46 @@ class RequestLimits:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes: shorten it, or split the request")
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None when the client goes before it is complete."""
-        parts: list[bytes] = []
+    async def _read(self, receive: Receive, parts: list[bytes]) -> bool:
+        """Reads the body into `parts`; False when the client goes before it is complete."""
         size = 0
         try:
             async with asyncio.timeout(self._body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
+                        return False
                     part = message.get("body", b"")
                     size += len(part)
                     is_last = not message.get("more_body", False)
                     if size > self._max_body_bytes:
+                        self._num_held -= sum(map(len, parts))
                         parts.clear()
                         if is_last or size > DISCARDED_BYTES:
                             raise self._too_large()
                     else:
                         parts.append(part)
+                        self._num_held += len(part)
+                        if self._num_held > self._max_held_bytes:
+                            raise ApiError(503, "too many large requests are here at once: try again later")
                     if is_last:
-                        return b"".join(parts)
+                        return True
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._body_seconds:g} seconds") from None
 
 
+class _Refused(Exception):
+    """By this middleware, not by what is behind it."""
+
+    def __init__(self, error: ApiError):
+        super().__init__(error)
+        self.error = error
+
+
 def _check_head(scope: Scope) -> None:
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    if scope["http_version"] == "1.1" and not any(name == b"host" for name, _ in headers):
+        raise ApiError(400, "the Host header is missing")
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     if size + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
         raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")

@@ -49,7 +49,7 @@ class StatsLogger:
     def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
         """As `Observer.on_output`: the engine's own counters have it."""
 
-    def on_loss(self, request_id: str, reason: LossReason) -> None:
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
         """As `Observer.on_loss`: likewise."""
 
     def _begin(self) -> None:

@@ -85,9 +85,9 @@ class Metrics(Collector):
         """As `Observer.on_output`."""
         self._requests.on_output(output, params)
 
-    def on_loss(self, request_id: str, reason: LossReason) -> None:
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
         """As `Observer.on_loss`."""
-        self._requests.on_loss(request_id, reason)
+        self._requests.on_loss(request_id, params, reason)
 
     def _add_step(self, step: StepReport) -> None:
         num_tokens = step.num_decode + step.num_prefill

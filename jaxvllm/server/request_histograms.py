@@ -40,6 +40,7 @@ class _Live:
 
     seen: float  # its latest output, in time.monotonic()
     num_tokens: list[int]  # of each completion so far
+    num_ended: int = 0  # completions
 
 
 class RequestHistograms:
@@ -52,7 +53,7 @@ class RequestHistograms:
         self.times = {name: Histogram(name, text, bounds) for name, text, bounds in TIMES}
         self.tokens = {name: Histogram(name, text, REQUEST_TOKENS) for name, text in TOKENS}
         self.params_n = Histogram("request_params_n", "The n of requests.", COMPLETIONS)
-        self.num_ended = Counter({"stop": 0, "length": 0, "abort": 0})  # completions, by reason
+        self.num_ended = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})  # completions, by reason
         self._live: dict[str, _Live] = {}
         self._inter_token = self.times["inter_token_latency_seconds"]  # the one that every output needs
 
@@ -82,15 +83,16 @@ class RequestHistograms:
             # A delta tells each end once; the other kinds repeat it until the whole request has ended.
             if completion.finish_reason is not None and (is_delta or output.finished):
                 self.num_ended[completion.finish_reason] += 1
+                live.num_ended += 1
                 self.tokens["request_generation_tokens"].observe(live.num_tokens[completion.index])
         if output.finished:
             del self._live[output.request_id]
             self._finish(output, output.metrics, params, max(live.num_tokens))
 
-    def on_loss(self, request_id: str, reason: LossReason) -> None:
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
         """As `Observer.on_loss`."""
-        self._live.pop(request_id, None)
-        self.num_ended[reason] += 1
+        live = self._live.pop(request_id, None)
+        self.num_ended[reason] += params.n - (live.num_ended if live else 0)
 
     def _finish(self, output: RequestOutput, times: RequestMetrics, params: SamplingParams, longest: int) -> None:
         self._took("e2e_request_latency_seconds", times.arrival_time, times.finished_time)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.admission import QueueLimits
-from jaxvllm.engine.async_llm import AsyncLLM
+from jaxvllm.engine.async_llm import AsyncLLM, FollowedError
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.keys import read_keys
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
@@ -36,6 +36,8 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
     SIGTERM and SIGHUP: 0 when every request could finish, otherwise 1; SIGINT: 130. ValueError when an option is
     wrong, OSError when the address cannot be listened on, RuntimeError when the engine cannot be built.
+    Where the environment says that this process is not the first of several, it computes for that one, never gets
+    ready, and returns 0 when that one has ended.
     """
     start = time.monotonic()
     keys = read_keys(config)
@@ -51,7 +53,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
         try:
             llm.launch()
             await asyncio.sleep(0)  # the engine's process starts, and imports JAX while this one imports FastAPI
-            service, server = _http(llm, config, keys)
+            service, server = _http(llm, config, keys, not is_open_to_strangers(listener))
             async with server.running(listener) as serving:
                 try:
                     await until_first(llm.ready(), stop.asked())
@@ -59,6 +61,8 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
                         logger.info("ready after %.1f s: %s", time.monotonic() - start, url)
                         await until_first(stop.asked(), asyncio.shield(serving), llm.ended())
                     is_clean = await drain(service, stop)
+                except FollowedError:
+                    return 0
                 finally:
                     await llm.close()  # requests that are left end with an error, which is still sent
                     if stop.is_urgent:
@@ -70,15 +74,22 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
     return 0 if is_clean else 1
 
 
-def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str]) -> "ASGIApp":
-    """`app` behind its guards: whoever has no key cannot make the server read a body."""
+def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local: bool = False) -> "ASGIApp":
+    """`app` behind its guards: whoever has no key cannot make the server read a body.
+
+    Without keys, a server that `is_local` (no other machine reaches it) answers only to its own names.
+    """
     from jaxvllm.server.auth import Auth
+    from jaxvllm.server.host_guard import HostGuard
     from jaxvllm.server.limits import RequestLimits
 
-    return Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
+    app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
+    if keys or not is_local or "*" in config.allowed_host:
+        return app
+    return HostGuard(app, (config.host, *config.allowed_host))
 
 
-def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str]) -> "tuple[Service, HttpServer]":
+def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bool) -> "tuple[Service, HttpServer]":
     # Imported here: it takes 0.8 s, while the engine starts.
     from jaxvllm.server.app import create_app
     from jaxvllm.server.counting import Counting
@@ -88,5 +99,5 @@ def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str]) -> "tuple[Se
 
     llm.observe(StatsLogger(config.log_stats_interval))
     service = Service(llm, config)
-    app = guarded(create_app(service), config, keys)
+    app = guarded(create_app(service), config, keys, is_local)
     return service, HttpServer(Counting(app, service.metrics), config)

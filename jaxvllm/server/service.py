@@ -8,12 +8,15 @@ from typing import Any
 
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.async_llm import AsyncLLM, EngineUnavailableError
-from jaxvllm.engine.prompts import PromptReader
+from jaxvllm.engine.prompts import Prompt, PromptReader
 from jaxvllm.engine.tokenizer import Tokenizer
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.metrics import Metrics
 from jaxvllm.server.protocol.fields import now
+
+# Of a text whose tokens are only counted: a second's work, and 200 MB.
+MAX_TEXT = 2**20
 
 
 class Service:
@@ -82,6 +85,24 @@ class Service:
             continue_final_message=continue_final_message,
             **(variables or {}),
         )
+
+    def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text that need not fit the model. ApiError for one that would keep the server busy."""
+        if len(text) > MAX_TEXT:
+            raise ApiError(400, f"a text of {len(text)} characters is longer than {MAX_TEXT}: send it in parts")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def check_room(self, prompt: Prompt, max_tokens: int | None, field: str) -> None:
+        """ApiError when `max_tokens` new ones are more than the model has room for behind `prompt`."""
+        length, count = self.reader.max_model_len, len(prompt.token_ids)
+        if max_tokens is not None and max_tokens > length - count:
+            raise ApiError(
+                400,
+                f"{field} is too large: {max_tokens}. This model's maximum context length is {length} tokens and the "
+                f"prompt has {count}: lower {field} to {length - count}, or leave it out",
+                param=field,
+                code="context_length_exceeded",
+            )
 
     # ---- its life ----
 

@@ -201,6 +201,56 @@ def test_too_many_that_wait(llm: AsyncLLM, portal: BlockingPortal) -> None:
     portal.call(run)
 
 
+def test_too_many_for_an_engine_that_does_not_answer(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        assert llm.pid is not None
+        os.kill(llm.pid, signal.SIGSTOP)
+        try:
+            streams = [llm.enqueue(PROMPTS[0], GREEDY) for _ in range(12)]  # 4 that run, and 8 that wait
+            with pytest.raises(OverloadedError, match="12 requests wait for the engine's answer"):
+                llm.enqueue(PROMPTS[0], GREEDY)
+        finally:
+            os.kill(llm.pid, signal.SIGCONT)
+        for stream in streams:
+            await stream.accepted()
+            await stream.aclose()
+        assert len(await texts(llm, PROMPTS, GREEDY)) == len(PROMPTS)
+
+    portal.call(run)
+
+
+def test_more_completions_than_could_ever_wait(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    with pytest.raises(ValueError, match="n is 13, and 12 requests are the most that may run and wait"):
+        portal.call(llm.submit, PROMPTS[0], replace(GREEDY, n=13))
+
+
+def test_who_reads_late_ends_no_other_request_of_that_id(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        first = await llm.submit(PROMPTS[0], replace(GREEDY, output_kind=Kind.FINAL_ONLY), "same")
+        await until(lambda: llm.num_requests == 0)  # it has ended, and nobody has read it
+        second = await llm.submit(PROMPTS[0], LONG, "same")
+        await first.aclose()
+        first.abort(TimeoutError())
+        assert llm.num_requests == 1
+        async with asyncio.timeout(10):
+            await anext(second)
+        await second.aclose()
+
+    portal.call(run)
+
+
+def test_prompts_are_scored(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run(kind: RequestOutputKind) -> list[RequestOutput]:
+        params = replace(GREEDY, prompt_logprobs=1, output_kind=kind)
+        return [output async for output in llm.generate(PROMPTS[0], params)]
+
+    [final] = portal.call(run, Kind.FINAL_ONLY)
+    assert final.prompt_logprobs is not None and final.prompt_logprobs[0] is None
+    assert [next(iter(told)) for told in final.prompt_logprobs if told] == final.prompt_token_ids[1:]
+    deltas = portal.call(run, Kind.DELTA)
+    assert [output.prompt_logprobs for output in deltas] == [final.prompt_logprobs] + [None] * (len(deltas) - 1)
+
+
 def test_a_prefix_is_found_and_forgotten(llm: AsyncLLM, portal: BlockingPortal) -> None:
     async def cached(salt: str | None) -> int:
         prompt = {"prompt": "A long story about a fox. " * 12, "cache_salt": salt}

@@ -27,7 +27,7 @@ async function errorOf(work) {
 const aborted = async () => {
   const controller = new AbortController();
   const stream = await client.chat.completions.create(
-    { ...asked, max_tokens: 500, stream: true, ignore_eos: true },
+    { ...asked, max_tokens: 400, stream: true, ignore_eos: true },
     { signal: controller.signal },
   );
   let count = 0;

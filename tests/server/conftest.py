@@ -39,7 +39,7 @@ class Losses:
     def __init__(self) -> None:
         self.request_ids: list[str] = []
 
-    def on_loss(self, request_id: str, reason: str) -> None:
+    def on_loss(self, request_id: str, params: object, reason: str) -> None:
         self.request_ids.append(request_id)
 
     def on_pulse(self, *told: object) -> None: ...

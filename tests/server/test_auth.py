@@ -77,6 +77,16 @@ def test_open_paths(path):
     assert ask(path).status_code == 200
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "OPTIONS"])
+def test_open_paths_are_to_be_read_only(method):
+    assert ask("/health", method=method).status_code == 401
+
+
+@pytest.mark.parametrize("headers", [{"content-length": "5"}, {"transfer-encoding": "chunked"}])
+def test_nobody_reads_a_body_of_a_stranger(headers):
+    assert ask("/health", headers=headers).status_code == 401
+
+
 @pytest.mark.parametrize(
     "path",
     [

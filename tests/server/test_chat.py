@@ -117,6 +117,22 @@ def _content(chunk: Any) -> Any:
     return chunk["choices"][0]["logprobs"]["content"]
 
 
+def test_prompt_logprobs(server):
+    answer = chat(server, **GREEDY, prompt_logprobs=1, return_token_ids=True)
+    first, *scores = answer["prompt_logprobs"]
+    assert first is None
+    assert [next(iter(told)) for told in scores] == [str(token) for token in answer["prompt_token_ids"][1:]]
+    assert "prompt_logprobs" not in chat(server, **GREEDY)
+    assert server.error(PATH, **GREEDY, prompt_logprobs=1, stream=True)[1]["param"] == "prompt_logprobs"
+
+
+def test_more_tokens_than_there_is_room_for(server):
+    for field in ("max_tokens", "max_completion_tokens"):
+        status, error = server.error(PATH, messages=MESSAGES, **{field: 512})
+        assert (status, error["param"], error["code"]) == (400, field, "context_length_exceeded")
+        assert "maximum context length is 512 tokens" in error["message"]
+
+
 def test_token_ids(server):
     answer = chat(server, **GREEDY, return_token_ids=True)
     prompt = server.answer("/tokenize", messages=MESSAGES)["tokens"]

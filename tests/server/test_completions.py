@@ -25,6 +25,13 @@ def complete(server: Server, **body: Any) -> Any:
     return answer
 
 
+def scored(server: Server, **body: Any) -> Any:
+    """The same where a prompt is scored: OpenAI's model knows no token without a probability, its API has one."""
+    answer = server.answer(PATH, **body)
+    CompletionResponse.model_validate(answer)
+    return answer
+
+
 def stream(server: Server, **body: Any) -> list[Any]:
     """The chunks of a stream that ended well."""
     events = server.events(PATH, **body)
@@ -164,6 +171,64 @@ def test_echo(server):
     assert complete(server, **GREEDY | {"prompt": tokens}, echo=True)["choices"][0]["text"] == PROMPT + text
 
 
+def test_echo_with_logprobs_tells_those_of_the_prompt(server):
+    tokens = server.answer("/tokenize", prompt=PROMPT)["tokens"]
+    [alone] = scored(server, **GREEDY, logprobs=2)["choices"]
+    body = GREEDY | dict(echo=True, logprobs=2, n=2, return_token_ids=True)
+    answer = scored(server, **body)
+    choices = {choice["index"]: choice for choice in answer["choices"]}
+    assert choices[0]["logprobs"] == choices[1]["logprobs"]
+    logprobs = choices[0]["logprobs"]
+    count = len(tokens)
+    assert "".join(logprobs["tokens"][1:]) == PROMPT + alone["text"]  # behind the one that begins all texts
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][count:] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-4)
+    for token, own, best in list(
+        zip(*(logprobs[f] for f in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+    )[1:]:
+        assert best[token] == own <= max(best.values()) and 2 <= len(best) <= 3
+    lengths = [len(token) for token in logprobs["tokens"]]
+    assert logprobs["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+    assert answer["usage"]["prompt_tokens"] == count and answer["usage"]["completion_tokens"] == 24
+    chunks = [chunk["choices"][0] for chunk in stream(server, **body)]
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert sum((chunk["logprobs"]["tokens"] for chunk in own), []) == logprobs["tokens"]
+        assert sum((chunk["logprobs"]["text_offset"] for chunk in own), []) == logprobs["text_offset"]
+        assert [chunk.get("prompt_token_ids") for chunk in own] == [tokens] + [None] * (len(own) - 1)
+
+
+def test_a_prompt_is_scored_and_nothing_generated(server):
+    """What evaluations ask: the log-likelihood of a text."""
+    prompts = [PROMPT, "The sun"]
+    told = scored(server, prompt=prompts, max_tokens=0, echo=True, logprobs=1, temperature=0)
+    more = scored(server, prompt=prompts, max_tokens=3, echo=True, logprobs=1, temperature=0)
+    for prompt, choice, longer in zip(prompts, told["choices"], more["choices"], strict=True):
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (prompt, "length", None)
+        values = choice["logprobs"]["token_logprobs"]
+        assert values[0] is None
+        assert values[1:] == pytest.approx(longer["logprobs"]["token_logprobs"][1 : len(values)], abs=1e-4)
+    assert told["usage"]["completion_tokens"] == 0
+    chunks = stream(server, prompt=prompts, max_tokens=0, echo=True)
+    assert joined(chunks) == dict(enumerate(prompts))
+    assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {"length"}
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_prompt_logprobs(server, count):
+    tokens = server.answer("/tokenize", prompt=PROMPT)["tokens"]
+    for _ in range(2):  # what is cached is scored all the same
+        [choice] = scored(server, **GREEDY, prompt_logprobs=count)["choices"]
+        first, *scores = choice["prompt_logprobs"]
+        assert first is None
+        for token, told in zip(tokens[1:], scores, strict=True):
+            assert next(iter(told)) == str(token) and len(told) in (max(count, 1), count + 1)
+            assert set(told[str(token)]) == {"logprob", "rank", "decoded_token"}
+            assert {entry["rank"] for entry in told.values()} >= set(range(1, count + 1))
+    echoed = scored(server, **GREEDY, prompt_logprobs=count, echo=True, logprobs=1)["choices"][0]
+    assert [len(told) for told in echoed["prompt_logprobs"][1:]] == [len(told) for told in scores]
+
+
 def test_a_stop_string(server):
     text = complete(server, **GREEDY)["choices"][0]["text"]
     stop = text[6:9]
@@ -245,9 +310,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(logprobs=-1), "logprobs"),
     (dict(logprobs=21), "logprobs"),
     (dict(logprobs=True), "logprobs"),
-    (dict(echo=True, logprobs=1), "echo"),
     (dict(stream="yes"), "stream"),
-    (dict(stream_options={}), "stream_options"),
+    (dict(stream_options={"include_usage": True}), "stream_options"),
+    (dict(max_tokens=5000), "max_tokens"),
+    (dict(max_tokens=0), "max_tokens"),
+    (dict(priority=10**30), "priority"),
+    (dict(logprobs=20, n=300, max_tokens=400), "logprobs"),
     (dict(stream=True, stream_options={"unknown": 1}), "stream_options.unknown"),
     (dict(stream=True, stream_options=5), "stream_options"),
     (dict(cache_salt=""), "cache_salt"),
@@ -268,7 +336,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(length_penalty=2.0), "length_penalty"),
     (dict(logit_bias={"5": 1.0}), "logit_bias"),
     (dict(use_beam_search=True), "use_beam_search"),
-    (dict(prompt_logprobs=1), "prompt_logprobs"),
+    (dict(prompt_logprobs=21), "prompt_logprobs"),
+    (dict(prompt_logprobs=-1), "prompt_logprobs"),
+    (dict(prompt_logprobs=1, stream=True), "prompt_logprobs"),
     (dict(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
     (dict(allowed_token_ids=[1]), "allowed_token_ids"),
     (dict(bad_words=["a"]), "bad_words"),
@@ -296,6 +366,7 @@ def test_a_bad_field_is_named(server, body, param):
         dict(suffix="", best_of=1, frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1, logit_bias={}),
         dict(use_beam_search=False, bad_words=[], response_format={"type": "text"}, service_tier="auto"),
         dict(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y", priority=0),
+        dict(stream_options={}, structured_outputs=None, kv_transfer_params=None, vllm_xargs={}),
         dict(stop=None, seed=-1, top_k=-1, n=None, stream=False, logprobs=None, echo=None),
     ],
 )

@@ -37,6 +37,9 @@ class App:
         elif scope["path"] == "/slow":
             await asyncio.sleep(2)
             await PlainTextResponse("slow")(scope, receive, send)
+        elif scope["path"] == "/headers":
+            await Request(scope, receive).body()
+            await PlainTextResponse(",".join(name.decode() for name, _ in scope["headers"]))(scope, receive, send)
         elif scope["path"] == "/body":
             with suppress(ClientDisconnect):
                 await PlainTextResponse(await Request(scope, receive).body())(scope, receive, send)
@@ -141,6 +144,40 @@ async def endless_head(client):
     assert_is(await client.drip(b"x: " + b"y" * 200 + b"\r\n", 0.02), 431)
 
 
+async def endless_trailers(client):
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n")
+    assert await client.drip(b"x: " + b"y" * 200 + b"\r\n", 0.02) == ""
+
+
+async def one_endless_trailer(client):
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nx: ")
+    assert await client.drip(b"y" * 200, 0.02) == ""
+
+
+async def a_trailer_is_no_header(client):
+    client.writer.write(b"POST /headers HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n")
+    client.writer.write(b"authorization: x\r\n\r\n")
+    assert "host,transfer-encoding" in await client.answer()
+
+
+async def chunks_of_one_byte(client):
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(20):
+        client.writer.write(b"1\r\nx\r\n" * 20)
+        await asyncio.sleep(0.005)
+    client.writer.write(b"0\r\n\r\n")
+    assert "x" * 400 in await client.answer()
+
+
+async def an_upgrade_in_two_pieces(client):
+    client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nUpg")
+    await asyncio.sleep(0.05)
+    client.writer.write(b"rade: h2c\r\ncontent-length: 55\r\n\r\n" + GET)
+    answer = await client.answers()
+    assert_is(answer, 400)
+    assert "quick" not in answer
+
+
 async def not_http(client):
     client.writer.write(b"\x16\x03\x01 hello\r\n\r\n")
     assert_is(await client.answers(), 400)
@@ -200,6 +237,11 @@ BAD_MANNERS = (
     slow_body_that_nobody_reads,
     late_body_that_nobody_reads,
     endless_head,
+    endless_trailers,
+    one_endless_trailer,
+    a_trailer_is_no_header,
+    chunks_of_one_byte,
+    an_upgrade_in_two_pieces,
     not_http,
     pipelined,
     pipelined_behind_a_slow_answer,

@@ -29,14 +29,14 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "st
 class Server:
     """`python -m jaxvllm.serve`, and what it wrote."""
 
-    def __init__(self, directory, *flags):
+    def __init__(self, directory, *flags, **environment):
         self._log = directory / f"log-{time.monotonic_ns()}"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxvllm.serve", "--port", "0", *SHAPES, *flags],
                 stderr=log,
                 stdout=log,
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
                 start_new_session=True,
             )
 
@@ -260,3 +260,28 @@ def test_until_first_raises_what_ended_it():
 
     with pytest.raises(ValueError, match="no"):
         asyncio.run(until_first(asyncio.sleep(60), fail()))
+
+
+@pytest.mark.slow  # two processes join, compile and part: 15 s
+def test_the_same_command_on_every_host(tmp_path):
+    """The environment says who is first. That one serves; the other listens, is never ready, and ends with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2"}
+    environment["JAX_NUM_CPU_DEVICES"] = "1"
+    first, second = (
+        Server(tmp_path, "--multihost", "--mesh=1x2", **environment, JAX_PROCESS_ID=index) for index in "01"
+    )
+    try:
+        first.ready()
+        short = LONG | {"max_tokens": 8, "stream": False}
+        assert len(httpx.post(f"{first.url}/v1/completions", json=short).json()["choices"][0]["text"]) > 8
+        assert httpx.get(f"{second.url}/ready").status_code == 503
+        assert httpx.post(f"{second.url}/v1/completions", json=short).status_code == 503
+        first.process.send_signal(signal.SIGTERM)
+        assert (first.end(), second.end()) == (0, 0)
+    finally:
+        for server in (first, second):
+            server.process.kill()
+            server.process.wait()

@@ -71,11 +71,55 @@ def test_a_large_body_is_refused_before_it_comes():
             sent.append(message)
 
         headers = [(b"content-length", b"9" * 5000)]
-        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": headers}
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/", "query_string": b""}
+        scope["headers"] = [(b"host", b"server"), *headers]
         await RequestLimits(echo, MOST)(scope, never, send)
         return sent[0]["status"]
 
     assert asyncio.run(run()) == 413
+
+
+def test_all_bodies_together_have_a_limit():
+    """Two of three fit; what was held is free again once they are answered, or refused."""
+    limits = RequestLimits(echo, MOST, max_held_bytes=700)
+    body = json.dumps("x" * 298).encode()
+    arrived, last = asyncio.Event(), asyncio.Event()
+
+    async def slow():
+        yield body[:200]
+        arrived.set()
+        await last.wait()
+        yield body[200:]
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(limits), base_url="http://server") as client:
+            posts = [asyncio.create_task(client.post("/", content=slow(), headers=JSON)) for _ in range(2)]
+            await arrived.wait()
+            await asyncio.sleep(0.01)
+            refused = await client.post("/", content=json.dumps("x" * 500).encode(), headers=JSON)
+            last.set()
+            taken = [(await post).status_code for post in posts]
+            again = await client.post("/", content=json.dumps("x" * 500).encode(), headers=JSON)
+            return refused.status_code, taken, again.status_code
+
+    assert asyncio.run(run()) == (503, [200, 200], 200)
+
+
+@pytest.mark.parametrize(
+    "headers", [[(b"host", b"x"), (b"transfer-encoding", b"gzip, chunked")], [(b"content-length", b"2")]]
+)
+def test_a_head_that_is_not_http(headers):
+    async def run():
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/", "query_string": b""}
+        await RequestLimits(echo, MOST)(scope | {"headers": headers}, None, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(run()) == 400
 
 
 def test_a_body_that_does_not_come():

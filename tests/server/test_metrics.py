@@ -146,6 +146,7 @@ def test_vllm_names_kinds_and_labels(metrics: Metrics) -> None:
         "stop",
         "length",
         "abort",
+        "error",
     }
 
 
@@ -287,13 +288,22 @@ def test_one_token_has_no_time_after_the_first(metrics: Metrics) -> None:
     assert value(metrics, "request_params_max_tokens_count") == 0
 
 
+def test_each_completion_of_a_lost_request_counts_once() -> None:
+    requests = RequestHistograms()
+    three = replace(DELTA, n=3)
+    requests.on_output(output(part(1, "stop"), finished=False, name="r"), three)
+    requests.on_loss("r", three, "abort")
+    requests.on_loss("never seen", three, "error")
+    assert requests.num_ended == {"stop": 1, "length": 0, "abort": 2, "error": 3}
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["part", "end", "loss"])), max_size=40))
 def test_no_request_is_kept(events: list[tuple[int, str]]) -> None:
     requests = RequestHistograms()
     live: set[int] = set()
     for index, event in events:
         if event == "loss":
-            requests.on_loss(str(index), "abort")
+            requests.on_loss(str(index), DELTA, "abort")
         else:
             is_end = event == "end"
             news = output(part(1, "stop" if is_end else None), finished=is_end, name=str(index))
@@ -301,7 +311,7 @@ def test_no_request_is_kept(events: list[tuple[int, str]]) -> None:
         live = live | {index} if event == "part" else live - {index}
         assert requests.num_live == len(live)
     ends = [event for _, event in events]
-    assert requests.num_ended == {"stop": ends.count("end"), "length": 0, "abort": ends.count("loss")}
+    assert requests.num_ended == {"stop": ends.count("end"), "length": 0, "abort": ends.count("loss"), "error": 0}
 
 
 # ---- the engine ----

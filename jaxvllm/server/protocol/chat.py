@@ -8,6 +8,8 @@ from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     FinishReason,
     Limit,
+    Messages,
+    PromptLogprobs,
     Reply,
     RequestFields,
     SamplingFields,
@@ -15,18 +17,19 @@ from jaxvllm.server.protocol.fields import (
     Usage,
     neutral,
 )
-from jaxvllm.server.protocol.logprobs import ChatLogprobs, chat_logprobs
+from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
 
 
 class ChatRequest(SamplingFields, RequestFields):
     """A conversation to go on with."""
 
     # Checked by jaxvllm.engine.messages: templates read more of them than any list of fields could name.
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])]
+    messages: Messages
     max_completion_tokens: Limit | None = None  # None: up to the model's length
     max_tokens: int | None = None  # its older name
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # not in a stream
     echo: bool | None = None  # the last message's text goes first, when the assistant's is continued
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
@@ -40,6 +43,7 @@ class ChatRequest(SamplingFields, RequestFields):
     modalities: neutral(list[str], ["text"]) = None  # type: ignore[valid-type]
     audio: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
     prediction: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
+    include_reasoning: neutral(bool, True) = None  # type: ignore[valid-type]
     reasoning_effort: neutral(str) = None  # type: ignore[valid-type]
     verbosity: neutral(str, "medium") = None  # type: ignore[valid-type]
     web_search_options: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
@@ -52,7 +56,7 @@ class ChatRequest(SamplingFields, RequestFields):
     @property
     def num_logprobs(self) -> int | None:
         """Best tokens to report beside the chosen one. ValueError when it contradicts itself."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -91,6 +95,7 @@ class ChatResponse(Reply):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class ChatDelta(Reply):

@@ -2,26 +2,50 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
-from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
-from jaxvllm.server.protocol.fields import FinishReason, Reply, RequestFields, SamplingFields, Usage, neutral
-from jaxvllm.server.protocol.logprobs import CompletionLogprobs, completion_logprobs
+from jaxvllm.server.protocol.fields import (
+    FinishReason,
+    PromptLogprobs,
+    Reply,
+    RequestFields,
+    SamplingFields,
+    Strings,
+    Tokens,
+    Usage,
+    neutral,
+)
+from jaxvllm.server.protocol.logprobs import CompletionLogprobs, PromptLogprobList
 
 MAX_PROMPTS = 1024  # in one request
+# OpenAI's own default.
+MAX_TOKENS = 16
 type OnePrompt = str | list[int]
+type Prompts = Annotated[list[Tokens], FailFast()]
 
 
 class CompletionRequest(SamplingFields, RequestFields):
     """A text to go on with, or several; token ids do as well."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Strings | Tokens | Prompts
     max_tokens: int | None = None  # None: 16, as OpenAI's
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # not in a stream
+    echo: bool | None = None  # the prompt goes first; with max_tokens 0 it is all
 
     suffix: neutral(str, "") = None  # type: ignore[valid-type]
     best_of: neutral(int, 1) = None  # type: ignore[valid-type]
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the engine generates at most: one at least, which nobody sees when none is asked for."""
+        return MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1) if self.echo else self.max_tokens
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Best tokens to report beside the prompt's."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
     def prompts(self) -> list[OnePrompt]:
         """The prompts, one by one."""
@@ -43,7 +67,8 @@ class CompletionChoice(Reply):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None  # of a stream, in a choice's first chunk
+    prompt_logprobs: PromptLogprobList | None = None
     token_ids: list[int] | None = None
 
 
@@ -56,19 +81,3 @@ class CompletionResponse(Reply):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-
-
-def choice(
-    request: CompletionRequest, index: int, output: RequestOutput, completion: CompletionOutput, offset: int
-) -> dict[str, Any]:
-    """`CompletionChoice` of what is new, whose text begins `offset` characters into its choice."""
-    made = {
-        "index": index,
-        "text": completion.text,
-        "logprobs": completion_logprobs(completion, request.logprobs or 0, request.return_tokens_as_token_ids, offset),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    if request.return_token_ids:
-        made |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
-    return made

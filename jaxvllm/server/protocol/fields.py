@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from jaxvllm.core.sampling_params import MAX_INT32, RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
@@ -45,6 +45,9 @@ def neutral(kind: Any, *values: Any) -> Any:
     return Annotated[kind | None, AfterValidator(_neutral(*values)), Field(description=told, examples=[None])]
 
 
+# Of a conversation: a template of 50,000 keeps all other requests waiting for half a second.
+MAX_MESSAGES = 10_000
+
 # What the engine gives a template itself, under these names.
 _RESERVED = ("self", "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
 
@@ -56,11 +59,28 @@ def _template_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
+# Lists of clients. They may have millions of items, and each that is wrong would be an error with a place of its own:
+# 1.5 MB of them took 9.5 s and 1.8 GB.
+type Strings = Annotated[list[str], FailFast()]
+type Tokens = Annotated[list[int], FailFast()]
+type Messages = Annotated[
+    list[dict[str, Any]],
+    FailFast(),
+    Field(min_length=1, max_length=MAX_MESSAGES, examples=[[{"role": "user", "content": "Hello"}]]),
+]
+
 type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 
 
+# Best tokens to report beside each token of the prompt.
+type PromptLogprobs = Annotated[int, Field(ge=0, le=20)]
+
 # Tokens to generate at most, by another name than the engine's: so that an error tells the one that was given.
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
+
+
+# JSON has integers of any length, the messages to the engine have not.
+type Priority = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
 
 
 class StreamOptions(Strict):
@@ -68,6 +88,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False  # a last chunk without choices
     continuous_usage_stats: bool = False  # in every chunk
+    include_obfuscation: neutral(bool, False) = None  # type: ignore[valid-type]
 
 
 class SamplingFields(Strict):
@@ -79,21 +100,21 @@ class SamplingFields(Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
+    structured_outputs: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
     frequency_penalty: neutral(float, 0) = None  # type: ignore[valid-type]
     presence_penalty: neutral(float, 0) = None  # type: ignore[valid-type]
     repetition_penalty: neutral(float, 1) = None  # type: ignore[valid-type]
     length_penalty: neutral(float, 1) = None  # type: ignore[valid-type]
     logit_bias: neutral(dict[str, float], {}) = None  # type: ignore[valid-type]
     use_beam_search: neutral(bool, False) = None  # type: ignore[valid-type]
-    prompt_logprobs: neutral(int) = None  # type: ignore[valid-type]
     truncate_prompt_tokens: neutral(int) = None  # type: ignore[valid-type]
     allowed_token_ids: neutral(list[int]) = None  # type: ignore[valid-type]
     bad_words: neutral(list[str], []) = None  # type: ignore[valid-type]
@@ -132,7 +153,7 @@ class RequestFields(Strict):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    priority: int = 0  # lower goes first, with scheduling_policy="priority"
+    priority: Priority = 0  # lower goes first, with scheduling_policy="priority"
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared under one salt
     return_token_ids: bool = False
@@ -140,6 +161,13 @@ class RequestFields(Strict):
     add_special_tokens: bool | None = None
     response_format: neutral(dict[str, Any], {"type": "text"}) = None  # type: ignore[valid-type]
     service_tier: neutral(str, "auto", "default") = None  # type: ignore[valid-type]
+    kv_transfer_params: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
+    vllm_xargs: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+
+    @property
+    def stray_stream_options(self) -> bool:
+        """Whether something is asked of a stream, and there is to be none."""
+        return not self.stream and bool(self.stream_options and self.stream_options.model_dump(exclude_defaults=True))
 
 
 class PromptTokensDetails(Reply):
@@ -177,11 +205,23 @@ def usage_of(outputs: list[RequestOutput]) -> dict[str, Any]:
 
 
 def params_of(
-    defaults: SamplingParams, chosen: dict[str, Any], *, max_tokens: int | None, logprobs: int | None, stream: bool
+    defaults: SamplingParams,
+    chosen: dict[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    stream: bool,
 ) -> SamplingParams:
     """The parameters of a request. ValueErrors name the field."""
-    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-    return replace(defaults, **chosen, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+    return replace(
+        defaults,
+        **chosen,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def new_id(prefix: str) -> str:

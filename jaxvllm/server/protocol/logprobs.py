@@ -1,6 +1,7 @@
 """Log-probabilities in OpenAI's two dialects."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from jaxvllm.engine.outputs import CompletionOutput, Logprob
@@ -10,6 +11,8 @@ from jaxvllm.server.protocol.fields import Reply
 LOWEST = -9999.0
 
 type Ranked = dict[int, Logprob]
+# A token, its text and its log-probabilities, which the first of a prompt has not.
+type Told = tuple[int, str, Ranked | None]
 
 
 class TopLogprob(Reply):
@@ -33,12 +36,24 @@ class ChatLogprobs(Reply):
 
 
 class CompletionLogprobs(Reply):
-    """The dialect of completions: lists side by side."""
+    """The dialect of completions: lists side by side. The first token of an echoed prompt has no probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Reply):
+    """One of a prompt's tokens, or one that could have been there, in vLLM's dialect."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# One for each token of the prompt, by token id; of the first nobody knows.
+type PromptLogprobList = list[dict[str, PromptLogprob] | None]
 
 
 def chat_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> dict[str, Any] | None:
@@ -52,28 +67,38 @@ def chat_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> dic
     return {"content": content}
 
 
-def completion_logprobs(completion: CompletionOutput, count: int, as_ids: bool, offset: int) -> dict[str, Any] | None:
-    """`CompletionLogprobs`, for text that begins at `offset`; None when they were not asked for."""
-    if completion.logprobs is None:
-        return None
-    tokens, offsets = [], []
-    for token_id, ranked in zip(completion.token_ids, completion.logprobs, strict=True):
-        tokens.append(_spelled(token_id, ranked, as_ids))
-        offsets.append(offset)
-        offset += len(ranked[token_id].decoded_token or "")
-    pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
+def completion_logprobs(tokens: Sequence[Told], count: int, as_ids: bool, offset: int) -> dict[str, Any]:
+    """`CompletionLogprobs` with the `count` best of each token, for text that begins at `offset`."""
     return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(ranked[token_id]) for token_id, ranked in pairs],
-        "top_logprobs": [
-            {
-                _spelled(one, ranked, as_ids): _finite(ranked[one])
-                for one in dict.fromkeys((token_id, *_best(ranked, count)))
-            }
-            for token_id, ranked in pairs
-        ],
-        "text_offset": offsets,
+        "tokens": [f"token_id:{one}" if as_ids else text for one, text, _ in tokens],
+        "token_logprobs": [None if ranked is None else _finite(ranked[one]) for one, _, ranked in tokens],
+        "top_logprobs": [None if ranked is None else _top(one, ranked, count, as_ids) for one, _, ranked in tokens],
+        "text_offset": list(accumulate((len(text) for _, text, _ in tokens), initial=offset))[:-1],
     }
+
+
+def prompt_logprobs(scores: Sequence[Ranked | None] | None, count: int) -> list[dict[str, Any] | None]:
+    """`PromptLogprobList` with the `count` best of each token."""
+    assert scores is not None, "they were asked for"
+    return [None if ranked is None else _prompt_entry(ranked, count) for ranked in scores]
+
+
+def _prompt_entry(ranked: Ranked, count: int) -> dict[str, Any]:
+    shown = dict.fromkeys((next(iter(ranked)), *_best(ranked, count)))  # the prompt's own token is the first
+    return {
+        str(one): {
+            "logprob": _finite(ranked[one]),
+            "rank": ranked[one].rank,
+            "decoded_token": ranked[one].decoded_token,
+        }
+        for one in shown
+    }
+
+
+def _top(token_id: int, ranked: Ranked, count: int, as_ids: bool) -> dict[str, float]:
+    """The token that came, and the `count` best."""
+    shown = dict.fromkeys((token_id, *_best(ranked, count)))
+    return {_spelled(one, ranked, as_ids): _finite(ranked[one]) for one in shown}
 
 
 def _best(ranked: Ranked, count: int) -> Sequence[int]:

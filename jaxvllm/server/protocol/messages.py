@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from jaxvllm.engine.outputs import CompletionOutput
-from jaxvllm.server.protocol.fields import Limit, Reply, Strict, neutral
+from jaxvllm.server.protocol.fields import MAX_MESSAGES, Limit, Priority, Reply, Strict, Strings, neutral
 
 
 class CacheControl(Strict):
@@ -29,7 +29,7 @@ def _as_blocks(content: Any) -> Any:
 
 
 type Blocks = Annotated[
-    list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
+    list[TextBlock], FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
 ]  # a text, or several in a row: newlines join them
 
 
@@ -64,7 +64,11 @@ class ConversationFields(Strict):
 
     model: str | None = None  # None: the one that is served
     # The answer goes on with the last message when the assistant said it.
-    messages: Annotated[list[InputMessage], Field(min_length=1, examples=[[{"role": "user", "content": "Hello"}]])]
+    messages: Annotated[
+        list[InputMessage],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, examples=[[{"role": "user", "content": "Hello"}]]),
+    ]
     system: Blocks | None = None
     thinking: Thinking | None = None
     tool_choice: ToolChoice | None = None
@@ -96,7 +100,7 @@ class MessagesRequest(ConversationFields):
     """A conversation to go on with."""
 
     max_tokens: Limit
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -107,7 +111,7 @@ class MessagesRequest(ConversationFields):
     context_management: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
     mcp_servers: neutral(list[Any], []) = None  # type: ignore[valid-type]
     # Not Anthropic's: as on the other endpoints.
-    priority: int = 0  # lower goes first, with scheduling_policy="priority"
+    priority: Priority = 0  # lower goes first, with scheduling_policy="priority"
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared under one salt
 
     def chosen(self) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
+    MAX_MESSAGES,
     Limit,
     Reply,
     RequestFields,
@@ -40,7 +41,7 @@ class InputItem(Strict):
     type: Literal["message"] = "message"
     role: Role
     content: Annotated[
-        list[InputPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
+        list[InputPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
     ]  # newlines join them
     id: str | None = None
     status: ItemStatus | None = None
@@ -75,8 +76,9 @@ class ResponsesRequest(SamplingFields, RequestFields):
 
     input: Annotated[
         list[InputItem],
+        FailFast(),
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
-        Field(min_length=1, examples=["Hello"]),
+        Field(min_length=1, max_length=MAX_MESSAGES, examples=["Hello"]),
     ]
     instructions: str | None = None  # a system message before all others
     max_output_tokens: Limit | None = None  # None: up to the model's length

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxvllm.server.protocol.fields import Reply, Strict, TemplateVariables, neutral
+from jaxvllm.server.protocol.fields import Messages, Reply, Strict, TemplateVariables, Tokens, neutral
 
 
 class TokenizeRequest(Strict):
@@ -10,7 +10,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None  # None: the one that is served
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None  # None: to a text yes; to messages no, as the template writes them
     return_token_strs: bool | None = None
 
@@ -38,7 +38,7 @@ class DetokenizeRequest(Strict):
     """Token ids whose text is wanted."""
 
     model: str | None = None  # None: the one that is served
-    tokens: list[int]
+    tokens: Tokens
 
 
 class DetokenizeResponse(Reply):

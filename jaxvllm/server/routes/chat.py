@@ -13,6 +13,7 @@ from jaxvllm.server.exchange import DONE, Events, EventStream, answer, begin, er
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
+from jaxvllm.server.protocol.logprobs import prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
@@ -25,16 +26,22 @@ def router(service: Service) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         model = service.model_name(body.model)
-        if body.stream_options and not body.stream:
+        if body.stray_stream_options:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs needs stream: false", param="prompt_logprobs")
         params = params_of(
             service.defaults,
             body.chosen(),
             max_tokens=body.limit,
             logprobs=body.num_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             stream=bool(body.stream),
         )
         prompt = await run_in_threadpool(_read, service, body)
+        service.check_room(
+            prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens"
+        )
         exchange = _Exchange(body, model, prompt)
         generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
         if body.stream:
@@ -63,6 +70,8 @@ class _Exchange:
             message = {"role": "assistant", "content": self._echo + completion.text, "refusal": None}
             choices.append(parts(self._body, completion) | {"message": message})
         head = self._head | {"object": "chat.completion"} | self._prompt_ids
+        if output.prompt_logprobs is not None:
+            head["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs or 0)
         return head | {"choices": choices, "usage": usage_of([output])}
 
     async def events(self, generation: Generation) -> Events:

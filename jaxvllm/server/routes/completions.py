@@ -1,6 +1,6 @@
 """`POST /v1/completions`."""
 
-from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,13 +11,11 @@ from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import DONE, Events, EventStream, answer, begin, error_event, event, unless_gone
 from jaxvllm.server.generation import Generation, Job
-from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse, choice
+from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
+from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
-
-# OpenAI's own default.
-MAX_TOKENS = 16
 
 
 def router(service: Service) -> APIRouter:
@@ -35,7 +33,8 @@ def router(service: Service) -> APIRouter:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, body: CompletionRequest, model: str, job: Job):
+    def __init__(self, service: Service, body: CompletionRequest, model: str, job: Job):
+        self._spell = service.tokenizer.token_text if service.reader.tokenizer else str
         self._body = body
         self._job = job
         self._head = {"id": job.request_id, "object": "text_completion", "created": now(), "model": model}
@@ -43,20 +42,23 @@ class _Exchange:
     @classmethod
     async def of(cls, service: Service, body: CompletionRequest, request: Request) -> Response:
         model = service.model_name(body.model)
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo with logprobs needs the prompt's, which are not supported", param="echo")
-        if body.stream_options and not body.stream:
+        if body.stray_stream_options:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if body.stream and body.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs needs stream: false", param="prompt_logprobs")
         params = params_of(
             service.defaults,
             body.chosen(),
-            max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            max_tokens=body.limit,
             logprobs=body.logprobs,
+            prompt_logprobs=body.num_prompt_logprobs,
             stream=bool(body.stream),
         )
         prompts = await run_in_threadpool(_read, service, body)
+        for prompt in prompts:
+            service.check_room(prompt, body.max_tokens, "max_tokens")
         request_id = body.request_id or new_id("cmpl-")
-        exchange = cls(body, model, Job(request_id, prompts, params, body.priority))
+        exchange = cls(service, body, model, Job(request_id, prompts, params, body.priority))
         generation = await begin(request, service, exchange._job)
         if body.stream:
             return EventStream(generation, exchange._events(generation), error_event)
@@ -64,28 +66,31 @@ class _Exchange:
             return answer(exchange._whole(await unless_gone(request, generation.results())))
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        outputs = [self._wanted(output) for output in outputs]
         choices = [
-            choice(self._body, index * self._job.params.n + completion.index, output, completion, 0)
+            self._choice(index, completion, self._tokens(completion, output), 0, True) | self._of_prompt(output)
             for index, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        for made in choices:
-            made["text"] = self._echo(made["index"] // self._job.params.n) + made["text"]
         return self._head | {"choices": choices, "usage": usage_of(outputs)}
 
     async def _events(self, generation: Generation) -> Events:
         options = self._body.stream_options or StreamOptions()
+        first: dict[int, RequestOutput] = {}  # of each prompt
         last: dict[int, RequestOutput] = {}
-        lengths: Counter[int] = Counter()  # characters of each choice's tokens so far, shown or held back
+        lengths: dict[int, int] = {}  # characters of each choice's tokens so far, shown or held back
         num_tokens = 0
         async for index, output in generation.outputs():
-            last[index] = output
+            output = last[index] = self._wanted(output)
+            first.setdefault(index, output)
             for completion in output.outputs:
                 number = index * self._job.params.n + completion.index
-                made = choice(self._body, number, output, completion, lengths[number])
-                if number not in lengths:
-                    made["text"] = self._echo(index) + made["text"]
-                lengths[number] += _length(completion)
+                is_first = number not in lengths
+                tokens = self._tokens(completion, first[index] if is_first else None)
+                made = self._choice(index, completion, tokens, lengths.get(number, 0), is_first)
+                if is_first:
+                    made |= self._of_prompt(first[index])
+                lengths[number] = lengths.get(number, 0) + sum(len(text) for _, text, _ in tokens)
                 num_tokens += len(completion.token_ids)
                 chunk = self._head | {"choices": [made]}
                 if options.continuous_usage_stats:
@@ -97,9 +102,59 @@ class _Exchange:
             yield event(self._head | {"choices": [], "usage": self._usage(last, num_tokens)})
         yield DONE
 
-    def _echo(self, index: int) -> str:
-        """What goes before each completion of a prompt: that prompt, when the client wants to have it back."""
-        return (self._job.prompts[index].text or "") if self._body.echo else ""
+    def _wanted(self, output: RequestOutput) -> RequestOutput:
+        """`output` without the token that was generated for a client who wants none."""
+        if self._body.max_tokens != 0:
+            return output
+        none = None if self._body.logprobs is None else list[Ranked]()
+        return replace(
+            output,
+            outputs=[
+                replace(one, text="", token_ids=[], logprobs=none, finish_reason="length", stop_reason=None)
+                for one in output.outputs
+            ],
+        )
+
+    def _tokens(self, completion: CompletionOutput, first: RequestOutput | None) -> list[Told]:
+        """Those whose log-probabilities are told: what is new, behind the prompt where `first` brings that."""
+        if completion.logprobs is None:
+            return []
+        pairs: list[tuple[int, Ranked | None]] = []
+        if first is not None and self._body.echo:
+            assert first.prompt_logprobs is not None, "the prompt's were asked for, and the first output has them"
+            pairs += zip(first.prompt_token_ids, first.prompt_logprobs, strict=True)
+        pairs += zip(completion.token_ids, completion.logprobs, strict=True)
+        return [
+            (one, self._spell(one) if ranked is None else ranked[one].decoded_token or "", ranked)
+            for one, ranked in pairs
+        ]
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, tokens: list[Told], offset: int, is_first: bool
+    ) -> dict[str, Any]:
+        """`CompletionChoice` of what is new of prompt `index`: text from `offset` characters into the choice on."""
+        body = self._body
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs = completion_logprobs(tokens, body.logprobs, body.return_tokens_as_token_ids, offset)
+        echo = (self._job.prompts[index].text or "") if body.echo and is_first else ""
+        made = {
+            "index": index * self._job.params.n + completion.index,
+            "text": echo + completion.text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        return made | {"token_ids": completion.token_ids} if body.return_token_ids else made
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What a choice tells of its prompt, once."""
+        made: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            made["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs)
+        return made
 
     def _usage(self, last: dict[int, RequestOutput], num_tokens: int) -> dict[str, Any]:
         outputs = last.values()
@@ -108,14 +163,6 @@ class _Exchange:
             num_tokens,
             sum(output.num_cached_tokens for output in outputs),
         )
-
-
-def _length(completion: CompletionOutput) -> int:
-    """Characters of the tokens whose log-probabilities are told."""
-    if completion.logprobs is None:
-        return 0
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return sum(len(ranked[token_id].decoded_token or "") for token_id, ranked in pairs)
 
 
 def _read(service: Service, body: CompletionRequest) -> list[Prompt]:

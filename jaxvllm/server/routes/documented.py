@@ -52,6 +52,7 @@ def _errors(**texts: str) -> dict[int | str, dict[str, Any]]:
 COMMON = _errors(
     s400="Something in the request is wrong or not supported: `param` names it",
     s401="The server has keys, and none of them came",
+    s403="The server has no key, and answers under this Host to nobody",
     s408="The body did not arrive in time",
     s413="The body is larger than the server's limit",
     s415="The body is no application/json",

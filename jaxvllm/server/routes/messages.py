@@ -118,4 +118,4 @@ def _read(service: Service, body: MessagesRequest) -> Prompt:
 
 
 def _count(service: Service, body: CountTokensRequest) -> int:
-    return len(service.tokenizer.encode(_text(service, body), add_special_tokens=False))
+    return len(service.count_tokens(_text(service, body), add_special_tokens=False))

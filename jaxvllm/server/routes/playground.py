@@ -98,7 +98,7 @@ class StepHistory:
     def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
         """As `Observer.on_output`."""
 
-    def on_loss(self, request_id: str, reason: LossReason) -> None:
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
         """As `Observer.on_loss`."""
 
 

@@ -31,7 +31,7 @@ def router(service: Service) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a text or a conversation. Nothing is stored: the next request brings the whole conversation."""
         model = service.model_name(body.model)
-        if body.stream_options and not body.stream:
+        if body.stray_stream_options:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         params = params_of(
             service.defaults,
@@ -41,6 +41,7 @@ def router(service: Service) -> APIRouter:
             stream=bool(body.stream),
         )
         prompt = await run_in_threadpool(_read, service, body)
+        service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
         exchange = _Exchange(body, model, params)
         generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
         if body.stream:

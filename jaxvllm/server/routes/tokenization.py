@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
-    tokens = service.tokenizer.encode(_text(service, body), add_special_tokens=_adds_special_tokens(body))
+    tokens = service.count_tokens(_text(service, body), add_special_tokens=_adds_special_tokens(body))
     backend = service.tokenizer.backend
     strings = [backend.id_to_token(token) or "" for token in tokens] if body.return_token_strs else None
     return TokenizeResponse(
