@@ -11,12 +11,12 @@ from itertools import count
 from typing import Any, Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
 from jaxvllm.engine.engine_process import EngineProcess
 from jaxvllm.engine.observer import Observer
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.outputs import Logprob, RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
 from jaxvllm.engine.request_stream import RequestStream
@@ -89,7 +89,9 @@ class AsyncLLM:
         self._process: EngineProcess | None = None
         self._requests: dict[int, _Request] = {}  # that have not ended, by the serial that they have on the wire
         self._serial_of: dict[str, int] = {}  # by their ids
-        self._unanswered: set[int] = set()  # serials that the engine has neither accepted nor rejected
+        self._unanswered: set[int] = (
+            set()
+        )  # serials that the engine has neither accepted nor rejected, aborted ones too
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
         self._serials = count()
@@ -168,6 +170,11 @@ class AsyncLLM:
         return None if self._process is None else self._process.pid
 
     @property
+    def max_requests(self) -> int | None:
+        """Requests that may run and wait at once; None: any number."""
+        return None if self.limits.num_requests is None else self.limits.num_requests + self.facts.max_num_seqs
+
+    @property
     def num_requests(self) -> int:
         """Requests that have not ended, queued ones included."""
         return len(self._requests)
@@ -230,8 +237,7 @@ class AsyncLLM:
         if request_id in self._serial_of:
             raise ValueError(f"request id {request_id!r} is in use: choose another")
         # Its own limit needs an engine that answers, and this one may be stuck.
-        most = self.limits.num_requests
-        if most is not None and len(self._unanswered) >= most + self.facts.max_num_seqs:
+        if self.max_requests is not None and len(self._unanswered) >= self.max_requests:
             raise OverloadedError(f"{len(self._unanswered)} requests wait for the engine's answer: try again later")
         # First the message, which may refuse a text that is none.
         token_ids = prompt.token_ids.tolist()
@@ -318,6 +324,7 @@ class AsyncLLM:
         finally:
             pinging.cancel()
             self._process = None
+            self._unanswered.clear()
             await process.end()
 
     async def _ping(self, process: EngineProcess) -> None:
@@ -344,6 +351,7 @@ class AsyncLLM:
                     if request := self._requests.get(serial):
                         request.accept()
                 case wire.Rejected(serial, reason, overloaded):
+                    self._unanswered.discard(serial)
                     if request := self._forget(serial):
                         request.fail(OverloadedError(reason) if overloaded else ValueError(reason))
                 case wire.Pulse(stats):
@@ -397,7 +405,6 @@ class AsyncLLM:
             self._tell(lambda observer: observer.on_loss(request.request_id, request.params, "abort"))
 
     def _forget(self, serial: int) -> "_Request | None":
-        self._unanswered.discard(serial)
         request = self._requests.pop(serial, None)
         if request is not None:
             del self._serial_of[request.request_id]
@@ -444,12 +451,15 @@ class _Request:
         self._text = text
         self._token_ids = token_ids
         self._stream = stream
+        self._scores: list[dict[int, Logprob] | None] | None = None
 
     def accept(self) -> None:
         if not self.accepted.done():
             self.accepted.set_result(None)
 
     def bring(self, output: wire.Output) -> RequestOutput:
+        self._scores = output.prompt_logprobs or self._scores  # they come once
+        is_delta = self.params.output_kind is RequestOutputKind.DELTA
         brought = RequestOutput(
             request_id=self.request_id,
             prompt=self._text,
@@ -458,7 +468,7 @@ class _Request:
             finished=output.finished,
             metrics=output.metrics,
             num_cached_tokens=output.num_cached_tokens,
-            prompt_logprobs=output.prompt_logprobs,
+            prompt_logprobs=output.prompt_logprobs if is_delta else self._scores,
         )
         self._stream.put(brought)
         return brought

@@ -61,6 +61,7 @@ class CommandLoop:
         self._pulse_at = 0.0
         self._breaks = 0
         self._serials: dict[str, int] = {}  # of the requests that have not ended
+        self._unscored: set[int] = set()  # of them, those whose client waits for the prompt's log-probabilities
 
     def run(self) -> None:
         """Returns when it is told to stop. Raises what broke `MAX_BREAKS` steps in a row."""
@@ -78,6 +79,7 @@ class CommandLoop:
         except Exception as error:
             logger.exception("a step broke off: its requests have failed")
             self._serials.clear()
+            self._unscored.clear()
             self._send(wire.Broken(type(error).__name__))
             self._breaks += 1
             if self._breaks == MAX_BREAKS:
@@ -105,7 +107,7 @@ class CommandLoop:
             case wire.Abort(request_ids):
                 for request_id in request_ids:
                     self._engine.abort(request_id)
-                    self._serials.pop(request_id, None)
+                    self._unscored.discard(self._serials.pop(request_id, -1))
             case wire.Ping():
                 self._pulse()
             case wire.ShowPages():
@@ -126,19 +128,16 @@ class CommandLoop:
             self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError)))
         else:
             self._serials[add.request_id] = add.serial
+            if add.params.prompt_logprobs is not None:
+                self._unscored.add(add.serial)
             self._send(wire.Accepted(add.serial))
 
     def _output(self, result: RequestOutput) -> wire.Output:
         assert result.metrics is not None
         serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
-        return wire.Output(
-            serial,
-            result.outputs,
-            result.finished,
-            result.metrics,
-            result.num_cached_tokens,
-            result.prompt_logprobs,
-        )
+        scores = result.prompt_logprobs if serial in self._unscored else None
+        self._unscored.discard(serial)
+        return wire.Output(serial, result.outputs, result.finished, result.metrics, result.num_cached_tokens, scores)
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS

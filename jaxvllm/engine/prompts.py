@@ -32,6 +32,11 @@ class PromptReader:
     vocab_size: int
     max_model_len: int
 
+    @property
+    def max_chars(self) -> int:
+        """Characters beyond which no text can be a prompt."""
+        return self.max_model_len * (1 if self.tokenizer is None else self.tokenizer.longest_token)
+
     def read(self, prompt: PromptLike, *, add_special_tokens: bool = True) -> Prompt:
         """The prompt of a text, of token ids, or of a mapping with one of both and perhaps a `cache_salt`."""
         if not isinstance(prompt, Mapping):
@@ -46,10 +51,10 @@ class PromptReader:
             if self.tokenizer is None:
                 raise ValueError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
             # Before it is tokenized, which takes seconds and hundreds of megabytes for what has no chance.
-            if len(prompt) > (most := self.max_model_len * self.tokenizer.longest_token):
+            if len(prompt) > self.max_chars:
                 raise ValueError(
-                    f"prompt of {len(prompt)} characters is more than {most}, which is more than max_model_len "
-                    f"{self.max_model_len} tokens can be: shorten it, or raise max_model_len"
+                    f"prompt of {len(prompt)} characters is more than {self.max_chars}, which is more than "
+                    f"max_model_len {self.max_model_len} tokens can be: shorten it, or raise max_model_len"
                 )
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             return Prompt(prompt, self._check(ids), salt)

@@ -117,7 +117,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of a request's first output only
 
 
 class Outputs(Message, frozen=True):

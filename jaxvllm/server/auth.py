@@ -41,9 +41,8 @@ class Auth:
         """Also: it has no body, which somebody would have to read."""
         path = scope["path"]
         is_listed = path in self._open_paths or (path.startswith(OPEN_FOLDER) and ".." not in path)
-        return (
-            is_listed and scope["method"] in ("GET", "HEAD") and not any(n in BODY_HEADERS for n, _ in scope["headers"])
-        )
+        has_body = any(name in BODY_HEADERS and value != b"0" for name, value in scope["headers"])
+        return is_listed and scope["method"] in ("GET", "HEAD") and not has_body
 
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         # The digests have one length, and all of them are compared: time tells nothing about any key.

@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.admission import OverloadedError
 from jaxvllm.engine.async_llm import EngineDiedError, EngineUnavailableError
 from jaxvllm.server.errors import ApiError
@@ -40,6 +42,13 @@ def event(data: Any, name: str | None = None) -> bytes:
 def error_event(error: ApiError) -> bytes:
     """The last event of a stream that failed, as OpenAI's clients raise it."""
     return event(error.body(), "error") + DONE
+
+
+async def whole_answer(params: SamplingParams, make: Callable[[], Any]) -> Response:
+    """`answer` of what `make` makes, in a thread if log-probabilities may make it large: half a million take 0.7 s."""
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return answer(make())
+    return await run_in_threadpool(lambda: answer(make()))
 
 
 def answer(body: Any) -> Response:

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxvllm.core.sampling_params import MAX_N, SamplingParams
+from jaxvllm.core.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.engine.request_stream import RequestStream
@@ -26,8 +26,8 @@ class Job:
     priority: int = 0
 
 
-# Log-probabilities of one answer: they are there all at once, unless it streams, at 250 bytes each.
-MAX_LOGPROB_ENTRIES = 2**21
+# Log-probabilities of one answer that does not stream: 700 bytes each on their way, and 2 us of the event loop.
+MAX_LOGPROB_ENTRIES = 2**19
 
 
 class Generation:
@@ -44,13 +44,18 @@ class Generation:
         """Queues all prompts, or none. Errors are those of `AsyncLLM.submit`, and ValueError for too many choices."""
         if (choices := len(job.prompts) * job.params.n) > MAX_CHOICES:
             raise ValueError(f"n times the prompts is {choices}, and the most is {MAX_CHOICES}: send several requests")
-        _check_size(service, job)
+        most = service.llm.max_requests
+        if most is not None and choices > most:
+            raise ValueError(
+                f"n times the prompts is {choices}, and {most} are the most that may run and wait: lower n"
+            )
+        params = _bounded(job.params, job.prompts, service.reader.max_model_len)
         generation = cls(service)
         try:
             async with asyncio.timeout_at(generation._deadline):
                 for index, prompt in enumerate(job.prompts):
                     name = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
-                    stream = service.llm.enqueue(prompt, job.params, name, priority=job.priority)
+                    stream = service.llm.enqueue(prompt, params, name, priority=job.priority)
                     generation._streams.append(stream)
                 for stream in generation._streams:  # the engine answers between steps: to all of them at once
                     await stream.accepted()
@@ -106,15 +111,24 @@ class Generation:
         await self.close()
 
 
-def _check_size(service: Service, job: Job) -> None:
-    params, length = job.params, service.reader.max_model_len
+def _bounded(params: SamplingParams, prompts: Sequence[Prompt], max_model_len: int) -> SamplingParams:
+    """The same, with max_tokens where nothing else bounds the answer's log-probabilities.
+
+    ValueError when they are too many. Those of what streams are sent as they come, but for the prompt's.
+    """
     entries = 0
-    if params.logprobs is not None:
-        entries += len(job.prompts) * params.n * min(params.max_tokens or length, length) * (params.logprobs + 1)
     if params.prompt_logprobs is not None:
-        entries += sum(len(prompt.token_ids) for prompt in job.prompts) * (params.prompt_logprobs + 1)
+        entries += sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1)
+    if params.logprobs is not None and params.output_kind is not RequestOutputKind.DELTA:
+        of_each = len(prompts) * params.n * (params.logprobs + 1)  # token that each completion gets
+        if params.max_tokens is None:
+            room = max_model_len - min(len(prompt.token_ids) for prompt in prompts)
+            most = max((MAX_LOGPROB_ENTRIES - entries) // of_each, 1)
+            params = replace(params, max_tokens=min(room, most), min_tokens=min(params.min_tokens, room, most))
+        entries += of_each * (params.max_tokens or 0)
     if entries > MAX_LOGPROB_ENTRIES:
         raise ValueError(
             f"logprobs of up to {entries} tokens are asked for, and the most is {MAX_LOGPROB_ENTRIES}: lower logprobs, "
-            "max_tokens or n, or send several requests"
+            "max_tokens or n, send several requests, or let it stream"
         )
+    return params

@@ -7,6 +7,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxvllm.server.errors import ApiError
 
+# This machine as its containers call it: names that no page from elsewhere can give a meaning to.
+CONTAINER_NAMES = ("host.docker.internal", "gateway.docker.internal", "host.containers.internal")
+
 
 class HostGuard:
     """ASGI middleware: 403 for a request whose Host is neither this machine's own name for itself nor one of `names`.
@@ -17,7 +20,7 @@ class HostGuard:
 
     def __init__(self, app: ASGIApp, names: Collection[str]):
         self._app = app
-        self._names = {name.lower() for name in names}
+        self._names = {*CONTAINER_NAMES, *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_known(_host(scope)):
@@ -27,6 +30,8 @@ class HostGuard:
             await self._app(scope, receive, send)
 
     def _is_known(self, host: str) -> bool:
+        if not host:  # HTTP/1.0: no browser
+            return True
         if host in self._names or host == "localhost" or host.endswith(".localhost"):
             return True
         try:

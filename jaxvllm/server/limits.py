@@ -67,7 +67,8 @@ class RequestLimits:
             self._check_announced(headers)
             if not await self._read(receive, parts):
                 return None
-            body = b"".join(parts)
+            parts[:] = [b"".join(parts)]
+            body = parts[0]
             if body:
                 _check_body(body, headers)
         except ApiError as error:

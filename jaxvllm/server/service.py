@@ -88,8 +88,8 @@ class Service:
 
     def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a text that need not fit the model. ApiError for one that would keep the server busy."""
-        if len(text) > MAX_TEXT:
-            raise ApiError(400, f"a text of {len(text)} characters is longer than {MAX_TEXT}: send it in parts")
+        if len(text) > (most := max(MAX_TEXT, self.reader.max_chars)):
+            raise ApiError(400, f"a text of {len(text)} characters is longer than {most}: send it in parts")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_room(self, prompt: Prompt, max_tokens: int | None, field: str) -> None:

@@ -106,14 +106,14 @@ def test_children_draw_apart() -> None:
     assert [child.seed for child in children] == [2**63 - 1, -(2**63), -(2**63) + 1]
     assert {(child.n, child.top_k) for child in children} == {(1, 7)}
     assert SamplingParams(n=2).child(1).seed is None
+    alone = SamplingParams(seed=4)
+    assert alone.child(0) is alone
 
 
 def test_one_child_scores_the_prompt_for_all() -> None:
     parent = SamplingParams(n=3, prompt_logprobs=2, logprobs=1)
     assert [parent.child(i).prompt_logprobs for i in range(3)] == [2, None, None]
     assert {parent.child(i).logprobs for i in range(3)} == {1}
-    alone = SamplingParams(seed=4)
-    assert alone.child(0) is alone
 
 
 def test_seed_minus_one_is_none() -> None:

@@ -207,11 +207,13 @@ def test_too_many_for_an_engine_that_does_not_answer(llm: AsyncLLM, portal: Bloc
         os.kill(llm.pid, signal.SIGSTOP)
         try:
             streams = [llm.enqueue(PROMPTS[0], GREEDY) for _ in range(12)]  # 4 that run, and 8 that wait
+            for stream in streams[:6]:  # who leaves makes no room: both messages wait
+                await stream.aclose()
             with pytest.raises(OverloadedError, match="12 requests wait for the engine's answer"):
                 llm.enqueue(PROMPTS[0], GREEDY)
         finally:
             os.kill(llm.pid, signal.SIGCONT)
-        for stream in streams:
+        for stream in streams[6:]:
             await stream.accepted()
             await stream.aclose()
         assert len(await texts(llm, PROMPTS, GREEDY)) == len(PROMPTS)
@@ -249,6 +251,7 @@ def test_prompts_are_scored(llm: AsyncLLM, portal: BlockingPortal) -> None:
     assert [next(iter(told)) for told in final.prompt_logprobs if told] == final.prompt_token_ids[1:]
     deltas = portal.call(run, Kind.DELTA)
     assert [output.prompt_logprobs for output in deltas] == [final.prompt_logprobs] + [None] * (len(deltas) - 1)
+    assert all(output.prompt_logprobs == final.prompt_logprobs for output in portal.call(run, Kind.CUMULATIVE))
 
 
 def test_a_prefix_is_found_and_forgotten(llm: AsyncLLM, portal: BlockingPortal) -> None:

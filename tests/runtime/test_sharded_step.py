@@ -62,11 +62,14 @@ def test_one_device_sends_nothing() -> None:
 
 
 def test_no_device_has_the_logits_of_the_batch() -> None:
-    text = compiled_on(4, MIXED).as_text()
+    bucket = Bucket(40, 8)
+    text = compiled_on(4, bucket).as_text()
     assert text is not None
-    rows, vocab = MIXED.num_rows, SPEC.vocab_size
+    tokens, rows, vocab = bucket.num_tokens, bucket.num_rows, SPEC.vocab_size
     assert f"f32[{rows},{vocab // 4}]" in text and f"f32[{rows // 4},{vocab}]" in text
     assert f"f32[{rows},{vocab}]" not in text
+    # Nor of a prompt that is scored.
+    assert f"f32[{tokens // 4},{vocab}]" in text and f"f32[{tokens},{vocab}]" not in text
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -258,7 +258,7 @@ def test_what_a_template_refuses_is_told(server):
 
 
 def test_a_request_that_takes_too_long(server):
-    config = ServerConfig(request_timeout=0.05)
+    config = ServerConfig(request_timeout=0.2)
     assert server.ask(config, PATH, **LONG, n=8).status_code == 504
     *_, error, done = events_of(server.ask(config, PATH, **LONG, n=8, stream=True).text)
     assert (error.name, error.data["error"]["type"], done.data) == ("error", "timeout_error", "[DONE]")

@@ -284,6 +284,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(prompt="word " * 600), "prompt"),
     (dict(prompt=[4] * 512), "prompt"),
     (dict(max_tokens=0), "max_tokens"),
+    (dict(max_tokens=-5, echo=True), "max_tokens"),
     (dict(max_tokens=-1), "max_tokens"),
     (dict(max_tokens="5"), "max_tokens"),
     (dict(max_tokens=10**30), "max_tokens"),
@@ -315,7 +316,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(max_tokens=5000), "max_tokens"),
     (dict(max_tokens=0), "max_tokens"),
     (dict(priority=10**30), "priority"),
-    (dict(logprobs=20, n=300, max_tokens=400), "logprobs"),
+    (dict(logprobs=20, n=100, max_tokens=400), "logprobs"),
     (dict(stream=True, stream_options={"unknown": 1}), "stream_options.unknown"),
     (dict(stream=True, stream_options=5), "stream_options"),
     (dict(cache_salt=""), "cache_salt"),
@@ -417,7 +418,7 @@ def test_who_does_not_wait_for_an_answer_aborts_it(server):
 
 
 def test_a_request_that_takes_too_long(server):
-    config = ServerConfig(request_timeout=0.05)
+    config = ServerConfig(request_timeout=0.2)
     response = server.ask(config, PATH, **LONG, n=8)
     assert response.status_code == 504
     assert response.json()["error"]["type"] == "timeout_error"

@@ -276,7 +276,7 @@ def test_the_same_command_on_every_host(tmp_path):
     try:
         first.ready()
         short = LONG | {"max_tokens": 8, "stream": False}
-        assert len(httpx.post(f"{first.url}/v1/completions", json=short).json()["choices"][0]["text"]) > 8
+        assert len(httpx.post(f"{first.url}/v1/completions", json=short, timeout=60).json()["choices"][0]["text"]) > 8
         assert httpx.get(f"{second.url}/ready").status_code == 503
         assert httpx.post(f"{second.url}/v1/completions", json=short).status_code == 503
         first.process.send_signal(signal.SIGTERM)

@@ -75,7 +75,6 @@ def test_an_answer_streams_with_its_numbers(tab: Browser, fake: Fake) -> None:
             "top_p": 1,
             "top_k": 0,
             "min_p": 0,
-            "max_tokens": 256,
             "seed": 7,
             "stop": ["END", "\n\n"],
             "stream": True,
@@ -97,10 +96,17 @@ def test_sliders_and_numbers_are_one(tab: Browser, fake: Fake) -> None:
     tab.type("[name=min_p]", "0.5")
     assert tab.run("return document.querySelector('[type=range][data-of=min_p]').value") == "0.5"
     assert tab.run("return document.querySelector('[name=max_tokens]').max") == "512"  # the model's context
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    tab.clear("[name=max_tokens]")
+    tab.type("[name=max_tokens]", "511")
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    assert [body.get("max_tokens") for body in fake.bodies] == [None, 511]  # all the way up: no limit of its own
     tab.type("[name=top_p]", "7")  # 17: more than 1
     ask(tab, "hello")
     tab.wait("document.activeElement.name === 'top_p'")
-    assert fake.bodies == []
+    assert len(fake.bodies) == 2
 
 
 def test_a_conversation_goes_on_is_retried_and_cleared(tab: Browser, fake: Fake) -> None:

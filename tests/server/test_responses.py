@@ -164,7 +164,7 @@ def test_cached_tokens(server):
 
 def test_a_request_that_takes_too_long(server):
     body = GREEDY | dict(max_output_tokens=400, ignore_eos=True)
-    config = ServerConfig(request_timeout=0.05)
+    config = ServerConfig(request_timeout=0.2)
     assert server.ask(config, PATH, **body).status_code == 504
     events = list(events_of(server.ask(config, PATH, **body, stream=True).text))
     for event in events:

@@ -7,7 +7,7 @@ const SLIDERS = [
   { name: "top_p", min: 0.01, max: 1, step: 0.01, value: 1, title: "the likeliest tokens of this probability" },
   { name: "top_k", min: 0, max: 200, step: 1, value: 0, title: "so many of the likeliest tokens; 0: all" },
   { name: "min_p", min: 0, max: 1, step: 0.01, value: 0, title: "at least this share of the best one's" },
-  { name: "max_tokens", min: 1, max: 1024, step: 1, value: 256, title: "where an answer is cut" },
+  { name: "max_tokens", min: 1, max: 1024, step: 1, value: 1024, title: "where an answer is cut; all the way up: where the model's context ends" },
 ];
 const ALTERNATIVES = 5; // shown for each token
 
@@ -38,17 +38,19 @@ export class Settings {
   sampling() {
     const fields = this.#form.elements;
     const values = Object.fromEntries(SLIDERS.map(({ name }) => [name, fields[name].valueAsNumber]));
+    if (values.max_tokens === Number(fields.max_tokens.max)) delete values.max_tokens;
     if (fields.seed.value) values.seed = fields.seed.valueAsNumber;
     const stops = fields.stop.value.split("\n").filter(Boolean);
     if (stops.length) values.stop = stops.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
     return values;
   }
 
-  /** No answer is longer than the model's context. */
+  /** No answer is longer than the model's context. What was all the way up stays there. */
   limit(maxTokens) {
     for (const input of this.#form.querySelectorAll("[data-of=max_tokens]")) {
+      const isAtTop = input.value === input.max;
       input.max = maxTokens;
-      if (input.valueAsNumber > maxTokens) input.value = maxTokens;
+      if (isAtTop || input.valueAsNumber > maxTokens) input.value = maxTokens;
     }
   }
 }

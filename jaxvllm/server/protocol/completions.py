@@ -39,7 +39,9 @@ class CompletionRequest(SamplingFields, RequestFields):
     @property
     def limit(self) -> int:
         """Tokens that the engine generates at most: one at least, which nobody sees when none is asked for."""
-        return MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1) if self.echo else self.max_tokens
+        if self.max_tokens is None:
+            return MAX_TOKENS
+        return 1 if self.echo and self.max_tokens == 0 else self.max_tokens
 
     @property
     def num_prompt_logprobs(self) -> int | None:

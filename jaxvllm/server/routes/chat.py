@@ -9,7 +9,7 @@ from jaxvllm.engine.messages import checked_messages
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import DONE, Events, EventStream, answer, begin, error_event, event, unless_gone
+from jaxvllm.server.exchange import DONE, Events, EventStream, begin, error_event, event, unless_gone, whole_answer
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
             return EventStream(generation, exchange.events(generation), error_event)
         async with generation:
             [output] = await unless_gone(request, generation.results())
-            return answer(exchange.whole(output))
+            return await whole_answer(params, lambda: exchange.whole(output))
 
     return routes
 

@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import DONE, Events, EventStream, answer, begin, error_event, event, unless_gone
+from jaxvllm.server.exchange import DONE, Events, EventStream, begin, error_event, event, unless_gone, whole_answer
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
@@ -34,7 +34,7 @@ class _Exchange:
     """One request and its answer."""
 
     def __init__(self, service: Service, body: CompletionRequest, model: str, job: Job):
-        self._spell = service.tokenizer.token_text if service.reader.tokenizer else str
+        self._service = service
         self._body = body
         self._job = job
         self._head = {"id": job.request_id, "object": "text_completion", "created": now(), "model": model}
@@ -63,7 +63,8 @@ class _Exchange:
         if body.stream:
             return EventStream(generation, exchange._events(generation), error_event)
         async with generation:
-            return answer(exchange._whole(await unless_gone(request, generation.results())))
+            outputs = await unless_gone(request, generation.results())
+            return await whole_answer(params, lambda: exchange._whole(outputs))
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         outputs = [self._wanted(output) for output in outputs]
@@ -125,7 +126,11 @@ class _Exchange:
             pairs += zip(first.prompt_token_ids, first.prompt_logprobs, strict=True)
         pairs += zip(completion.token_ids, completion.logprobs, strict=True)
         return [
-            (one, self._spell(one) if ranked is None else ranked[one].decoded_token or "", ranked)
+            (
+                one,
+                self._service.tokenizer.token_text(one) if ranked is None else ranked[one].decoded_token or "",
+                ranked,
+            )
             for one, ranked in pairs
         ]
 
@@ -167,6 +172,8 @@ class _Exchange:
 
 def _read(service: Service, body: CompletionRequest) -> list[Prompt]:
     prompts = body.prompts()
+    if body.echo and service.reader.tokenizer is None:
+        raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
     read = []
     for index, prompt in enumerate(prompts):
         kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"

@@ -9,7 +9,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, EventStream, answer, begin, event, unless_gone
+from jaxvllm.server.exchange import Events, EventStream, begin, event, unless_gone, whole_answer
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.fields import new_id, now, params_of
 from jaxvllm.server.protocol.responses import (
@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
             return EventStream(generation, exchange.events(generation), exchange.error_event)
         async with generation:
             [output] = await unless_gone(request, generation.results())
-            return answer(exchange.whole(output))
+            return await whole_answer(params, lambda: exchange.whole(output))
 
     return routes
 
