@@ -6,17 +6,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from functools import partial
-from itertools import count
 from typing import Any, Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
 from jaxvllm.engine.engine_process import EngineProcess
 from jaxvllm.engine.observer import Observer
-from jaxvllm.engine.outputs import Logprob, RequestOutput
+from jaxvllm.engine.open_requests import OpenRequest, OpenRequests
+from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
 from jaxvllm.engine.request_stream import RequestStream
@@ -30,6 +29,8 @@ PING_SECONDS = 1.0
 RESPONSIVE_SECONDS = 4.0
 # An engine that does not answer for so long is ended and started again. No step and no reset takes as long.
 STUCK_SECONDS = 120.0
+# One that is started again may build for that and so many times what it ever took: a cache may be lost.
+BUILD_FACTOR = 10
 # Before a new start; twice as long after each that came to nothing.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 
@@ -87,17 +88,14 @@ class AsyncLLM:
         self._facts: wire.EngineFacts | None = None
         self._reader: PromptReader | None = None
         self._process: EngineProcess | None = None
-        self._requests: dict[int, _Request] = {}  # that have not ended, by the serial that they have on the wire
-        self._serial_of: dict[str, int] = {}  # by their ids
-        self._unanswered: set[int] = (
-            set()
-        )  # serials that the engine has neither accepted nor rejected, aborted ones too
+        self._requests = OpenRequests()
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
-        self._serials = count()
         self._last_answer = 0.0
         self._num_unanswered = 0  # pings since then
         self._was_ready = False  # in the present life
+        self._began = 0.0  # the present life
+        self._build_seconds = 0.0  # of the slowest start
         self._settled = asyncio.Event()  # the state is READY, FAILED or CLOSED
         self._task: asyncio.Task[None] | None = None
 
@@ -229,24 +227,23 @@ class AsyncLLM:
         if not isinstance(prompt, Prompt):
             prompt = self.reader.read(prompt, add_special_tokens=add_special_tokens)
         params = self.facts.default_params if sampling_params is None else sampling_params
-        serial = next(self._serials)
+        serial = self._requests.new_serial()
         if request_id is None:
             request_id = f"request-{serial}"
         if self.state is not EngineState.READY or self._process is None:
             raise EngineUnavailableError(self.reason)
-        if request_id in self._serial_of:
+        if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another")
         # Its own limit needs an engine that answers, and this one may be stuck.
-        if self.max_requests is not None and len(self._unanswered) >= self.max_requests:
-            raise OverloadedError(f"{len(self._unanswered)} requests wait for the engine's answer: try again later")
+        unanswered = self._requests.num_unanswered
+        if self.max_requests is not None and unanswered >= self.max_requests:
+            raise OverloadedError(f"{unanswered} requests wait for the engine's answer: try again later")
         # First the message, which may refuse a text that is none.
         token_ids = prompt.token_ids.tolist()
         self._process.send(wire.Add(serial, request_id, token_ids, params, priority, prompt.cache_salt))
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        stream = RequestStream(request_id, params.output_kind, accepted, partial(self._abort, serial))
-        self._requests[serial] = _Request(request_id, prompt.text, token_ids, params, accepted, stream)
-        self._serial_of[request_id] = serial
-        self._unanswered.add(serial)
+        stream = RequestStream(request_id, params.output_kind, accepted, lambda: self._abort(serial))
+        self._requests.add(serial, OpenRequest(request_id, prompt.text, token_ids, params, accepted, stream))
         return stream
 
     async def generate(
@@ -264,10 +261,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages; its stream fails. Unknown ones are ignored."""
-        serial = self._serial_of.get(request_id)
-        if serial is not None:
-            request = self._requests[serial]
-            self._abort(serial)
+        serial = self._requests.serial_of(request_id)
+        if serial is not None and (request := self._abort(serial)):
             request.fail(EngineDiedError(f"request {request_id!r} was aborted"))
 
     async def pages(self) -> list[PoolView]:
@@ -302,7 +297,7 @@ class AsyncLLM:
 
     async def _live(self) -> None:
         """One life of the engine's process. Raises what ends all lives: it could not be built in the first place."""
-        self._was_ready, self._num_unanswered = False, 0
+        self._was_ready, self._num_unanswered, self._began = False, 0, time.monotonic()
         try:
             process = self._process = await EngineProcess.start(self.config, self.limits)
         except OSError as error:  # zmq's are too: no memory, no processes, no room. That may pass
@@ -324,7 +319,7 @@ class AsyncLLM:
         finally:
             pinging.cancel()
             self._process = None
-            self._unanswered.clear()
+            self._requests.none_is_on_its_way()
             await process.end()
 
     async def _ping(self, process: EngineProcess) -> None:
@@ -337,6 +332,9 @@ class AsyncLLM:
                     process.kill()
                 self._num_unanswered += 1
                 process.send(wire.Ping())
+            elif self.is_known and time.monotonic() - self._began > STUCK_SECONDS + BUILD_FACTOR * self._build_seconds:
+                logger.error("the engine has not been built again in time: it is ended")
+                process.kill()
 
     async def _hear(self, process: EngineProcess) -> None:
         """Does what the process tells until it has ended."""
@@ -347,12 +345,12 @@ class AsyncLLM:
                     for output in outputs:
                         self._bring(output)
                 case wire.Accepted(serial):
-                    self._unanswered.discard(serial)
+                    self._requests.answered(serial)
                     if request := self._requests.get(serial):
                         request.accept()
                 case wire.Rejected(serial, reason, overloaded):
-                    self._unanswered.discard(serial)
-                    if request := self._forget(serial):
+                    self._requests.answered(serial)
+                    if request := self._requests.forget(serial):
                         request.fail(OverloadedError(reason) if overloaded else ValueError(reason))
                 case wire.Pulse(stats):
                     self.stats = stats
@@ -364,7 +362,7 @@ class AsyncLLM:
                 case wire.Broken(reason):
                     # What it has not accepted yet it has not seen, and will take after this.
                     error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
-                    self._fail([s for s, request in self._requests.items() if request.accepted.done()], error)
+                    self._fail(self._requests.serials(accepted=True), error)
                 case wire.Ready(facts):
                     self._open(facts)
                 case wire.Followed():
@@ -381,6 +379,7 @@ class AsyncLLM:
             self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
         self._facts = facts
         self._was_ready = True
+        self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")
         self._tell(lambda observer: observer.on_start(self.num_starts, facts))
 
@@ -392,34 +391,30 @@ class AsyncLLM:
             self._settled.set()
 
     def _bring(self, output: wire.Output) -> None:
-        request = self._forget(output.serial) if output.finished else self._requests.get(output.serial)
+        find = self._requests.forget if output.finished else self._requests.get
+        request = find(output.serial)
         if request is not None:  # it was aborted while this was on its way
             brought = request.bring(output)
             self._tell(lambda observer: observer.on_output(brought, request.params))
 
-    def _abort(self, serial: int) -> None:
+    def _abort(self, serial: int) -> OpenRequest | None:
         # By its serial: whoever reads the last output late must not end another request that has its id by then.
-        if request := self._forget(serial):
+        if request := self._requests.forget(serial):
             if self._process is not None:
                 self._process.send(wire.Abort([request.request_id]))
             self._tell(lambda observer: observer.on_loss(request.request_id, request.params, "abort"))
-
-    def _forget(self, serial: int) -> "_Request | None":
-        request = self._requests.pop(serial, None)
-        if request is not None:
-            del self._serial_of[request.request_id]
         return request
 
     def _fail(self, serials: Iterable[int], error: RuntimeError) -> None:
         for serial in serials:
-            if request := self._forget(serial):
+            if request := self._requests.forget(serial):
                 request.fail(error)
                 self._tell(
                     lambda observer, lost=request: observer.on_loss(lost.request_id, lost.params, "error")  # type: ignore[misc]
                 )
 
     def _fail_all(self, error: RuntimeError) -> None:
-        self._fail(list(self._requests), error)
+        self._fail(self._requests.serials(), error)
         if self._pools is not None:
             self._pools.set_exception(error)
             self._pools.exception()  # whoever waits gets it; nobody may
@@ -431,50 +426,3 @@ class AsyncLLM:
                 what(observer)
             except Exception:  # who only watches must not end what it watches
                 logger.exception("an observer of the engine failed")
-
-
-class _Request:
-    """A request that has not ended: what its outputs lack on the wire, and where they go."""
-
-    def __init__(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        accepted: asyncio.Future[None],
-        stream: RequestStream,
-    ):
-        self.request_id = request_id
-        self.params = params
-        self.accepted = accepted
-        self._text = text
-        self._token_ids = token_ids
-        self._stream = stream
-        self._scores: list[dict[int, Logprob] | None] | None = None
-
-    def accept(self) -> None:
-        if not self.accepted.done():
-            self.accepted.set_result(None)
-
-    def bring(self, output: wire.Output) -> RequestOutput:
-        self._scores = output.prompt_logprobs or self._scores  # they come once
-        is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        brought = RequestOutput(
-            request_id=self.request_id,
-            prompt=self._text,
-            prompt_token_ids=self._token_ids,
-            outputs=output.completions,
-            finished=output.finished,
-            metrics=output.metrics,
-            num_cached_tokens=output.num_cached_tokens,
-            prompt_logprobs=output.prompt_logprobs if is_delta else self._scores,
-        )
-        self._stream.put(brought)
-        return brought
-
-    def fail(self, error: Exception) -> None:
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # whoever waits gets it; nobody may
-        self._stream.fail(error)

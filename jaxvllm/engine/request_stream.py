@@ -21,7 +21,7 @@ class RequestStream:
         request_id: str,
         kind: RequestOutputKind,
         accepted: asyncio.Future[None],
-        abort: Callable[[], None],
+        abort: Callable[[], object],
     ):
         self.request_id = request_id
         self._accepted = accepted

@@ -396,6 +396,27 @@ def test_a_stuck_engine_is_replaced(llm: AsyncLLM, portal: BlockingPortal, monke
     portal.call(run)
 
 
+def test_an_engine_that_is_stuck_while_it_is_built_again(
+    llm: AsyncLLM, portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        first = llm.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: llm.pid not in (first, None))
+        second = llm.pid
+        assert second is not None and llm.state is EngineState.RESTARTING
+        os.kill(second, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(async_llm, "STUCK_SECONDS", 1.5)
+            patch.setattr(async_llm, "BUILD_FACTOR", 0)
+            await until(lambda: llm.pid not in (second, None))
+        await llm.ready()
+        assert len(await texts(llm, PROMPTS, GREEDY)) == len(PROMPTS)
+
+    portal.call(run)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"model": "/nowhere"}, "'/nowhere' is not a directory"), ({"mesh": "1x9"}, "mesh 1x9 needs 9 devices")],
