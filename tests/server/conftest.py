@@ -101,6 +101,15 @@ class Server:
 
         return self.portal.call(asyncio.wait_for, run(), 30)
 
+    def cut_stream(self, path: str, **body: Any) -> list[Event]:
+        """The events of a stream that began, and was cut by a request_timeout: the shortest in which one begins."""
+        for timeout in (0.05, 0.2, 0.8):
+            response = self.ask(ServerConfig(request_timeout=timeout), path, **body, stream=True)
+            if response.status_code == 200:
+                return list(events_of(response.text))
+            assert response.status_code == 504, response.text
+        raise AssertionError(f"no stream began in {timeout} s")
+
 
 def application(llm: AsyncLLM, config: ServerConfig) -> Any:
     """What `jaxvllm.server.serve` serves."""

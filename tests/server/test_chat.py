@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.chat import ChatChunk, ChatResponse
-from tests.server.conftest import Server, events_of
+from tests.server.conftest import Server
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
@@ -258,9 +258,9 @@ def test_what_a_template_refuses_is_told(server):
 
 
 def test_a_request_that_takes_too_long(server):
-    config = ServerConfig(request_timeout=0.2)
+    config = ServerConfig(request_timeout=0.05)
     assert server.ask(config, PATH, **LONG, n=8).status_code == 504
-    *_, error, done = events_of(server.ask(config, PATH, **LONG, n=8, stream=True).text)
+    *_, error, done = server.cut_stream(PATH, **LONG, n=8)
     assert (error.name, error.data["error"]["type"], done.data) == ("error", "timeout_error", "[DONE]")
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.responses import LOGPROBS, ResponsesEvent, ResponsesResponse
-from tests.server.conftest import Server, events_of
+from tests.server.conftest import Server
 
 PATH = "/v1/responses"
 INPUT = "What is the capital of France?"
@@ -164,9 +164,9 @@ def test_cached_tokens(server):
 
 def test_a_request_that_takes_too_long(server):
     body = GREEDY | dict(max_output_tokens=400, ignore_eos=True)
-    config = ServerConfig(request_timeout=0.2)
+    config = ServerConfig(request_timeout=0.05)
     assert server.ask(config, PATH, **body).status_code == 504
-    events = list(events_of(server.ask(config, PATH, **body, stream=True).text))
+    events = server.cut_stream(PATH, **body)
     for event in events:
         EVENTS.validate_python(event.data)
     error, failed = events[-2:]
