@@ -1,6 +1,7 @@
 """What crosses between host and device, as host values: one plan down, one output up."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class StepPlan:
     def num_tokens(self) -> int:
         return self.num_decode + len(self.token_ids)
 
-    @property
+    @cached_property
     def scores_prompts(self) -> bool:
         """Whether log-probabilities of prompt tokens are to be computed."""
         return bool((self.next_tokens != NOT_SCORED).any())

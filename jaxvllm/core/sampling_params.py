@@ -74,9 +74,7 @@ class SamplingParams:
     max_tokens: int | None = 16  # None = up to the model's length
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
-    prompt_logprobs: int | None = (
-        None  # the same of the prompt's tokens, which then takes nothing from the prefix cache
-    )
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens; the prefix cache is not used then
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

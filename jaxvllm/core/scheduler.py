@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import PagePool, Pages, pages_for
 from jaxvllm.core.plan import NOT_SCORED, Admission, Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate
@@ -115,8 +116,9 @@ class Scheduler:
     def update(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Brings in the sampled ids of `plan`: appends them, and ends requests that met a stop id or their limit."""
         slots = self.slots
-        scored = tuple(self._scored(plan)) if plan.scores_prompts else ()
-        rows = np.flatnonzero(plan.samples & (slots.epoch[plan.slots] == plan.epochs))
+        is_present = slots.epoch[plan.slots] == plan.epochs
+        scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
+        rows = np.flatnonzero(plan.samples & is_present)
         at = plan.slots[rows]
         token_ids = output.token_ids[rows]
         num_outputs = slots.num_known[at] - slots.num_prompt[at]
@@ -295,16 +297,15 @@ class Scheduler:
             self._register_computed(chunk.slot)
         return plan
 
-    def _scored(self, plan: StepPlan) -> Iterator[Scored]:
+    def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
+        """What `plan` scored of the rows whose tenants are still there."""
         first = np.cumsum(plan.lengths) - plan.lengths
-        for row in np.flatnonzero(plan.next_tokens != NOT_SCORED):
-            slot = plan.slots[row]
-            if self.slots.epoch[slot] == plan.epochs[row]:
-                request = self._tenant(slot)
-                start = int(plan.starts[row]) + 1  # the first token is behind none
-                end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
-                if start < end:
-                    yield Scored(request, range(start, end), int(first[row]))
+        for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
+            request = self._tenant(plan.slots[row])
+            start = int(plan.starts[row]) + 1  # the first token is behind none
+            end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
+            if start < end:
+                yield Scored(request, range(start, end), int(first[row]))
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""

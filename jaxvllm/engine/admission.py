@@ -17,13 +17,17 @@ class QueueLimits:
     num_requests: int | None = None
     num_tokens: int | None = None  # of prompts
 
+    def most(self, num_slots: int) -> int | None:
+        """Requests that may run, in so many slots, and wait; None: any number."""
+        return None if self.num_requests is None else num_slots + self.num_requests
+
     def check(self, schedulers: Sequence[Scheduler], num_requests: int, num_tokens: int) -> None:
         """Raises OverloadedError when so many more requests, with so many tokens in all, are too many.
 
         ValueError for so many that they never could all wait, or run.
         A request that finds a free slot does not wait: the next step takes it, if there are pages.
         """
-        most = None if self.num_requests is None else self.num_requests + sum(s.slots.num_slots for s in schedulers)
+        most = self.most(sum(scheduler.slots.num_slots for scheduler in schedulers))
         if most is not None and num_requests > most:
             raise ValueError(f"n is {num_requests}, and {most} requests are the most that may run and wait: lower it")
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + num_requests

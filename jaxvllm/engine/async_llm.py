@@ -170,7 +170,7 @@ class AsyncLLM:
     @property
     def max_requests(self) -> int | None:
         """Requests that may run and wait at once; None: any number."""
-        return None if self.limits.num_requests is None else self.limits.num_requests + self.facts.max_num_seqs
+        return self.limits.most(self.facts.max_num_seqs)
 
     @property
     def num_requests(self) -> int:
@@ -201,16 +201,13 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        add_special_tokens: bool = True,
     ) -> RequestStream:
         """Queues a request and returns its outputs to come.
 
         ValueError when something is wrong with it, OverloadedError when too many wait, EngineUnavailableError when
         there is no engine to take it, EngineDiedError when that dies before it could answer. Nothing is queued then.
         """
-        stream = self.enqueue(
-            prompt, sampling_params, request_id, priority=priority, add_special_tokens=add_special_tokens
-        )
+        stream = self.enqueue(prompt, sampling_params, request_id, priority=priority)
         await stream.accepted()
         return stream
 
@@ -221,17 +218,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        add_special_tokens: bool = True,
     ) -> RequestStream:
         """The same without waiting for the engine's word, which `RequestStream.accepted` brings."""
         if not isinstance(prompt, Prompt):
-            prompt = self.reader.read(prompt, add_special_tokens=add_special_tokens)
+            prompt = self.reader.read(prompt)
         params = self.facts.default_params if sampling_params is None else sampling_params
         serial = self._requests.new_serial()
         if request_id is None:
             request_id = f"request-{serial}"
-        if self.state is not EngineState.READY or self._process is None:
-            raise EngineUnavailableError(self.reason)
+        process = self._ready_process()
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another")
         # Its own limit needs an engine that answers, and this one may be stuck.
@@ -240,7 +235,7 @@ class AsyncLLM:
             raise OverloadedError(f"{unanswered} requests wait for the engine's answer: try again later")
         # First the message, which may refuse a text that is none.
         token_ids = prompt.token_ids.tolist()
-        self._process.send(wire.Add(serial, request_id, token_ids, params, priority, prompt.cache_salt))
+        process.send(wire.Add(serial, request_id, token_ids, params, priority, prompt.cache_salt))
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         stream = RequestStream(request_id, params.output_kind, accepted, lambda: self._abort(serial))
         self._requests.add(serial, OpenRequest(request_id, prompt.text, token_ids, params, accepted, stream))
@@ -267,20 +262,22 @@ class AsyncLLM:
 
     async def pages(self) -> list[PoolView]:
         """The page pool of every replica. EngineUnavailableError when there is no engine to ask."""
-        if self.state is not EngineState.READY or self._process is None:
-            raise EngineUnavailableError(self.reason)
+        process = self._ready_process()
         if self._pools is None:
             self._pools = asyncio.get_running_loop().create_future()
-            self._process.send(wire.ShowPages())
+            process.send(wire.ShowPages())
         return await asyncio.shield(self._pools)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix: later prompts are computed from their first token."""
-        if self.state is not EngineState.READY or self._process is None:
-            raise EngineUnavailableError(self.reason)
-        self._process.send(wire.ResetPrefixCache())
+        self._ready_process().send(wire.ResetPrefixCache())
 
     # ---- the process ----
+
+    def _ready_process(self) -> EngineProcess:
+        if self.state is not EngineState.READY or self._process is None:
+            raise EngineUnavailableError(self.reason)
+        return self._process
 
     async def _supervise(self) -> None:
         pause = FIRST_PAUSE
