@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -131,8 +131,7 @@ def browser() -> Iterator[Browser]:
     with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
-            [port] = [line.rsplit(" ", 1)[1].rstrip(".\n") for line in _until_started(driver.stdout)][-1:]
-            tab = Browser(f"http://127.0.0.1:{port}")
+            tab = Browser(f"http://127.0.0.1:{_port(driver.stdout)}")
             try:
                 yield tab
             finally:
@@ -141,12 +140,11 @@ def browser() -> Iterator[Browser]:
             driver.terminate()
 
 
-def _until_started(lines: Iterator[str]) -> Iterator[str]:
-    """Up to the line that names the port: "ChromeDriver was started successfully on port 1234."."""
+def _port(lines: Iterable[str]) -> str:
+    """From the line "ChromeDriver was started successfully on port 1234."."""
     for line in lines:
-        yield line
         if "started successfully" in line:
-            return
+            return line.rsplit(" ", 1)[1].rstrip(".\n")
     raise RuntimeError("chromedriver ended before it started")
 
 

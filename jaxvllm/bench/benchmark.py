@@ -38,8 +38,8 @@ class Benchmark:
     shown: Sequence[str]  # names of latencies
     percentiles: Sequence[float]
     goodput: Goodput | None
-    patience: float = 0.0  # seconds to wait for a server that is still starting
-    shows_progress: bool = True
+    patience: float  # seconds to wait for a server that is still starting
+    shows_progress: bool
 
     def run(self, api: Api) -> Run:
         """Tries one request, then sends all. ServerError when the trial fails; later failures are counted."""

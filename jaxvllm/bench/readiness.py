@@ -8,7 +8,7 @@ from jaxvllm.client.errors import ServerError
 PAUSE = 1.0  # seconds between two tries
 
 
-def patiently[T](call: Callable[[], T], patience: float, sleep: Callable[[float], None] = time.sleep) -> T:
+def patiently[T](call: Callable[[], T], patience: float) -> T:
     """What `call` returns, tried again for `patience` seconds while nobody answers or the server is not ready (503).
 
     ServerError of the last try, and of any other failure at once.
@@ -20,4 +20,4 @@ def patiently[T](call: Callable[[], T], patience: float, sleep: Callable[[float]
         except ServerError as error:
             if error.status not in (None, 503) or time.monotonic() + PAUSE > deadline:
                 raise
-        sleep(PAUSE)
+        time.sleep(PAUSE)

@@ -44,7 +44,6 @@ class Recorder:
         self._queued = queued
         self._num_prompt_tokens = num_prompt_tokens or 0
         self._num_output_tokens = 0
-        self._num_chunks = 0
         self._first = self._token = self._last = start
         self._itl: list[float] = []
         self._texts: list[str] = []
@@ -70,12 +69,11 @@ class Recorder:
             if chunk.choices and not chunk.choices[0].opens:
                 text = chunk.choices[0].new_text
                 self._last = now
-                if not self._num_chunks:
+                if not self._texts:
                     self._first = self._token = now
                 elif text or chunk.choices[0].finish_reason is None:
                     self._itl.append(now - self._token)
                     self._token = now
-                self._num_chunks += 1
                 self._texts.append(text)
 
     def record(self, error: Exception | None = None) -> Record:
@@ -88,7 +86,7 @@ class Recorder:
             self._queued,
             self._num_prompt_tokens,
             # A server without usage is believed to have sent a token a chunk.
-            self._num_output_tokens or self._num_chunks,
+            self._num_output_tokens or len(self._texts),
             self._first - self._start,
             self._last - self._start,
             tuple(self._itl),
@@ -100,6 +98,6 @@ class Recorder:
             return str(error) or type(error).__name__
         if self._status != 200:
             return f"the server answers {self._status}: {error_text(self._refusal)}"
-        if not self._num_chunks:
+        if not self._texts:
             return "the server sent no token: was the request streamed?"
         return "" if self._is_done else "the server ended the stream before it was done"

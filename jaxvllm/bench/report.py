@@ -1,7 +1,7 @@
 """A run as vLLM reports it: the table that people know, and the keys that their scripts read."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -11,18 +11,6 @@ from jaxvllm.bench.metrics import LATENCIES, Metrics
 from jaxvllm.bench.traffic import Traffic
 
 WIDTH = 50
-# Lists with an entry a request: only wanted with --save-detailed.
-DETAILS = (
-    "input_lens",
-    "output_lens",
-    "ttfts",
-    "itls",
-    "latencies",
-    "start_times",
-    "queue_times",
-    "generated_texts",
-    "errors",
-)
 
 
 @dataclass(frozen=True)
@@ -65,9 +53,24 @@ class Run:
             lines += [_line(f"P{_number(p)} {short} (ms):", value) for p, value in latency.percentiles.items()]
         return "\n".join([*lines, "=" * WIDTH])
 
-    def result(self) -> dict[str, Any]:
-        """The figures under vLLM's keys, with its lists of one entry a request (`DETAILS`)."""
-        metrics, records = self.metrics, self.outcome.records
+    def details(self) -> dict[str, Any]:
+        """vLLM's lists with an entry a request."""
+        records = self.outcome.records
+        return {
+            "input_lens": [record.num_prompt_tokens for record in records],
+            "output_lens": [record.num_output_tokens for record in records],
+            "ttfts": [record.ttft for record in records],
+            "itls": [record.itl for record in records],
+            "latencies": [record.latency for record in records],
+            "start_times": [record.start for record in records],
+            "queue_times": [record.queued for record in records],
+            "generated_texts": [record.text for record in records],
+            "errors": [record.error for record in records],
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """All others under vLLM's keys."""
+        metrics = self.metrics
         result: dict[str, Any] = {
             "request_rate": "inf" if math.isinf(self.traffic.request_rate) else self.traffic.request_rate,
             "burstiness": self.traffic.burstiness,
@@ -81,15 +84,6 @@ class Run:
             "request_goodput": metrics.request_goodput,
             "output_throughput": metrics.output_throughput,
             "total_token_throughput": metrics.total_token_throughput,
-            "input_lens": [record.num_prompt_tokens for record in records],
-            "output_lens": [record.num_output_tokens for record in records],
-            "ttfts": [record.ttft for record in records],
-            "itls": [record.itl for record in records],
-            "latencies": [record.latency for record in records],
-            "start_times": [record.start for record in records],
-            "queue_times": [record.queued for record in records],
-            "generated_texts": [record.text for record in records],
-            "errors": [record.error for record in records],
             "max_output_tokens_per_s": metrics.peak_output_tokens,
             "max_concurrent_requests": metrics.peak_concurrency,
             "client_cpu_seconds": self.outcome.cpu_seconds,
@@ -103,11 +97,6 @@ class Run:
             }
             result |= {f"p{_number(p)}_{name}_ms": value for p, value in latency.percentiles.items()}
         return result
-
-
-def summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result without its lists of one entry a request."""
-    return {key: value for key, value in result.items() if key not in DETAILS}
 
 
 def file_name(label: str, traffic: Traffic, model: str, now: datetime) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxvllm.bench.benchmark import Benchmark
-from jaxvllm.bench.report import Run, summary
+from jaxvllm.bench.report import Run
 from jaxvllm.bench.traffic import Traffic
 from jaxvllm.client.api import Api
 
@@ -56,7 +56,7 @@ def sweep(benchmark: Benchmark, api: Api, points: Sequence[tuple[str, Traffic]],
             seed = benchmark.seed + index
             run = replace(benchmark, traffic=traffic, percentiles=percentiles, seed=seed).run(api)
             line: dict[str, Any] = {"model_id": benchmark.target.model, "seed": seed}
-            line |= {"num_prompts": traffic.num_prompts, **summary(run.result())}
+            line |= {"num_prompts": traffic.num_prompts, **run.figures()}
             file.write(json.dumps(line) + "\n")
             file.flush()
             yield Point(name, run)

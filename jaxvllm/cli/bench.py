@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.cli.flags import add_flags, given
-from jaxvllm.client.errors import ServerError
 from jaxvllm.client.sampling import Sampling
 from jaxvllm.client.server import Server, add_server_flags
 
@@ -25,16 +24,7 @@ _HIDDEN_SAMPLING = ("seed", "max_tokens", "stop")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs; exit code 0, 1 with one line on standard error when the server or a request fails, 2 for what is wrong."""
     args = _parser().parse_args(argv)
-    try:
-        return _sweep(args) if args.command == "sweep" else _serve(args)
-    except ServerError as error:
-        print(f"jaxvllm bench: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"jaxvllm bench: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("bench", lambda: _sweep(args) if args.command == "sweep" else _serve(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,14 +107,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from jaxvllm.bench.report import file_name, summary
+    from jaxvllm.bench.report import file_name
     from jaxvllm.client.api import Api
 
     metadata = _metadata(args.metadata)
     if args.save_result and not args.result_dir.is_dir():
         raise ValueError(f"--result-dir {args.result_dir} is no directory: make it first")
-    with Api(Server.from_flags(args)) as api:
-        benchmark = _benchmark(args, api)
+    server = Server.from_flags(args)
+    with Api(server) as api:
+        benchmark = _benchmark(args, server, api)
         run = benchmark.run(api)
     print(run.table())
     if args.save_result:
@@ -137,10 +128,10 @@ def _serve(args: argparse.Namespace) -> int:
             "label": args.label,
             "model_id": benchmark.target.model,
             "tokenizer_id": None if args.tokenizer is None else str(args.tokenizer),
-            "num_prompts": args.num_prompts if "num_prompts" in args else run.traffic.num_prompts,
+            "num_prompts": run.traffic.num_prompts,
             **metadata,
         }
-        figures = run.result() if args.save_detailed else summary(run.result())
+        figures = run.figures() | (run.details() if args.save_detailed else {})
         path.write_text(json.dumps(about | figures) + "\n", encoding="utf-8")
     return 1 if run.metrics.failed else 0
 
@@ -152,8 +143,9 @@ def _sweep(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
-    with Api(Server.from_flags(args)) as api:
-        benchmark = _benchmark(args, api)
+    server = Server.from_flags(args)
+    with Api(server) as api:
+        benchmark = _benchmark(args, server, api)
         traffics = loads(benchmark.traffic, args.request_rates, args.max_concurrencies)
         print(heading())
         points = []
@@ -161,11 +153,11 @@ def _sweep(args: argparse.Namespace) -> int:
             points.append(point)
             print(point.row(), flush=True)
     if args.plot is not None:
-        draw_sweep(points, f"{benchmark.target.model} at {benchmark.target.server.base_url}", args.plot)
+        draw_sweep(points, f"{benchmark.target.model} at {server.base_url}", args.plot)
     return 1 if any(point.run.metrics.failed for point in points) else 0
 
 
-def _benchmark(args: argparse.Namespace, api: "Api") -> "Benchmark":
+def _benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmark":
     """The flags as one value. Asks the server for its model, when none is given."""
     from jaxvllm.bench.benchmark import Benchmark
     from jaxvllm.bench.load import Target
@@ -186,7 +178,7 @@ def _benchmark(args: argparse.Namespace, api: "Api") -> "Benchmark":
     fields |= _object("--extra-body", args.extra_body)
     model = args.model or patiently(api.first_model, args.ready_check_timeout_sec)
     tokens = ServerTokenizer(api, model) if args.tokenizer is None else LocalTokenizer(args.tokenizer)
-    target = Target(Server.from_flags(args), model, args.endpoint or ENDPOINTS[args.backend], is_chat, fields)
+    target = Target(server, model, args.endpoint or ENDPOINTS[args.backend], is_chat, fields)
     return Benchmark(
         target,
         traffic,

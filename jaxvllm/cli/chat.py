@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.client.conversation import Conversation, Dialogue
-from jaxvllm.client.errors import ServerError
 from jaxvllm.client.sampling import Sampling
 from jaxvllm.client.server import Server, add_server_flags
 
@@ -40,27 +40,16 @@ def make_parser(name: str, what: str, description: str) -> argparse.ArgumentPars
 
 def talk(args: argparse.Namespace, name: str, dialogue: Dialogue, renders_markdown: bool = False) -> int:
     """Asks once, or until the person ends; returns the exit code."""
-    try:
-        server = Server.from_flags(args)
-        text = args.text or args.quick
-        if text is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
-            text = sys.stdin.read().rstrip("\n")
-        if text is not None and not text.strip():
-            raise ValueError("there is nothing to ask: give a text, or type it at a terminal")
-        return _talk(args, server, dialogue, text, renders_markdown)
-    except ServerError as error:
-        print(f"jaxvllm {name}: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"jaxvllm {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(name, lambda: _talk(args, dialogue, renders_markdown))
 
 
-def _talk(
-    args: argparse.Namespace, server: Server, dialogue: Dialogue, text: str | None, renders_markdown: bool
-) -> int:
+def _talk(args: argparse.Namespace, dialogue: Dialogue, renders_markdown: bool) -> int:
+    server = Server.from_flags(args)
+    text = args.text or args.quick
+    if text is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        text = sys.stdin.read().rstrip("\n")
+    if text is not None and not text.strip():
+        raise ValueError("there is nothing to ask: give a text, or type it at a terminal")
     # Only now: httpx and rich take a third of a second to import.
     from jaxvllm.client.api import Api
     from jaxvllm.client.asking import Asker

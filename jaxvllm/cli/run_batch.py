@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxvllm.client.errors import ServerError
+from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.client.server import Server, add_server_flags
 
 CONCURRENCY = 64
@@ -15,16 +15,7 @@ CONCURRENCY = 64
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the batch; exit code 0, 1 when the server or any line failed, 2 when something given is wrong."""
     args = _parser().parse_args(argv)
-    try:
-        return _run(args)
-    except ServerError as error:
-        print(f"jaxvllm run-batch: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"jaxvllm run-batch: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("run-batch", lambda: _run(args))
 
 
 def _parser() -> argparse.ArgumentParser:

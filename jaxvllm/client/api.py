@@ -49,7 +49,7 @@ class Api:
         """
         reader = EventReader()
         with network_errors(str(self._client.base_url)), self._client.stream("POST", path, json=body) as response:
-            check(response.status_code, response.headers, b"" if response.is_success else response.read())
+            check(response.status_code, b"" if response.is_success else response.read())
             for piece in response.iter_bytes():
                 for event in reader.feed(piece):
                     if event.data == DONE:
@@ -60,7 +60,7 @@ class Api:
     def _answer(self, request: httpx.Request) -> httpx.Response:
         with network_errors(str(self._client.base_url)):
             response = self._client.send(request)
-        check(response.status_code, response.headers, response.content)
+        check(response.status_code, response.content)
         return response
 
     def _object(self, response: httpx.Response) -> dict[str, Any]:
@@ -73,16 +73,10 @@ class Api:
         return value
 
 
-def check(status: int, headers: httpx.Headers, body: bytes) -> None:
+def check(status: int, body: bytes) -> None:
     """ServerError unless the status says success."""
-    if 200 <= status < 300:
-        return
-    wait = headers.get("retry-after", "")
-    raise ServerError(
-        f"the server answers {status}: {error_text(body)}",
-        status=status,
-        retry_after=float(wait) if wait.isdecimal() else None,
-    )
+    if not 200 <= status < 300:
+        raise ServerError(f"the server answers {status}: {error_text(body)}", status=status)
 
 
 @contextmanager

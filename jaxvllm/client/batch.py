@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import httpx
 
-from jaxvllm.client.api import TIMEOUT, check, network_errors
+from jaxvllm.client.api import TIMEOUT, network_errors
 from jaxvllm.client.errors import ServerError
 from jaxvllm.client.server import Server
 
@@ -145,15 +145,13 @@ class BatchRunner:
         return BatchAnswer(request.custom_id, response.status_code, request_id, body)
 
     async def _send(self, client: httpx.AsyncClient, request: BatchRequest) -> httpx.Response:
-        for last in (*[False] * (TRIES - 1), True):
+        for tries_left in reversed(range(TRIES)):
             with network_errors(self._server.base_url):
                 response = await client.post(request.url, json=request.body)
-            if last or response.status_code not in (429, 503):
+            if not tries_left or response.status_code not in (429, 503):
                 break
-            try:
-                check(response.status_code, response.headers, response.content)
-            except ServerError as error:
-                await asyncio.sleep(PAUSE if error.retry_after is None else error.retry_after)
+            wait = response.headers.get("retry-after", "")
+            await asyncio.sleep(float(wait) if wait.isdecimal() else PAUSE)
         return response
 
 

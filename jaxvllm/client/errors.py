@@ -4,7 +4,6 @@
 class ServerError(Exception):
     """The server is not there, refused the request, or broke off. `status` is None where there was no answer."""
 
-    def __init__(self, message: str, status: int | None = None, retry_after: float | None = None):
+    def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
-        self.retry_after = retry_after  # seconds

@@ -25,9 +25,7 @@ class Server:
             _ = address.port
         except ValueError as error:
             raise ValueError(f"the base URL {self.base_url} has a wrong port: {error}") from None
-        if self.base_url.rstrip("/").endswith("/v1"):
-            object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
-        object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
+        object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1").rstrip("/"))
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ValueError("the API key must be printable ASCII: it is sent in a header")
 

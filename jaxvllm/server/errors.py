@@ -59,13 +59,6 @@ class ApiError(Exception):
         return JSONResponse(body, self.status, headers)
 
 
-def error_response(
-    status: int, message: str, *, param: str | None = None, code: str | None = None, path: str = ""
-) -> JSONResponse:
-    """`ApiError.response`, for those who raise nothing."""
-    return ApiError(status, message, param=param, code=code).response(path)
-
-
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """A 400 that names the first field that is wrong."""
     error = errors[0]

@@ -13,9 +13,10 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.admission import OverloadedError
 from jaxvllm.engine.async_llm import EngineDiedError, EngineUnavailableError
+from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.service import Service
@@ -104,11 +105,6 @@ async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
                 await working
 
 
-async def begin(request: Request, service: Service, job: Job) -> Generation:
-    """`Generation.start`, unless the client leaves before the engine has answered."""
-    return await unless_gone(request, Generation.start(service, job))
-
-
 class EventStream(Response):
     """Server-sent events out of a generation, which is closed when they end or the client leaves."""
 
@@ -150,6 +146,23 @@ class EventStream(Response):
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if time.monotonic() - self._sent_at > KEEP_ALIVE_SECONDS / 2:
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+
+async def respond(
+    request: Request,
+    service: Service,
+    job: Job,
+    whole: Callable[[list[RequestOutput]], Any],
+    events: Callable[[Generation], Events],
+    error_event: Callable[[ApiError], bytes] = error_event,
+) -> Response:
+    """Does `job`, and answers with its `events` if it streams, otherwise with the `whole` of its last outputs."""
+    generation = await unless_gone(request, Generation.start(service, job))
+    if job.params.output_kind is RequestOutputKind.DELTA:
+        return EventStream(generation, events(generation), error_event)
+    async with generation:
+        outputs = await unless_gone(request, generation.results())
+        return await whole_answer(job.params, lambda: whole(outputs))
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -46,33 +46,32 @@ class RequestLimits:
             return
         parts: list[bytes] = []
         try:
-            passed_on = await self._receive(scope, receive, parts)
+            try:
+                passed_on = await self._receive(scope, receive, parts)
+            except ApiError as error:
+                response = error.response(scope["path"])
+                if error.status == 408:
+                    response.headers["connection"] = "close"
+                await response(scope, receive, send)
+                return
             if passed_on is not None:
                 await self._app(scope, passed_on, send)
-        except _Refused as refused:
-            response = refused.error.response(scope["path"])
-            if refused.error.status == 408:
-                response.headers["connection"] = "close"
-            await response(scope, receive, send)
         finally:
             self._num_held -= sum(map(len, parts))
 
     async def _receive(self, scope: Scope, receive: Receive, parts: list[bytes]) -> Receive | None:
         """What brings the request's body, of which `parts` are held meanwhile; None when the client has gone."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        try:
-            _check_head(scope)
-            if not any(name in headers for name in BODY_HEADERS):
-                return receive
-            self._check_announced(headers)
-            if not await self._read(receive, parts):
-                return None
-            parts[:] = [b"".join(parts)]
-            body = parts[0]
-            if body:
-                _check_body(body, headers)
-        except ApiError as error:
-            raise _Refused(error) from None
+        _check_head(scope)
+        if not any(name in headers for name in BODY_HEADERS):
+            return receive
+        self._check_announced(headers)
+        if not await self._read(receive, parts):
+            return None
+        parts[:] = [b"".join(parts)]
+        body = parts[0]
+        if body:
+            _check_body(body, headers)
         return _replay(body, receive)
 
     def _check_announced(self, headers: dict[bytes, bytes]) -> None:
@@ -114,14 +113,6 @@ class RequestLimits:
                         return True
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._body_seconds:g} seconds") from None
-
-
-class _Refused(Exception):
-    """By this middleware, not by what is behind it."""
-
-    def __init__(self, error: ApiError):
-        super().__init__(error)
-        self.error = error
 
 
 def _check_head(scope: Scope) -> None:

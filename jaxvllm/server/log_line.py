@@ -4,20 +4,18 @@ import logging
 import time
 from dataclasses import dataclass
 
-from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
-from jaxvllm.engine.observer import LossReason
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.observer import Observer
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.server.engine_totals import COUNTERS, EngineTotals
 
 logger = logging.getLogger(__name__)
 
 
-class StatsLogger:
+class StatsLogger(Observer):
     """Logs a line every `interval` seconds while the engine works, one more when it has stopped, then no more.
 
-    An `Observer`, and pulses are its clock: they come each second from an idle engine too. Means and rates are those
+    Pulses are its clock: they come each second from an idle engine too. Means and rates are those
     since the line before.
     """
 
@@ -45,12 +43,6 @@ class StatsLogger:
                 logger.info("%s", self._line(pulse.stats, seconds))
             self._was_busy = is_busy
             self._begin()
-
-    def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
-        """As `Observer.on_output`: the engine's own counters have it."""
-
-    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
-        """As `Observer.on_loss`: likewise."""
 
     def _begin(self) -> None:
         self._since = time.monotonic()

@@ -74,8 +74,8 @@ class RequestHistograms:
         else:
             # Several tokens may come at once: each gets its share of the time.
             count = max((len(completion.token_ids) for completion in output.outputs), default=0) if is_delta else 1
-            for _ in range(count):
-                self._inter_token.observe((now - live.seen) / count)
+            if count:
+                self._inter_token.observe((now - live.seen) / count, count)
             live.seen = now
         for completion in output.outputs:
             num_earlier = live.num_tokens[completion.index] if is_delta else 0

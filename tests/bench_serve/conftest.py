@@ -1,17 +1,5 @@
-"""A server for each test to load."""
+"""A server for each test to load: the one that clients talk to."""
 
-import pytest
+from tests.client.conftest import running, server
 
-from tests.client.fake_server import FakeServer, serving
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving(FakeServer()) as server:  # half a second to start and stop
-        yield server
-
-
-@pytest.fixture
-def server(running):
-    running.forget()
-    return running
+__all__ = ["running", "server"]

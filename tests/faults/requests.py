@@ -74,7 +74,6 @@ def chat(content: Any, role: str = "user") -> list[dict[str, Any]]:
 CHUNKED = {"content-length": "", "transfer-encoding": "chunked"}
 LARGE = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
 IN_CHUNKS = b"%x\r\n" % len(LARGE) + LARGE + b"\r\n0\r\n\r\n"
-LENGTH = b"content-length: "
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {KEY}\r\n".encode()
 
 BODIES = [
@@ -178,7 +177,7 @@ HTTP = [
     sent("two content lengths", HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n", 400, 401, closes=True),
     sent(
         "9 MB in chunks",
-        request(COMPLETIONS, b"%x\r\n" % len(LARGE) + LARGE + b"\r\n0\r\n\r\n", CHUNKED),
+        request(COMPLETIONS, IN_CHUNKS, CHUNKED),
         413,
         closes=True,
     ),

@@ -21,6 +21,7 @@ import pytest
 from tests.faults.load import LOAD, LONG, pool_of_two, streaming
 from tests.faults.requests import BODIES, COMPLETIONS, HTTP, VALUES, Fault
 from tests.faults.server import GREEDY, KEY, OPTIONS, Server, check_error, serving
+from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 DOC = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -140,20 +141,6 @@ def test_the_server_survives(mortal: Server, fault: Fault) -> None:
     asyncio.run(asyncio.wait_for(run(), 90))
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while _is_alive(pid):
-        assert time.monotonic() < deadline, "the engine outlived its server"
-        time.sleep(0.05)
-
-
 ENDS = {
     "SIGTERM while requests run": (signal.SIGTERM, 0),
     "Ctrl-C": (signal.SIGINT, 130),
@@ -184,7 +171,7 @@ def test_no_process_is_left(name: str, tmp_path: Path) -> None:
         if number != signal.SIGKILL:
             assert b"[DONE]" in rest and b"event: error" not in rest
         assert server.process.wait(20) == code
-        _wait_until_gone(engine)
+        wait_until_gone(engine)
 
 
 def test_a_second_signal(tmp_path: Path) -> None:
@@ -203,7 +190,7 @@ def test_a_second_signal(tmp_path: Path) -> None:
 
         asyncio.run(run())
         server.process.wait(5)
-        _wait_until_gone(engine)
+        wait_until_gone(engine)
 
 
 def start_and_fail(*flags: str, **environment: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""What each of two processes runs in `test_hosts.py`: two devices each, one engine over the four."""
+"""What each of two processes runs in `test_two_processes.py`: two devices each, one engine over the four."""
 
 import json
 import signal

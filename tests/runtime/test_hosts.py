@@ -1,27 +1,19 @@
 """Several processes run one engine: the first leads, the others follow; none hangs when another ends."""
 
 import io
-import json
-import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax._src.distributed import State, initialize
 
 from jaxvllm import LLM, EngineConfig
 from jaxvllm.engine import build as engine_build
@@ -32,8 +24,7 @@ from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.calls import Abandon, Admit, Call, Close, Message, Ready, Reset, Step, read_message, to_bytes
 from jaxvllm.runtime.follower import Follower
 from jaxvllm.runtime.leader import Leader
-from sharding import hosts as sharding_hosts
-from sharding.hosts import Hosts, join
+from sharding.hosts import Hosts
 from tests.runtime import hosts_program
 
 ROOT = Path(__file__).parent.parent.parent
@@ -374,49 +365,6 @@ def test_no_way_to_the_leader_is_an_error_everywhere(monkeypatch: pytest.MonkeyP
         assert "open all ports between the hosts" in str(error)
 
 
-@dataclass
-class FakeClient:
-    """The store of jax's coordination service, in which a wait ends early: as `errors` say."""
-
-    errors: list[str]
-    values: dict[str, str] = field(default_factory=dict)
-    waits: list[int] = field(default_factory=list)
-
-    def key_value_increment(self, key: str, by: int) -> int:
-        return by
-
-    def key_value_set(self, key: str, value: str) -> None:
-        self.values |= {f"{key[:-1]}{index}": value for index in range(2)}  # process 1 says the same
-
-    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-        self.waits.append(milliseconds)
-        if self.errors:
-            raise jax.errors.JaxRuntimeError(self.errors.pop())
-        return self.values[key]
-
-
-@pytest.mark.parametrize(
-    ("errors", "seconds", "error"),
-    [
-        (["DEADLINE_EXCEEDED: none yet"] * 3, 60, None),
-        (["DEADLINE_EXCEEDED: none yet"] * 3, -1, "process 0 of 2 waited -1 s for process 0: see its log"),
-        (["UNAVAILABLE: gone"], 60, "UNAVAILABLE: gone"),
-    ],
-    ids=["late", "too late", "gone"],
-)
-def test_a_wait_is_in_slices(
-    errors: list[str], seconds: int, error: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = FakeClient(list(errors))
-    monkeypatch.setattr(sharding_hosts.global_state, "client", client)
-    if error is None:
-        assert Hosts(0, 2).share("hello", seconds) == ("hello", "hello")
-    else:
-        with pytest.raises((TimeoutError, jax.errors.JaxRuntimeError), match=error):
-            Hosts(0, 2).share("hello", seconds)
-    assert max(client.waits) <= 1000  # Ctrl-C is heard between them
-
-
 def test_all_meet_when_their_runners_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
@@ -433,53 +381,6 @@ def test_all_processes_take_the_least() -> None:
     first, second = fake_hosts(2)
     assert in_threads(lambda: first.least(7), lambda: second.least(5)) == [5, 5]
     assert Hosts().least(9) == 9
-
-
-# Joining.
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """The arguments that jax was given; the environment names nobody."""
-    for name in list(os.environ):
-        if name.startswith(("JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_PROC", "SLURM_", "OMPI_", "KUBERNETES_")):
-            monkeypatch.delenv(name)
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
-    before = jax.config.jax_enable_recoverability, jax.config.jax_enable_preemption_service  # type: ignore[attr-defined]
-    yield calls
-    jax.config.update("jax_enable_recoverability", before[0])
-    jax.config.update("jax_enable_preemption_service", before[1])
-
-
-def test_joins_by_flags_before_the_environment(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
-    monkeypatch.setenv("JAX_PROCESS_ID", "3")
-    join()
-    join("host:1", 2, 0)
-    join(process_id=1)
-    assert joined == [(None, 4, 3), ("host:1", 2, 0), (None, 4, 1)]
-
-
-def test_what_the_environment_leaves_open_is_jaxs_to_find(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    join()
-    assert joined == [(None, None, None)]
-    monkeypatch.setenv("JAX_PROCESS_ID", "one")
-    with pytest.raises(ValueError, match="JAX_PROCESS_ID must be a whole number, not 'one'"):
-        join()
-
-
-def test_nobody_to_join_is_an_error(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.distributed, "initialize", State().initialize)  # jax itself, which finds nobody here
-    with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id, or set JAX_COORD"):
-        join()
-
-
-def test_after_jaxs_first_use_it_is_too_late(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    jax.devices()
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(ValueError, match=r"could not join others: .*must be called before any JAX calls.*[^\n]*$"):
-        join("localhost:1", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -505,93 +406,3 @@ def test_several_processes_share_one_replica() -> None:
 def test_alone_nobody_follows() -> None:
     assert not engine_hosts.follow()
     assert engine_hosts._hosts(EngineConfig()) == Hosts()
-
-
-# Two processes, two devices each.
-
-
-@dataclass
-class Processes:
-    """Two processes that run one scenario of `hosts_program.py`."""
-
-    processes: list[subprocess.Popen[str]]
-
-    def wait(self) -> list[tuple[int, str, str]]:
-        """Exit code, standard output and standard error of both."""
-        # Both at once: a process whose pipe nobody reads stands still when that is full.
-        with ThreadPoolExecutor(len(self.processes)) as threads:
-            outputs = list(threads.map(partial(subprocess.Popen.communicate, timeout=3 * SECONDS), self.processes))
-        return [(process.returncode, *output) for process, output in zip(self.processes, outputs, strict=True)]
-
-
-@contextmanager
-def two_processes(scenario: str) -> Iterator[Processes]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-    program = [sys.executable, "-m", "tests.runtime.hosts_program", scenario]
-    processes = [
-        subprocess.Popen(
-            [*program, str(index), coordinator],
-            env=environment,
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for index in range(2)
-    ]
-    try:
-        yield Processes(processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.slow  # two processes start jax and compile
-def test_two_processes_complete_as_one() -> None:
-    with two_processes("complete") as both:
-        with LLM(**hosts_program.options("1x1")) as llm:
-            expected = hosts_program.complete(llm)
-        leads, follows = both.wait()
-    assert leads[0] == 0, leads[2]
-    assert follows[0] == 0, follows[2]
-    completed, broken_off, after = json.loads(leads[1].splitlines()[-1])
-    assert completed == expected
-    assert len(expected) == len(hosts_program.REQUESTS) + 1  # one was aborted
-    assert broken_off > 0
-    assert after == expected[:1]
-    assert "process 1 of 2 follows process 0" in follows[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "the follower"])
-def test_when_one_is_killed_the_other_ends(victim: int) -> None:
-    with two_processes("endless") as both:
-        output = both.processes[0].stdout
-        assert output is not None
-        assert any("alive" in line for line in output)  # gloo writes there, too
-        both.processes[victim].kill()
-        start = time.monotonic()
-        code, _, text = both.wait()[1 - victim]
-        assert time.monotonic() - start < 10
-        assert code not in (0, -signal.SIGKILL)
-        assert f"process {victim} of 2 has ended" in text
-
-
-@pytest.mark.parametrize(
-    ("scenario", "message"),
-    [
-        ("differ", "page_size is 16 in process 0 and 32 in process 1"),
-        ("lead twice", "this is process 1 of 2, and only process 0 takes requests: call jaxvllm.follow"),
-    ],
-    ids=["differ", "lead twice"],
-)
-def test_a_mistake_ends_both(scenario: str, message: str) -> None:
-    with two_processes(scenario) as both:
-        (code_0, _, text_0), (code_1, _, text_1) = both.wait()
-    assert code_0 and code_1
-    assert message in text_1
-    assert (message if scenario == "differ" else "other than 0 call is 'follow' in process 0 and 'LLM'") in text_0

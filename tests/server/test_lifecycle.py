@@ -19,6 +19,7 @@ import pytest
 from jaxvllm.cli.serve import main
 from jaxvllm.server import lifecycle
 from jaxvllm.server.lifecycle import StopSignals, until_first
+from tests.processes import is_alive
 
 # Those of the server in conftest.py: compiled once for both.
 SHAPES = "--max-num-seqs=8 --max-num-batched-tokens=64 --max-model-len=512 --row-buckets=8 --token-buckets=64".split()
@@ -89,13 +90,6 @@ def children(pid):
     return found
 
 
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("servers")
@@ -151,7 +145,7 @@ def test_sigterm_lets_requests_finish(start):
             assert done == "[DONE]"
             assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
     assert server.end() == 0
-    assert is_gone(engine)
+    assert not is_alive(engine)
     assert "Traceback" not in server.log and "ERROR" not in server.log
 
 
@@ -165,7 +159,7 @@ def test_a_second_signal_ends_at_once(start):
         begin = time.monotonic()
         assert server.end() == 130
         assert time.monotonic() - begin < 3
-    assert is_gone(engine)
+    assert not is_alive(engine)
     assert "Traceback" not in server.log
 
 
@@ -178,7 +172,7 @@ def test_requests_that_take_too_long_get_an_error_event(start):
     assert "event: error" in rest
     assert json.loads(events(rest)[-2])["error"]["message"]
     assert server.end() == 1
-    assert is_gone(engine) and "Traceback" not in server.log
+    assert not is_alive(engine) and "Traceback" not in server.log
 
 
 def test_the_engine_never_outlives_the_server(start):
@@ -186,7 +180,7 @@ def test_the_engine_never_outlives_the_server(start):
     engine = server.engine()
     os.kill(engine, signal.SIGSTOP)  # it cannot even see that standard input has ended
     server.process.kill()
-    wait_for(lambda: is_gone(engine), seconds=5)
+    wait_for(lambda: not is_alive(engine), seconds=5)
 
 
 def test_ctrl_c_while_the_engine_loads(start):
@@ -194,7 +188,7 @@ def test_ctrl_c_while_the_engine_loads(start):
     engine = server.engine()
     server.signal_all(signal.SIGINT)
     assert server.end() == 130
-    assert is_gone(engine) and "Traceback" not in server.log
+    assert not is_alive(engine) and "Traceback" not in server.log
 
 
 def test_a_port_in_use_is_one_line(capsys):

@@ -1,7 +1,6 @@
 """Prometheus reads what happened, under vLLM's names; counters never go back, and no request is kept."""
 
 import json
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,50 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.outputs import CompletionOutput, FinishReasonName, RequestMetrics, RequestOutput
-from jaxvllm.engine.stats import EngineStats, StepReport
-from jaxvllm.server import log_line, request_histograms
+from jaxvllm.server import request_histograms
 from jaxvllm.server.engine_totals import COUNTERS, EngineTotals
-from jaxvllm.server.log_line import StatsLogger
 from jaxvllm.server.metrics import Metrics
 from jaxvllm.server.request_histograms import RequestHistograms
+from tests.server.engine_reports import FACTS, IDLE, STEP, Clock
 
 ROOT = Path(__file__).parent.parent.parent
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
 CUMULATIVE = SamplingParams(output_kind=RequestOutputKind.CUMULATIVE)
 FINAL_ONLY = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
-FACTS = wire.EngineFacts(
-    tokenizer_directory=None,
-    vocab_size=300,
-    max_model_len=300,
-    default_params=SamplingParams(),
-    num_replicas=1,
-    num_pages=80,
-    page_size=16,
-    max_num_seqs=4,
-)
-IDLE = EngineStats(
-    num_steps=0,
-    num_prompt_tokens=0,
-    num_output_tokens=0,
-    num_preemptions=0,
-    num_prefix_queries=0,
-    num_prefix_hits=0,
-    num_running=0,
-    num_waiting=0,
-    num_pages=80,
-    num_pages_owned=0,
-    num_programs=0,
-)
-STEP = StepReport(
-    replica=0,
-    num_decode=3,
-    num_prefill=9,
-    num_rows=4,
-    bucket_tokens=16,
-    bucket_rows=4,
-    host_seconds=0.0005,
-    device_seconds=0.02,
-)
 # What dashboards made for vLLM read, and of which kind it is there.
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
@@ -70,21 +35,10 @@ VLLM = {
 }
 
 
-class Clock:
-    """Stands in for the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(request_histograms, "time", clock)
-    monkeypatch.setattr(log_line, "time", clock)
     return clock
 
 
@@ -400,58 +354,3 @@ def test_answers_and_streams(metrics: Metrics) -> None:
         assert value(metrics, "num_http_streams") == 1
         raise ConnectionError
     assert value(metrics, "num_http_streams") == 0
-
-
-# ---- the log line ----
-
-
-def test_the_log_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jaxvllm")
-    log = StatsLogger(10.0)
-    busy = replace(IDLE, num_steps=20, num_output_tokens=456, num_prefix_queries=8, num_prefix_hits=2)
-    busy = replace(busy, num_running=3, num_pages_owned=10)
-    log.on_pulse(wire.Pulse(busy, [STEP] * 10))
-    assert not caplog.messages
-    clock.now += 10.0
-    log.on_pulse(wire.Pulse(busy, [STEP] * 10))
-    assert caplog.messages == [
-        "Avg prompt throughput: 18.0 tokens/s, Avg generation throughput: 45.6 tokens/s, Running: 3 reqs, "
-        "Waiting: 0 reqs, KV cache usage: 12.5%, Prefix cache hit rate: 25.0%, padding 25%, "
-        "host 0.5 ms and device 20.0 ms a step"
-    ]
-
-
-def test_the_log_is_quiet_when_idle(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "jaxvllm")
-    log = StatsLogger(10.0)
-    engine = IDLE
-
-    def ten_seconds(num_steps: int) -> int:
-        nonlocal engine
-        engine = replace(engine, num_steps=engine.num_steps + num_steps)
-        caplog.clear()
-        clock.now += 10.0
-        log.on_pulse(wire.Pulse(engine, [STEP] * num_steps))
-        return len(caplog.messages)
-
-    assert [ten_seconds(num_steps) for num_steps in (0, 5, 5, 0, 0, 0, 1, 0, 0)] == [0, 1, 1, 1, 0, 0, 1, 1, 0]
-    engine = IDLE
-    log.on_start(2, FACTS)
-    assert [ten_seconds(num_steps) for num_steps in (1, 0)] == [1, 1]
-    assert "throughput: 0.0 tokens/s" in caplog.text
-    assert "padding" not in caplog.text, "no step, no means of steps"
-
-
-def test_the_log_begins_anew_with_the_engine(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The time without an engine is in no mean, and what its next life counts is counted whole."""
-    caplog.set_level(logging.INFO, "jaxvllm")
-    log = StatsLogger(10.0)
-    log.on_pulse(wire.Pulse(replace(IDLE, num_steps=1, num_output_tokens=400), []))
-    clock.now += 90.0
-    log.on_start(2, FACTS)
-    life = replace(IDLE, num_steps=2, num_output_tokens=500)
-    log.on_pulse(wire.Pulse(life, []))
-    assert not caplog.messages
-    clock.now += 10.0
-    log.on_pulse(wire.Pulse(life, []))
-    assert "Avg generation throughput: 50.0 tokens/s" in caplog.text

@@ -9,10 +9,9 @@ from jaxvllm.server.protocol.fields import (
     FinishReason,
     Limit,
     Messages,
-    PromptLogprobs,
     Reply,
-    RequestFields,
     SamplingFields,
+    ScoringFields,
     TemplateVariables,
     Usage,
     neutral,
@@ -20,7 +19,7 @@ from jaxvllm.server.protocol.fields import (
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
 
 
-class ChatRequest(SamplingFields, RequestFields):
+class ChatRequest(SamplingFields, ScoringFields):
     """A conversation to go on with."""
 
     # Checked by jaxvllm.engine.messages: templates read more of them than any list of fields could name.
@@ -29,29 +28,28 @@ class ChatRequest(SamplingFields, RequestFields):
     max_tokens: int | None = None  # its older name
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # not in a stream
     echo: bool | None = None  # the last message's text goes first, when the assistant's is continued
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables | None = None
 
-    tools: neutral(list[Any], []) = None  # type: ignore[valid-type]
-    tool_choice: neutral(Any, "none", "auto") = None  # type: ignore[valid-type]
-    functions: neutral(list[Any], []) = None  # type: ignore[valid-type]
-    function_call: neutral(Any, "none", "auto") = None  # type: ignore[valid-type]
+    tools: list[Any] | None = neutral([])
+    tool_choice: Any | None = neutral("none", "auto")
+    functions: list[Any] | None = neutral([])
+    function_call: Any | None = neutral("none", "auto")
     parallel_tool_calls: bool | None = None  # says nothing without tools
-    modalities: neutral(list[str], ["text"]) = None  # type: ignore[valid-type]
-    audio: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
-    prediction: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
-    include_reasoning: neutral(bool, True) = None  # type: ignore[valid-type]
-    reasoning_effort: neutral(str) = None  # type: ignore[valid-type]
-    verbosity: neutral(str, "medium") = None  # type: ignore[valid-type]
-    web_search_options: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
-    store: neutral(bool, False) = None  # type: ignore[valid-type]
+    modalities: list[str] | None = neutral(["text"])
+    audio: dict[str, Any] | None = neutral()
+    prediction: dict[str, Any] | None = neutral()
+    include_reasoning: bool | None = neutral(True)
+    reasoning_effort: str | None = neutral()
+    verbosity: str | None = neutral("medium")
+    web_search_options: dict[str, Any] | None = neutral()
+    store: bool | None = neutral(False)
     # From strangers: a template is a program.
-    chat_template: neutral(str) = None  # type: ignore[valid-type]
-    documents: neutral(list[Any], []) = None  # type: ignore[valid-type]
-    mm_processor_kwargs: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+    chat_template: str | None = neutral()
+    documents: list[Any] | None = neutral([])
+    mm_processor_kwargs: dict[str, Any] | None = neutral({})
 
     @property
     def num_logprobs(self) -> int | None:

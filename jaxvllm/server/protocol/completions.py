@@ -6,10 +6,9 @@ from pydantic import FailFast, Field
 
 from jaxvllm.server.protocol.fields import (
     FinishReason,
-    PromptLogprobs,
     Reply,
-    RequestFields,
     SamplingFields,
+    ScoringFields,
     Strings,
     Tokens,
     Usage,
@@ -24,17 +23,16 @@ type OnePrompt = str | list[int]
 type Prompts = Annotated[list[Tokens], FailFast()]
 
 
-class CompletionRequest(SamplingFields, RequestFields):
+class CompletionRequest(SamplingFields, ScoringFields):
     """A text to go on with, or several; token ids do as well."""
 
     prompt: str | Strings | Tokens | Prompts
     max_tokens: int | None = None  # None: 16, as OpenAI's
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # not in a stream
     echo: bool | None = None  # the prompt goes first; with max_tokens 0 it is all
 
-    suffix: neutral(str, "") = None  # type: ignore[valid-type]
-    best_of: neutral(int, 1) = None  # type: ignore[valid-type]
+    suffix: str | None = neutral("")
+    best_of: int | None = neutral(1)
 
     @property
     def limit(self) -> int:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -39,10 +39,12 @@ def _neutral(*values: Any) -> Callable[[Any], Any]:
     return check
 
 
-def neutral(kind: Any, *values: Any) -> Any:
+def neutral(*values: Any) -> Any:
     """A field of clients that is not supported: it may have the values that change nothing."""
     told = f"{NOT_SUPPORTED}: {' or '.join(map(json.dumps, (None, *values)))}"
-    return Annotated[kind | None, AfterValidator(_neutral(*values)), Field(description=told, examples=[None])]
+    field: Any = Field(default=None, description=told, examples=[None])
+    field.metadata.append(AfterValidator(_neutral(*values)))
+    return field
 
 
 # Of a conversation: a template of 50,000 keeps all other requests waiting for half a second.
@@ -72,9 +74,6 @@ type Messages = Annotated[
 type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 
 
-# Best tokens to report beside each token of the prompt.
-type PromptLogprobs = Annotated[int, Field(ge=0, le=20)]
-
 # Tokens to generate at most, by another name than the engine's: so that an error tells the one that was given.
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
@@ -88,7 +87,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False  # a last chunk without choices
     continuous_usage_stats: bool = False  # in every chunk
-    include_obfuscation: neutral(bool, False) = None  # type: ignore[valid-type]
+    include_obfuscation: bool | None = neutral(False)
 
 
 class SamplingFields(Strict):
@@ -108,17 +107,17 @@ class SamplingFields(Strict):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
-    structured_outputs: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
-    frequency_penalty: neutral(float, 0) = None  # type: ignore[valid-type]
-    presence_penalty: neutral(float, 0) = None  # type: ignore[valid-type]
-    repetition_penalty: neutral(float, 1) = None  # type: ignore[valid-type]
-    length_penalty: neutral(float, 1) = None  # type: ignore[valid-type]
-    logit_bias: neutral(dict[str, float], {}) = None  # type: ignore[valid-type]
-    use_beam_search: neutral(bool, False) = None  # type: ignore[valid-type]
-    truncate_prompt_tokens: neutral(int) = None  # type: ignore[valid-type]
-    allowed_token_ids: neutral(list[int]) = None  # type: ignore[valid-type]
-    bad_words: neutral(list[str], []) = None  # type: ignore[valid-type]
-    logits_processors: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    structured_outputs: dict[str, Any] | None = neutral()
+    frequency_penalty: float | None = neutral(0)
+    presence_penalty: float | None = neutral(0)
+    repetition_penalty: float | None = neutral(1)
+    length_penalty: float | None = neutral(1)
+    logit_bias: dict[str, float] | None = neutral({})
+    use_beam_search: bool | None = neutral(False)
+    truncate_prompt_tokens: int | None = neutral()
+    allowed_token_ids: list[int] | None = neutral()
+    bad_words: list[str] | None = neutral([])
+    logits_processors: list[Any] | None = neutral([])
 
     def chosen(self) -> dict[str, Any]:
         """What of `SamplingParams` the client set."""
@@ -126,21 +125,7 @@ class SamplingFields(Strict):
 
 
 # Fields that `SamplingParams` has by the same name.
-_PARAMS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
+_PARAMS = tuple(field.name for field in fields(SamplingParams) if field.name in SamplingFields.model_fields)
 
 
 class RequestFields(Strict):
@@ -159,15 +144,26 @@ class RequestFields(Strict):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # in logprobs: "token_id:17" in place of the text
     add_special_tokens: bool | None = None
-    response_format: neutral(dict[str, Any], {"type": "text"}) = None  # type: ignore[valid-type]
-    service_tier: neutral(str, "auto", "default") = None  # type: ignore[valid-type]
-    kv_transfer_params: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
-    vllm_xargs: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+    response_format: dict[str, Any] | None = neutral({"type": "text"})
+    service_tier: str | None = neutral("auto", "default")
+    kv_transfer_params: dict[str, Any] | None = neutral()
+    vllm_xargs: dict[str, Any] | None = neutral({})
 
-    @property
-    def stray_stream_options(self) -> bool:
-        """Whether something is asked of a stream, and there is to be none."""
-        return not self.stream and bool(self.stream_options and self.stream_options.model_dump(exclude_defaults=True))
+    def check_stream(self) -> None:
+        """ValueError when something is asked of a stream, and there is to be none, or the other way round."""
+        if not self.stream and self.stream_options and self.stream_options.model_dump(exclude_defaults=True):
+            raise ValueError("stream_options needs stream: true")
+
+
+class ScoringFields(RequestFields):
+    """The same where the prompt may be scored too."""
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # best of each of its tokens; not in a stream
+
+    def check_stream(self) -> None:
+        super().check_stream()
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs needs stream: false")
 
 
 class PromptTokensDetails(Reply):

@@ -21,7 +21,7 @@ class TextBlock(Strict):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    citations: list[Any] | None = neutral([])
 
 
 def _as_blocks(content: Any) -> Any:
@@ -72,10 +72,10 @@ class ConversationFields(Strict):
     system: Blocks | None = None
     thinking: Thinking | None = None
     tool_choice: ToolChoice | None = None
-    tools: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    tools: list[Any] | None = neutral([])
     cache_control: CacheControl | None = None
-    output_config: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
-    speed: neutral(str, "standard") = None  # type: ignore[valid-type]
+    output_config: dict[str, Any] | None = neutral({})
+    speed: str | None = neutral("standard")
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as templates know them: the system's goes first."""
@@ -106,10 +106,10 @@ class MessagesRequest(ConversationFields):
     top_k: int | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: neutral(str, "auto", "standard_only") = None  # type: ignore[valid-type]
-    container: neutral(Any) = None  # type: ignore[valid-type]
-    context_management: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
-    mcp_servers: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    service_tier: str | None = neutral("auto", "standard_only")
+    container: Any | None = neutral()
+    context_management: dict[str, Any] | None = neutral({})
+    mcp_servers: list[Any] | None = neutral([])
     # Not Anthropic's: as on the other endpoints.
     priority: Priority = 0  # lower goes first, with scheduling_policy="priority"
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared under one salt

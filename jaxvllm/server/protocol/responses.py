@@ -27,7 +27,7 @@ class InputPart(Strict):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    annotations: list[Any] | None = neutral([])
     logprobs: list[Any] | None = None  # of an earlier response: says nothing here
 
 
@@ -62,13 +62,13 @@ class TextConfig(Strict):
     """How to write."""
 
     format: TextFormat | None = None
-    verbosity: neutral(str, "medium") = None  # type: ignore[valid-type]
+    verbosity: str | None = neutral("medium")
 
 
 class ResponsesStreamOptions(Strict):
     """Of streams."""
 
-    include_obfuscation: neutral(bool, False) = None  # type: ignore[valid-type]
+    include_obfuscation: bool | None = neutral(False)
 
 
 class ResponsesRequest(SamplingFields, RequestFields):
@@ -88,23 +88,23 @@ class ResponsesRequest(SamplingFields, RequestFields):
     chat_template_kwargs: TemplateVariables | None = None
 
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
-    n: neutral(int, 1) = None  # type: ignore[valid-type]
-    return_token_ids: neutral(bool, False) = None  # type: ignore[valid-type]
-    store: neutral(bool, False) = None  # type: ignore[valid-type]
-    background: neutral(bool, False) = None  # type: ignore[valid-type]
-    previous_response_id: neutral(str) = None  # type: ignore[valid-type]
-    conversation: neutral(Any) = None  # type: ignore[valid-type]
-    prompt: neutral(dict[str, Any]) = None  # type: ignore[valid-type]
-    reasoning: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
-    truncation: neutral(str, "disabled") = None  # type: ignore[valid-type]
-    tools: neutral(list[Any], []) = None  # type: ignore[valid-type]
-    tool_choice: neutral(Any, "none", "auto") = None  # type: ignore[valid-type]
+    n: int | None = neutral(1)
+    return_token_ids: bool | None = neutral(False)  # type: ignore[assignment]
+    store: bool | None = neutral(False)
+    background: bool | None = neutral(False)
+    previous_response_id: str | None = neutral()
+    conversation: Any | None = neutral()
+    prompt: dict[str, Any] | None = neutral()
+    reasoning: dict[str, Any] | None = neutral({})
+    truncation: str | None = neutral("disabled")
+    tools: list[Any] | None = neutral([])
+    tool_choice: Any | None = neutral("none", "auto")
     max_tool_calls: int | None = None  # says nothing without tools, as the next
     parallel_tool_calls: bool | None = None
-    context_management: neutral(list[Any], []) = None  # type: ignore[valid-type]
-    moderation: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
-    prompt_cache_retention: neutral(str, "in_memory") = None  # type: ignore[valid-type]
-    prompt_cache_options: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+    context_management: list[Any] | None = neutral([])
+    moderation: dict[str, Any] | None = neutral({})
+    prompt_cache_retention: str | None = neutral("in_memory")
+    prompt_cache_options: dict[str, Any] | None = neutral({})
 
     @property
     def num_logprobs(self) -> int | None:

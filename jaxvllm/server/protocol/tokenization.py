@@ -19,10 +19,10 @@ class TokenizeRequest(Strict):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
-    tools: neutral(list[Any], []) = None  # type: ignore[valid-type]
+    tools: list[Any] | None = neutral([])
     # From strangers: a template is a program.
-    chat_template: neutral(str) = None  # type: ignore[valid-type]
-    mm_processor_kwargs: neutral(dict[str, Any], {}) = None  # type: ignore[valid-type]
+    chat_template: str | None = neutral()
+    mm_processor_kwargs: dict[str, Any] | None = neutral({})
 
 
 class TokenizeResponse(Reply):

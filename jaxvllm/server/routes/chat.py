@@ -8,8 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.engine.messages import checked_messages
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
-from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import DONE, Events, EventStream, begin, error_event, event, unless_gone, whole_answer
+from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
@@ -26,10 +25,7 @@ def router(service: Service) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         model = service.model_name(body.model)
-        if body.stray_stream_options:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        if body.stream and body.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs needs stream: false", param="prompt_logprobs")
+        body.check_stream()
         params = params_of(
             service.defaults,
             body.chosen(),
@@ -43,12 +39,8 @@ def router(service: Service) -> APIRouter:
             prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens"
         )
         exchange = _Exchange(body, model, prompt)
-        generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
-        if body.stream:
-            return EventStream(generation, exchange.events(generation), error_event)
-        async with generation:
-            [output] = await unless_gone(request, generation.results())
-            return await whole_answer(params, lambda: exchange.whole(output))
+        job = Job(exchange.request_id, [prompt], params, body.priority)
+        return await respond(request, service, job, exchange.whole, exchange.events)
 
     return routes
 
@@ -61,10 +53,11 @@ class _Exchange:
         self._body = body
         self._head = {"id": self.request_id, "created": now(), "model": model}
         self._prompt_ids = {"prompt_token_ids": prompt.token_ids.tolist()} if body.return_token_ids else {}
-        last = checked_messages(body.messages)[-1]
+        [last] = checked_messages(body.messages[-1:])  # the template has had all of them
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
         choices = []
         for completion in output.outputs:
             message = {"role": "assistant", "content": self._echo + completion.text, "refusal": None}
@@ -83,10 +76,11 @@ class _Exchange:
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
             for completion in output.outputs:
                 num_tokens += len(completion.token_ids)
-                counts = usage(num_prompt, num_tokens, num_cached)
-                shown = (
-                    {"usage": counts if options.continuous_usage_stats else None} if self._body.stream_options else {}
-                )
+                shown: dict[str, Any] = {}
+                if options.continuous_usage_stats:
+                    shown["usage"] = usage(num_prompt, num_tokens, num_cached)
+                elif self._body.stream_options:
+                    shown["usage"] = None
                 if completion.index not in started:
                     started.add(completion.index)
                     delta = {"role": "assistant", "content": self._echo}

@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import DONE, Events, EventStream, begin, error_event, event, unless_gone, whole_answer
+from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
@@ -25,7 +25,22 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Goes on with a text."""
-        return await _Exchange.of(service, body, request)
+        model = service.model_name(body.model)
+        body.check_stream()
+        params = params_of(
+            service.defaults,
+            body.chosen(),
+            max_tokens=body.limit,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.num_prompt_logprobs,
+            stream=bool(body.stream),
+        )
+        prompts = await run_in_threadpool(_read, service, body)
+        for prompt in prompts:
+            service.check_room(prompt, body.max_tokens, "max_tokens")
+        job = Job(body.request_id or new_id("cmpl-"), prompts, params, body.priority)
+        exchange = _Exchange(service, body, model, job)
+        return await respond(request, service, job, exchange.whole, exchange.events)
 
     return routes
 
@@ -39,34 +54,7 @@ class _Exchange:
         self._job = job
         self._head = {"id": job.request_id, "object": "text_completion", "created": now(), "model": model}
 
-    @classmethod
-    async def of(cls, service: Service, body: CompletionRequest, request: Request) -> Response:
-        model = service.model_name(body.model)
-        if body.stray_stream_options:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        if body.stream and body.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs needs stream: false", param="prompt_logprobs")
-        params = params_of(
-            service.defaults,
-            body.chosen(),
-            max_tokens=body.limit,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.num_prompt_logprobs,
-            stream=bool(body.stream),
-        )
-        prompts = await run_in_threadpool(_read, service, body)
-        for prompt in prompts:
-            service.check_room(prompt, body.max_tokens, "max_tokens")
-        request_id = body.request_id or new_id("cmpl-")
-        exchange = cls(service, body, model, Job(request_id, prompts, params, body.priority))
-        generation = await begin(request, service, exchange._job)
-        if body.stream:
-            return EventStream(generation, exchange._events(generation), error_event)
-        async with generation:
-            outputs = await unless_gone(request, generation.results())
-            return await whole_answer(params, lambda: exchange._whole(outputs))
-
-    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         outputs = [self._wanted(output) for output in outputs]
         choices = [
             self._choice(index, completion, self._tokens(completion, output), 0, True) | self._of_prompt(output)
@@ -75,7 +63,7 @@ class _Exchange:
         ]
         return self._head | {"choices": choices, "usage": usage_of(outputs)}
 
-    async def _events(self, generation: Generation) -> Events:
+    async def events(self, generation: Generation) -> Events:
         options = self._body.stream_options or StreamOptions()
         first: dict[int, RequestOutput] = {}  # of each prompt
         last: dict[int, RequestOutput] = {}

@@ -8,7 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, EventStream, answer, begin, event, unless_gone
+from jaxvllm.server.exchange import Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.fields import new_id, params_of
 from jaxvllm.server.protocol.messages import (
@@ -37,12 +37,8 @@ def router(service: Service) -> APIRouter:
         )
         prompt = await run_in_threadpool(_read, service, body)
         exchange = _Exchange(model)
-        generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
-        if body.stream:
-            return EventStream(generation, exchange.events(generation), _error_event)
-        async with generation:
-            [output] = await unless_gone(request, generation.results())
-            return answer(exchange.whole(output))
+        job = Job(exchange.request_id, [prompt], params, body.priority)
+        return await respond(request, service, job, exchange.whole, exchange.events, _error_event)
 
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
     async def count_tokens(body: CountTokensRequest) -> TokenCount:
@@ -60,7 +56,8 @@ class _Exchange:
         self.request_id = new_id("msg_")
         self._model = model
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
         [completion] = output.outputs
         usage = _usage(output, len(completion.token_ids))
         return self._message([_block(completion.text)], usage) | ending(completion)

@@ -10,11 +10,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.async_llm import AsyncLLM
-from jaxvllm.engine.observer import LossReason
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.observer import Observer
 from jaxvllm.engine.page_view import PageState, PoolView
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.server.errors import ApiError
@@ -82,8 +80,8 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-class StepHistory:
-    """The latest steps of the engine, as the playground draws them. An `Observer`."""
+class StepHistory(Observer):
+    """The latest steps of the engine, as the playground draws them."""
 
     def __init__(self) -> None:
         self.latest: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
@@ -91,15 +89,6 @@ class StepHistory:
     def on_pulse(self, pulse: wire.Pulse) -> None:
         """As `Observer.on_pulse`."""
         self.latest.extend(_step(step) for step in pulse.steps)
-
-    def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:
-        """As `Observer.on_start`."""
-
-    def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
-        """As `Observer.on_output`."""
-
-    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
-        """As `Observer.on_loss`."""
 
 
 class _Pools:

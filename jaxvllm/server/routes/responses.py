@@ -9,7 +9,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, EventStream, begin, event, unless_gone, whole_answer
+from jaxvllm.server.exchange import Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.fields import new_id, now, params_of
 from jaxvllm.server.protocol.responses import (
@@ -31,8 +31,7 @@ def router(service: Service) -> APIRouter:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a text or a conversation. Nothing is stored: the next request brings the whole conversation."""
         model = service.model_name(body.model)
-        if body.stray_stream_options:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        body.check_stream()
         params = params_of(
             service.defaults,
             body.chosen(),
@@ -43,12 +42,8 @@ def router(service: Service) -> APIRouter:
         prompt = await run_in_threadpool(_read, service, body)
         service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
         exchange = _Exchange(body, model, params)
-        generation = await begin(request, service, Job(exchange.request_id, [prompt], params, body.priority))
-        if body.stream:
-            return EventStream(generation, exchange.events(generation), exchange.error_event)
-        async with generation:
-            [output] = await unless_gone(request, generation.results())
-            return await whole_answer(params, lambda: exchange.whole(output))
+        job = Job(exchange.request_id, [prompt], params, body.priority)
+        return await respond(request, service, job, exchange.whole, exchange.events, exchange.error_event)
 
     return routes
 
@@ -73,7 +68,8 @@ class _Exchange:
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
         [completion] = output.outputs
         self._add(completion)
         return self._ended(output, completion, len(completion.token_ids))
