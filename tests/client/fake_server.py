@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
+from tests.asgi import in_thread
 
 NUM_TOKENS = 5  # of an answer, unless max_tokens says less; all of them with ignore_eos
 CACHED = 3
@@ -117,19 +114,9 @@ class FakeServer:
 @contextmanager
 def serving(app: FakeServer) -> Iterator[FakeServer]:
     """The server on a free port of its own, in a thread."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        app.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="critical", lifespan="off", ws="none", loop="asyncio", http="h11")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield app
-        finally:
-            server.should_exit = True
-            thread.join()
+    options = {"log_level": "critical", "lifespan": "off", "ws": "none", "loop": "asyncio", "http": "h11"}
+    with in_thread(app, **options) as app.base_url:
+        yield app
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from jaxvllm.server.listener import listen
 from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
 
-# Small shapes: few programs to compile. 100 pages hold five of the longest requests.
+# Small shapes: few programs to compile. 200 pages hold six of the longest requests.
 ENGINE: dict[str, Any] = dict(
     max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, row_buckets=(8,), token_buckets=(64,), num_pages=200
 )

@@ -2,20 +2,18 @@
 
 import asyncio
 import json
-import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 import jaxvllm.server
+from tests.asgi import in_thread
 
 FILES = Path(jaxvllm.server.__file__).parent / "playground"
 # Half a character each, a leading space that the answer lacks, and an end that has no text.
@@ -158,18 +156,9 @@ def error(status: int, message: str) -> JSONResponse:
 def fake_server() -> Iterator[Fake]:
     """Serves on a free port of this machine, in a thread."""
     fake = Fake()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        server = uvicorn.Server(uvicorn.Config(fake.app(), log_level="warning", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield fake
-        finally:
-            server.should_exit = True
-            thread.join()
+    with in_thread(fake.app(), log_level="warning", timeout_graceful_shutdown=1) as url:
+        fake.url = f"{url}/"
+        yield fake
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from jaxvllm.cli.serve import main
 from jaxvllm.server import lifecycle
 from jaxvllm.server.lifecycle import StopSignals, until_first
 from tests.processes import is_alive
+from tests.server.conftest import ENGINE
 
 # Those of the server in conftest.py: compiled once for both.
-SHAPES = "--max-num-seqs=8 --max-num-batched-tokens=64 --max-model-len=512 --row-buckets=8 --token-buckets=64".split()
-SHAPES.append("--num-pages=200")
+SHAPES = [
+    f"--{name.replace('_', '-')}={value[0] if isinstance(value, tuple) else value}" for name, value in ENGINE.items()
+]
 LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
