@@ -157,7 +157,7 @@ async def one_endless_trailer(client):
 async def a_trailer_is_no_header(client):
     client.writer.write(b"POST /headers HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n")
     client.writer.write(b"authorization: x\r\n\r\n")
-    assert "host,transfer-encoding" in await client.answer()
+    assert (await client.answer()).endswith("\r\n\r\nhost,transfer-encoding")
 
 
 async def chunks_of_one_byte(client):
