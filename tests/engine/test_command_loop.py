@@ -15,7 +15,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
 from jaxvllm.engine.command_loop import MAX_BREAKS, CommandLoop
-from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics
+from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
 
@@ -121,6 +121,26 @@ def test_what_the_engine_refuses_is_rejected() -> None:
     assert run(engine(check=check), add) == [wire.Rejected(7, "too long", False)]
 
 
+def test_scores_of_a_prompt_are_sent_once() -> None:
+    scores: list[dict[int, Logprob] | None] = [None, {2: Logprob(-1.0, 3, "b")}]
+    outputs = deque(
+        RequestOutput("a", None, [1, 2], [], finished, RequestMetrics(1.0), 0, scores)
+        for finished in (False, False, True)
+    )
+
+    def step() -> list[RequestOutput]:
+        loop.has_work = len(outputs) > 1
+        return [outputs.popleft()]
+
+    def submit(*_: Any) -> None:
+        loop.has_work = True
+
+    loop = engine(check=lambda *_: None, submit=submit, step=step)
+    said = run(loop, wire.Add(7, "a", [1, 2], SamplingParams(prompt_logprobs=1), 0, None))
+    sent = [output for report in said if isinstance(report, wire.Outputs) for output in report.outputs]
+    assert [output.prompt_logprobs for output in sent] == [scores, None, None]
+
+
 def test_limits_count_what_would_wait() -> None:
     def scheduler(waiting: int, running: int, tokens: int) -> Any:
         slots = SimpleNamespace(num_slots=4)
@@ -154,10 +174,11 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.ResetPrefixCache(),
         wire.Stop(),
         wire.Accepted(7),
+        wire.Followed(),
         wire.Rejected(7, "why", True),
         wire.Failed("why", False),
         wire.Broken("X"),
-        wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16)]),
+        wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16, [None, {2: Logprob(-1.0)}])]),
         wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 16, 4, 0.1, 0.2)]),
         wire.Pages([PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
         wire.Ready(wire.EngineFacts(None, 10, 64, SamplingParams(), 1, 8, 16, 2)),
