@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Self
 
+from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
+
 # Below this temperature a request is greedy: dividing logits by less overflows float32 long before the
 # draw differs from the argmax.
 GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 1e6
+# The smallest float32 that devices do not flush to zero. With 0 for top_p a sampler would exclude every token.
+MIN_FLOAT32 = 2.0**-126
 MAX_N = 16_384
 MAX_STOP_STRINGS = 64  # each is looked for after every token
 MAX_STOP_CHARS = 1024
@@ -60,18 +64,21 @@ class SamplingParams:
 
     Every instance is valid: a bad value is a ValueError when it is given. An option of vLLM that this engine
     lacks is a NotImplementedError that names it, an unknown one a TypeError.
+
+    The device has float32. A number that is closer to zero than float32 can hold means what its limit means: such a
+    temperature is greedy, such a top_p leaves the most probable token alone, and such a min_p is off.
     """
 
     n: int = 1  # completions of one prompt
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # smallest set of tokens with this much probability; 1 = off
+    temperature: float = 1.0  # 0 = greedy, and so is anything below 1e-5
+    top_p: float = 1.0  # smallest set of tokens with this much probability, at least one token; 1 = off
     top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
     min_p: float = 0.0  # tokens with at least this share of the best one's probability; 0 = off
     seed: int | None = None  # int64; None or -1 = the engine draws one
     stop: tuple[str, ...] = ()  # a string, a list or None also do
     stop_token_ids: tuple[int, ...] = ()  # a list or None also do
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None = up to the model's length
+    max_tokens: int | None = 16  # None = up to the model's length; 0 = score the prompt alone, with prompt_logprobs
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; the prefix cache is not used then
@@ -83,7 +90,7 @@ class SamplingParams:
 
     def __new__(cls, **options: Any) -> Self:
         for name in UNSUPPORTED.intersection(options):
-            raise NotImplementedError(f"SamplingParams.{name} is not supported: leave it out")
+            raise UnsupportedParameterError(f"SamplingParams.{name} is not supported: leave it out", name)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -92,25 +99,30 @@ class SamplingParams:
         put(self, "temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
         put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
-            raise ValueError("top_p must be above 0 and at most 1, not 0: for greedy set temperature=0")
+            raise ParameterError("top_p must be above 0 and at most 1, not 0: for greedy set temperature=0", "top_p")
+        put(self, "top_p", max(self.top_p, MIN_FLOAT32))
         put(self, "top_k", max(_integer("top_k", self.top_k, -1, MAX_INT32), 0))
         put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        if self.min_p < MIN_FLOAT32:
+            put(self, "min_p", 0.0)
         if self.seed == -1:  # as in vLLM
             put(self, "seed", None)
         elif self.seed is not None:
             put(self, "seed", _integer("seed", self.seed, MIN_SEED, MAX_SEED))
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        if self.max_tokens is not None:
-            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_INT32))
-        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_INT32))
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: lower it, or raise max_tokens"
-            )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 put(self, name, _integer(name, value, 0, MAX_LOGPROBS))
+        if self.max_tokens is not None:
+            fewest = 1 if self.prompt_logprobs is None else 0
+            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, fewest, MAX_INT32))
+        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_INT32))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: lower it, or raise max_tokens",
+                "min_tokens",
+            )
         for name in (
             "ignore_eos",
             "detokenize",
@@ -119,14 +131,15 @@ class SamplingParams:
             "include_stop_str_in_output",
         ):
             if type(value := getattr(self, name)) is not bool:
-                raise ValueError(f"{name} must be True or False, not {value!r}")
+                raise ParameterError(f"{name} must be True or False, not {value!r}", name)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise ValueError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+            raise ParameterError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", "output_kind")
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings need detokenize=True: set it, or use stop_token_ids")
+            raise ParameterError("stop strings need detokenize=True: set it, or use stop_token_ids", "stop")
         if not self.spaces_between_special_tokens and not self.skip_special_tokens:
-            raise NotImplementedError(
-                "spaces_between_special_tokens=False needs skip_special_tokens=True: leave one of them out"
+            raise UnsupportedParameterError(
+                "spaces_between_special_tokens=False needs skip_special_tokens=True: leave one of them out",
+                "spaces_between_special_tokens",
             )
 
     @property
@@ -134,37 +147,45 @@ class SamplingParams:
         """Whether the most probable token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt is to be scored and nothing generated."""
+        return self.max_tokens == 0
+
     def child(self, index: int) -> "SamplingParams":
         """The parameters of completion `index` of `n`: n=1, and a seed of its own if one was given.
 
-        The first alone looks at the prompt, which all share.
+        The first alone scores the prompt, which all share, unless there is nothing but scores to compute.
         """
         if self.n == 1 and index == 0:
             return self
         seed = self.seed
         if seed is not None:
             seed = (seed + index - MIN_SEED) % 2**64 + MIN_SEED  # wraps around: any int64 seed has n children
-        return replace(self, n=1, seed=seed, prompt_logprobs=self.prompt_logprobs if index == 0 else None)
+        scores = self.prompt_logprobs if index == 0 or self.scores_only else None
+        return replace(self, n=1, seed=seed, prompt_logprobs=scores)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _integer(param: str, value: object, low: int, high: int, what: str | None = None) -> int:
+    """`value` as an int. Errors call it `what`, or by the name of its parameter."""
+    rule = f"{what or param} must be an integer from {low} to {high}, not"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}")
+        raise ParameterError(f"{rule} {_shown(value)}", param)
     number = int(value)
     if not low <= number <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {number}")
+        raise ParameterError(f"{rule} {number}", param)
     return number
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}")
+        raise ParameterError(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}", name)
     try:
         number = float(value)
     except OverflowError:  # a huge int
         number = math.inf
     if not low <= number <= high:  # NaN is never within
-        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, not {value}")
+        raise ParameterError(f"{name} must be a number from {low:g} to {high:g}, not {value}", name)
     return number
 
 
@@ -174,14 +195,14 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple):
-        raise ValueError(f"stop must be a string or a list of strings, not {_shown(value)}")
+        raise ParameterError(f"stop must be a string or a list of strings, not {_shown(value)}", "stop")
     if len(value) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop has {len(value)} strings, the limit is {MAX_STOP_STRINGS}: give fewer")
+        raise ParameterError(f"stop has {len(value)} strings, the limit is {MAX_STOP_STRINGS}: give fewer", "stop")
     for item in value:
         if not isinstance(item, str):
-            raise ValueError(f"stop must be a string or a list of strings, not a list with {_shown(item)}")
+            raise ParameterError(f"stop must be a string or a list of strings, not a list with {_shown(item)}", "stop")
         if not 1 <= len(item) <= MAX_STOP_CHARS:
-            raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(item)}")
+            raise ParameterError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(item)}", "stop")
     return tuple(value)
 
 
@@ -189,10 +210,15 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise ValueError(f"stop_token_ids must be a list of token ids, not {_shown(value)}")
+        raise ParameterError(f"stop_token_ids must be a list of token ids, not {_shown(value)}", "stop_token_ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
-        raise ValueError(f"stop_token_ids has {len(value)}, the limit is {MAX_STOP_TOKEN_IDS}: give fewer")
-    return tuple(_integer("a stop token id", item, 0, MAX_INT32) for item in value)
+        raise ParameterError(
+            f"stop_token_ids has {len(value)}, the limit is {MAX_STOP_TOKEN_IDS}: give fewer", "stop_token_ids"
+        )
+    names = (f"stop_token_ids[{index}]" for index in range(len(value)))
+    return tuple(
+        _integer(name, item, 0, MAX_INT32, f"{name}: a stop token id") for name, item in zip(names, value, strict=True)
+    )
 
 
 def _shown(value: object) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.page_pool import PagePool, Pages, pages_for
 from jaxvllm.core.plan import NOT_SCORED, Admission, Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate
 from jaxvllm.core.policy import Policy
@@ -76,10 +77,11 @@ class Scheduler:
         """Raises ValueError for a request that could not finish even if it had every page."""
         needed, usable = pages_for(limit - 1, self.pool.page_size), self.pool.num_pages - 1
         if needed > usable:
-            raise ValueError(
+            raise ParameterError(
                 f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones needs {needed} "
                 f"pages of {self.pool.page_size} tokens, but the pool has {usable}: lower max_tokens, shorten the "
-                "prompt, or give the engine more memory"
+                "prompt, or give the engine more memory",
+                "max_tokens",
             )
 
     def num_cached_tokens(self, request: Request) -> int:

@@ -47,7 +47,8 @@ class SlotTable:
         self.num_registered = np.zeros(num_slots, np.int32)  # leading pages that the prefix cache knows
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
         self.page_table = np.zeros((num_slots, self.max_pages), np.int32)
-        self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
+        # One more than the model's length: a prompt that long may be scored, and the step samples a token behind it.
+        self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property

@@ -4,11 +4,13 @@ import asyncio
 import enum
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
@@ -91,6 +93,7 @@ class AsyncLLM:
         self._requests = OpenRequests()
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
+        self._resets: deque[asyncio.Future[None]] = deque()  # of the prefix cache, that the engine has not answered
         self._last_answer = 0.0
         self._num_unanswered = 0  # pings since then
         self._was_ready = False  # in the present life
@@ -220,15 +223,15 @@ class AsyncLLM:
         priority: int = 0,
     ) -> RequestStream:
         """The same without waiting for the engine's word, which `RequestStream.accepted` brings."""
-        if not isinstance(prompt, Prompt):
-            prompt = self.reader.read(prompt)
         params = self.facts.default_params if sampling_params is None else sampling_params
+        if not isinstance(prompt, Prompt):
+            prompt = self.reader.read(prompt, scores_only=params.scores_only)
         serial = self._requests.new_serial()
         if request_id is None:
             request_id = f"request-{serial}"
         process = self._ready_process()
         if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is in use: choose another")
+            raise ParameterError(f"request id {request_id!r} is in use: choose another", "request_id")
         # Its own limit needs an engine that answers, and this one may be stuck.
         unanswered = self._requests.num_unanswered
         if self.max_requests is not None and unanswered >= self.max_requests:
@@ -269,8 +272,14 @@ class AsyncLLM:
         return await asyncio.shield(self._pools)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix: later prompts are computed from their first token."""
+        """Forgets every cached prefix of every replica, and returns when that is done; running requests go on.
+
+        EngineUnavailableError when there is no engine to ask, EngineDiedError when it dies before it answers.
+        """
         self._ready_process().send(wire.ResetPrefixCache())
+        reset: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._resets.append(reset)
+        await asyncio.shield(reset)  # a caller that gives up must not take another caller's answer
 
     # ---- the process ----
 
@@ -345,10 +354,10 @@ class AsyncLLM:
                     self._requests.answered(serial)
                     if request := self._requests.get(serial):
                         request.accept()
-                case wire.Rejected(serial, reason, overloaded):
+                case wire.Rejected(serial, reason, overloaded, param):
                     self._requests.answered(serial)
                     if request := self._requests.forget(serial):
-                        request.fail(OverloadedError(reason) if overloaded else ValueError(reason))
+                        request.fail(OverloadedError(reason) if overloaded else ParameterError(reason, param))
                 case wire.Pulse(stats):
                     self.stats = stats
                     self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
@@ -356,6 +365,8 @@ class AsyncLLM:
                     if self._pools is not None:
                         self._pools.set_result(pools)
                         self._pools = None
+                case wire.PrefixCacheReset():
+                    self._resets.popleft().set_result(None)
                 case wire.Broken(reason):
                     # What it has not accepted yet it has not seen, and will take after this.
                     error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
@@ -412,10 +423,14 @@ class AsyncLLM:
 
     def _fail_all(self, error: RuntimeError) -> None:
         self._fail(self._requests.serials(), error)
+        pending: list[asyncio.Future[Any]] = [*self._resets]
         if self._pools is not None:
-            self._pools.set_exception(error)
-            self._pools.exception()  # whoever waits gets it; nobody may
-            self._pools = None
+            pending.append(self._pools)
+        for future in pending:
+            future.set_exception(error)
+            future.exception()  # marks it as seen: the caller may have left
+        self._pools = None
+        self._resets.clear()
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
         for observer in self._observers:

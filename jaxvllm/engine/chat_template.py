@@ -10,6 +10,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.messages import Message, checked_messages, ends_with
 
 DEFAULT = "default"
@@ -55,7 +56,10 @@ class ChatTemplate:
         the template as they are (for example enable_thinking=False).
         """
         if add_generation_prompt and continue_final_message:
-            raise ValueError("add_generation_prompt and continue_final_message exclude each other: set one to False")
+            raise ParameterError(
+                "add_generation_prompt and continue_final_message exclude each other: set one to False",
+                "add_generation_prompt",
+            )
         conversation = checked_messages(messages)
         if continue_final_message:
             conversation[-1] = ends_with(conversation[-1], CONTINUE_HERE)
@@ -69,8 +73,9 @@ class ChatTemplate:
             return prompt
         head, mark, _ = prompt.rpartition(CONTINUE_HERE)
         if not mark:
-            raise ValueError(
-                "the chat template leaves out the final message: continue_final_message cannot go on with it"
+            raise ParameterError(
+                "the chat template leaves out the final message: continue_final_message cannot go on with it",
+                "continue_final_message",
             )
         return head
 
@@ -126,5 +131,5 @@ def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"tools must be a list of JSON schemas (objects), not {str(tools)[:60]!r}")
+        raise ParameterError(f"tools must be a list of JSON schemas (objects), not {str(tools)[:60]!r}", "tools")
     return [dict(tool) for tool in tools]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import zmq
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
@@ -114,6 +115,7 @@ class CommandLoop:
                 self._send(wire.Pages([PoolView.take(replica.scheduler) for replica in self._engine.replicas]))
             case wire.ResetPrefixCache():
                 self._engine.reset_prefix_cache()
+                self._send(wire.PrefixCacheReset())
             case wire.Stop():
                 self._engine.close()
 
@@ -125,7 +127,8 @@ class CommandLoop:
             self._limits.check(schedulers, add.params.n, add.params.n * len(add.token_ids))
             self._engine.submit(submission)
         except (ValueError, OverloadedError) as error:
-            self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError)))
+            param = error.param if isinstance(error, ParameterError) else None
+            self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError), param))
         else:
             self._serials[add.request_id] = add.serial
             if add.params.prompt_logprobs is not None:

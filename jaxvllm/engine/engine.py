@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
@@ -80,12 +81,14 @@ class Engine:
         Raises ValueError with the rule, the value and the way out.
         """
         if type(priority) is not int:
-            raise ValueError(f"priority must be an integer, not {priority!r}")
+            raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
         if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority {priority} needs an engine with scheduling_policy='priority'")
-        read = self._reader.read(prompt, add_special_tokens=add_special_tokens)
+            raise ParameterError(f"priority {priority} needs an engine with scheduling_policy='priority'", "priority")
+        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=params.scores_only)
         if len(self._stop_ids(params)) > MAX_STOP_IDS:
-            raise ValueError(f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer")
+            raise ParameterError(
+                f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
+            )
         self.replicas[0].scheduler.check_fits(len(read.token_ids), self._limit(read, params))  # all are equal
         return Submission(request_id, read, params, priority)
 
@@ -96,7 +99,7 @@ class Engine:
         children = child_request_ids(request_id, params.n)
         for name in (request_id, *children):
             if self.outputs.is_known(name):
-                raise ValueError(f"request id {name!r} is in use: choose another")
+                raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
         self.outputs.add(request_id, prompt, params, children, time.monotonic())
         self._num_prompt_tokens += len(prompt.token_ids)
         requests = [
@@ -228,6 +231,8 @@ class Engine:
         )
 
     def _limit(self, prompt: Prompt, params: SamplingParams) -> int:
+        if params.scores_only:
+            return len(prompt.token_ids) + 1  # the step that ends a prompt samples a token, which nobody is told of
         longest = self.max_model_len
         return longest if params.max_tokens is None else min(longest, len(prompt.token_ids) + params.max_tokens)
 

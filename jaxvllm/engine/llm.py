@@ -150,7 +150,9 @@ class LLM:
                     self.engine.check(str(next(self._request_ids)), prompt, one, rank, add_special_tokens)
                 )
             except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+                if len(prompts) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
         return submissions
 
     def _require_idle(self) -> None:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxvllm.core.errors import ParameterError
+
 # The common ones, and what Llama 3.1 calls the author of a tool result.
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 
@@ -16,9 +18,9 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     The parts of a multi-part content are joined by newlines. Keys that only a template knows stay.
     """
     if not isinstance(messages, list | tuple):
-        raise ValueError(f"messages must be a list of messages, not a {type(messages).__name__}")
+        raise ParameterError(f"messages must be a list of messages, not a {type(messages).__name__}", "messages")
     if not messages:
-        raise ValueError("messages is empty: give at least one")
+        raise ParameterError("messages is empty: give at least one", "messages")
     return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
@@ -29,18 +31,21 @@ def ends_with(message: Message, mark: str) -> Message:
 
 def _checked(where: str, message: object) -> Message:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} must be an object with role and content, not {_shown(message)}")
+        raise ParameterError(f"{where} must be an object with role and content, not {_shown(message)}", where)
     role = message.get("role")
     if role not in ROLES:
-        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, not {_shown(role)}")
+        raise ParameterError(f"{where}.role must be one of {', '.join(ROLES)}, not {_shown(role)}", f"{where}.role")
     checked = dict(message)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, Sequence) or isinstance(calls, str):
-            raise ValueError(f"{where}.tool_calls must be a list, not {_shown(calls)}")
+            raise ParameterError(f"{where}.tool_calls must be a list, not {_shown(calls)}", f"{where}.tool_calls")
         checked["tool_calls"] = [_checked_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     content = message.get("content")
     if content is None and not (role == "assistant" and calls):
-        raise ValueError(f"{where} has no content: only an assistant message with tool_calls may lack it")
+        raise ParameterError(
+            f"{where} has no content: give {where}.content, which only an assistant message with tool_calls may lack",
+            f"{where}.content",
+        )
     checked["content"] = None if content is None else _text(f"{where}.content", content)
     return checked
 
@@ -49,12 +54,14 @@ def _text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise ValueError(f"{where} must be a string or a list of text parts, not {_shown(content)}")
+        raise ParameterError(f"{where} must be a string or a list of text parts, not {_shown(content)}", where)
     texts = []
     for i, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise ValueError(f"{where}[{i}] must be a part of type 'text' with a text, not {_shown(kind)}")
+            raise ParameterError(
+                f"{where}[{i}] must be a part of type 'text' with a text, not {_shown(kind)}", f"{where}[{i}]"
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -63,15 +70,16 @@ def _checked_call(where: str, call: object) -> dict[str, Any]:
     """Templates print the arguments as JSON themselves, so that a string would come out quoted twice."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or "name" not in function:
-        raise ValueError(f"{where} must have a function with a name, not {_shown(call)}")
+        raise ParameterError(f"{where} must have a function with a name, not {_shown(call)}", where)
     arguments = function.get("arguments") or {}
+    where = f"{where}.function.arguments"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}.function.arguments is not valid JSON: {error}") from error
+            raise ParameterError(f"{where} is not valid JSON: {error}", where) from error
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where}.function.arguments must be a JSON object, not {_shown(arguments)}")
+        raise ParameterError(f"{where} must be a JSON object, not {_shown(arguments)}", where)
     return dict(call) | {"function": dict(function) | {"arguments": dict(arguments)}}
 
 

@@ -175,6 +175,8 @@ class OutputProcessor:
         self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
     ) -> StopMatch | None:
         completion = group.completions[emitted.request.request_id]
+        if group.params.scores_only:
+            return None
         completion.token_ids.append(emitted.token_id)
         if group.params.logprobs is not None:
             self._take_logprobs(completion, group.params.logprobs, emitted, output)
@@ -222,6 +224,9 @@ class OutputProcessor:
 
     def _finish(self, group: _Group, completion: _Completion, end: Finished) -> None:
         if completion.finish_reason is not None:  # a stop string was complete with the last token
+            return
+        if group.params.scores_only:  # what was sampled behind the prompt is not told, whatever it is
+            completion.finish_reason = FinishReason.ABORT if end.reason is FinishReason.ABORT else FinishReason.LENGTH
             return
         if not is_watched(group.params):
             completion.token_ids = end.request.output_token_ids.tolist()

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxvllm.core.errors import ContextLengthError, ParameterError
 from jaxvllm.core.request import TokenIds
 from jaxvllm.engine.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ type PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that the model can take: ids in the vocabulary, at least one, fewer than the model's length."""
+    """A prompt that the model can take: ids in the vocabulary, at least one, at most the model's length."""
 
     text: str | None
     token_ids: TokenIds
@@ -26,7 +27,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Turns `PromptLike` values into `Prompt`s; every refusal is a ValueError that says the rule and the value."""
+    """Turns `PromptLike` values into `Prompt`s; every refusal is a ValueError that says the rule and the value.
+
+    A prompt that is too long is a `ContextLengthError`. What it may have at most depends on whether an answer is to
+    follow, of one token at least, or whether it `scores_only`.
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -37,60 +42,68 @@ class PromptReader:
         """Characters beyond which no text can be a prompt."""
         return self.max_model_len * (1 if self.tokenizer is None else self.tokenizer.longest_token)
 
-    def read(self, prompt: PromptLike, *, add_special_tokens: bool = True) -> Prompt:
+    def read(self, prompt: PromptLike, *, add_special_tokens: bool = True, scores_only: bool = False) -> Prompt:
         """The prompt of a text, of token ids, or of a mapping with one of both and perhaps a `cache_salt`."""
-        if not isinstance(prompt, Mapping):
-            return self._read(prompt, None, add_special_tokens)
-        inner, salt = self._unpack(prompt)
-        return self._read(inner, salt, add_special_tokens)
+        inner, salt = self._unpack(prompt) if isinstance(prompt, Mapping) else (prompt, None)
+        if isinstance(inner, str):
+            return Prompt(inner, self._check(self._tokenize(inner, add_special_tokens, scores_only), scores_only), salt)
+        if isinstance(inner, bytes) or not isinstance(inner, Sequence | np.ndarray):
+            raise ParameterError(f"a prompt is a string, token ids or a mapping of one, not {type(inner).__name__}")
+        return Prompt(None, self._check(cast(Sequence[int], inner), scores_only), salt)
 
-    def _read(self, prompt: str | Sequence[int], salt: str | None, add_special_tokens: bool) -> Prompt:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty: give at least one character")
-            if self.tokenizer is None:
-                raise ValueError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
-            # Before it is tokenized, which takes seconds and hundreds of megabytes for what has no chance.
-            if len(prompt) > self.max_chars:
-                raise ValueError(
-                    f"prompt of {len(prompt)} characters is more than {self.max_chars}, which is more than "
-                    f"max_model_len {self.max_model_len} tokens can be: shorten it, or raise max_model_len"
-                )
-            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            return Prompt(prompt, self._check(ids), salt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
-            raise ValueError(f"a prompt is a string, token ids or a mapping of one, not {type(prompt).__name__}")
-        return Prompt(None, self._check(cast(Sequence[int], prompt)), salt)
+    def _tokenize(self, text: str, add_special_tokens: bool, scores_only: bool) -> list[int]:
+        if not text:
+            raise ParameterError("the prompt is empty: give at least one character")
+        if self.tokenizer is None:
+            raise ParameterError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
+        # Before it is tokenized, which takes seconds and hundreds of megabytes for what has no chance.
+        if len(text) > self.max_chars:
+            raise ContextLengthError(
+                f"prompt of {len(text)} characters is more than {self.max_chars}, which is more than "
+                f"max_model_len {self.max_model_len} tokens can be: shorten it, or raise max_model_len",
+                num_tokens=-(-len(text) // self.tokenizer.longest_token),
+                num_chars=len(text),
+                max_prompt_tokens=self._max_tokens(scores_only),
+                max_model_len=self.max_model_len,
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _max_tokens(self, scores_only: bool) -> int:
+        return self.max_model_len if scores_only else self.max_model_len - 1
 
     def _unpack(self, mapping: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:
         unknown = [key for key in mapping if key not in FIELDS]
         if unknown:
-            raise ValueError(f"unknown prompt fields {unknown}: known are {', '.join(FIELDS)}")
+            raise ParameterError(f"unknown prompt fields {unknown}: known are {', '.join(FIELDS)}")
         salt = mapping.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValueError(f"cache_salt must be a string that is not empty, not {salt!r}")
+            raise ParameterError(f"cache_salt must be a string that is not empty, not {salt!r}", "cache_salt")
         given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
         if not given or isinstance(mapping.get("prompt_token_ids"), str):
-            raise ValueError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
+            raise ParameterError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
         return given[0], salt
 
-    def _check(self, ids: Sequence[int]) -> TokenIds:
+    def _check(self, ids: Sequence[int], scores_only: bool) -> TokenIds:
         if len(ids) == 0:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt of {len(ids)} tokens leaves no room for an output within max_model_len "
-                f"{self.max_model_len}: shorten it, or raise max_model_len"
+            raise ParameterError("the prompt is empty: give at least one token")
+        if len(ids) > self._max_tokens(scores_only):
+            why = "exceeds" if scores_only else "leaves no room for an output within"
+            raise ContextLengthError(
+                f"prompt of {len(ids)} tokens {why} max_model_len {self.max_model_len}: shorten it, or raise "
+                "max_model_len",
+                num_tokens=len(ids),
+                max_prompt_tokens=self._max_tokens(scores_only),
+                max_model_len=self.max_model_len,
             )
         try:
             token_ids = np.asarray(ids)
         except ValueError:
             token_ids = np.empty(0, np.object_)
         if token_ids.dtype.kind not in "iu" or token_ids.ndim != 1:
-            raise ValueError("prompt token ids must be a flat list of integers")
+            raise ParameterError("prompt token ids must be a flat list of integers")
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self.vocab_size:
-            raise ValueError(
+            raise ParameterError(
                 f"prompt token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size} tokens"
             )
         return token_ids.astype(np.int32)

@@ -19,6 +19,8 @@ from jaxvllm.engine.detokenizer import (
 from jaxvllm.engine.json_file import read_json_object
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Of tokenizer_config.json: where files lay on the computer that wrote it.
+_PATHS = ("name_or_path", "special_tokens_map_file", "tokenizer_file")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # Enough of the prompt for the decoder to know that the output does not begin a text.
 CONTEXT_TOKENS = 4
@@ -32,6 +34,7 @@ class Tokenizer:
     chat_template: ChatTemplate
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # any of them ends a completion; the tokenizer's own first
+    info: Mapping[str, Any]  # tokenizer_config.json, with special tokens as plain strings and the template that is used
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
@@ -40,12 +43,15 @@ class Tokenizer:
         config = read_json_object(directory / "tokenizer_config.json")
         backend = _backend(directory)
         special = _special_tokens(config, read_json_object(directory / "special_tokens_map.json"))
+        sources = _template_sources(directory, config)
+        settings = {name: value for name, value in config.items() if name not in _PATHS}
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
         return cls(
             backend=backend,
-            chat_template=ChatTemplate(_template_sources(directory, config), special),
+            chat_template=ChatTemplate(sources, special),
             bos_token_id=ids.get("bos_token"),
             eos_token_ids=eos_token_ids(directory, ids.get("eos_token")),
+            info=settings | dict.fromkeys(SPECIAL_TOKENS) | special | {"chat_template": sources.get(DEFAULT)},
         )
 
     @staticmethod

@@ -53,7 +53,7 @@ class ShowPages(Message, frozen=True):
 
 
 class ResetPrefixCache(Message, frozen=True):
-    """Forgets every cached prefix."""
+    """Forgets every cached prefix. Answered by `PrefixCacheReset`."""
 
 
 class Stop(Message, frozen=True):
@@ -107,6 +107,7 @@ class Rejected(Message, frozen=True):
     serial: int
     reason: str
     overloaded: bool
+    param: str | None = None  # the parameter that is wrong
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -145,7 +146,11 @@ class Pages(Message, frozen=True):
     pools: list[PoolView]
 
 
-type Report = Ready | Failed | Followed | Accepted | Rejected | Outputs | Broken | Pulse | Pages
+class PrefixCacheReset(Message, frozen=True):
+    """No prefix that was cached before can be found any more, in any replica. Answers come in the order of commands."""
+
+
+type Report = Ready | Failed | Followed | Accepted | Rejected | Outputs | Broken | Pulse | Pages | PrefixCacheReset
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -3,9 +3,12 @@ import math
 import pickle
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
+from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -69,6 +72,58 @@ def test_copies_are_equal() -> None:
 def test_bad_values(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-46, 1e-45, 1e-39, 1.17e-38])
+def test_what_float32_cannot_hold_means_its_limit(tiny: float) -> None:
+    """Devices flush such values to 0, which would exclude every token as top_p."""
+    params = SamplingParams(temperature=tiny, top_p=tiny, min_p=tiny)
+    assert params.greedy
+    assert np.float32(params.top_p) == np.finfo(np.float32).smallest_normal
+    assert params.min_p == 0
+    assert (SamplingParams(top_p=1.2e-38).top_p, SamplingParams(min_p=1.2e-38).min_p) == (1.2e-38, 1.2e-38)
+
+
+@given(temperature=st.floats(), top_p=st.floats(), min_p=st.floats())
+def test_every_float_is_refused_or_one_that_float32_holds(temperature: float, top_p: float, min_p: float) -> None:
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        try:
+            params = SamplingParams(**{name: value})
+        except ValueError as error:
+            assert name in str(error)
+            continue
+        held = np.float32(getattr(params, name))
+        assert np.isfinite(held)
+        assert held == 0 or held >= np.finfo(np.float32).smallest_normal or params.greedy
+        assert params.top_p > 0 and np.float32(params.top_p) > 0
+
+
+def test_nothing_is_generated_only_where_the_prompt_is_scored() -> None:
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).scores_only
+    assert not SamplingParams(max_tokens=1, prompt_logprobs=0).scores_only
+    assert SamplingParams(max_tokens=0, prompt_logprobs=2, n=2).child(1).scores_only
+    with pytest.raises(ValueError, match="min_tokens 1 exceeds max_tokens 0"):
+        SamplingParams(max_tokens=0, min_tokens=1, prompt_logprobs=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": "x", "detokenize": False}, "stop"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"spaces_between_special_tokens": False, "skip_special_tokens": False}, "spaces_between_special_tokens"),
+    ],
+)
+def test_an_error_knows_the_name_of_its_parameter(options: dict[str, Any], param: str) -> None:
+    with pytest.raises((ParameterError, UnsupportedParameterError)) as raised:
+        SamplingParams(**options)
+    assert raised.value.param == param
 
 
 def test_an_error_quotes_little_of_a_large_value() -> None:

@@ -264,6 +264,24 @@ def test_a_prefix_is_found_and_forgotten(llm: AsyncLLM, portal: BlockingPortal) 
     assert first == other == after == 0 and again > 0
 
 
+def test_each_who_resets_the_prefix_cache_hears_when_it_is_done(llm: AsyncLLM, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        assert llm.pid is not None
+        os.kill(llm.pid, signal.SIGSTOP)
+        try:
+            resets = [asyncio.create_task(llm.reset_prefix_cache()) for _ in range(3)]
+            done, _ = await asyncio.wait(resets, timeout=0.2)
+            assert not done  # nobody has answered
+            resets[0].cancel()  # and its answer is nobody else's
+        finally:
+            os.kill(llm.pid, signal.SIGCONT)
+        results = await asyncio.gather(*resets, return_exceptions=True)
+        assert [type(result) for result in results] == [asyncio.CancelledError, type(None), type(None)]
+        await llm.reset_prefix_cache()
+
+    portal.call(run)
+
+
 def test_the_socket_is_for_this_user_alone_and_soon_gone() -> None:
     async def run() -> None:
         llm = AsyncLLM(**OPTIONS)
@@ -383,7 +401,10 @@ def test_a_stuck_engine_is_replaced(llm: AsyncLLM, portal: BlockingPortal, monke
         old = llm.pid
         assert old is not None
         os.kill(old, signal.SIGSTOP)
+        reset = asyncio.create_task(llm.reset_prefix_cache())
         await until(lambda: llm.state is EngineState.RESTARTING)
+        with pytest.raises(EngineDiedError):
+            await reset
         await llm.ready()
         assert llm.pid != old
         assert len(await texts(llm, PROMPTS, GREEDY)) == len(PROMPTS)

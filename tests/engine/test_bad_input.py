@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxvllm import LLM, EngineConfig, SamplingParams
+from jaxvllm.core.errors import ContextLengthError
 from tests.engine.tiny import GREEDY, MAX_MODEL_LEN, assert_idle, few_pages, greedy_tokens, tiny_llm
 
 GOOD = [5, 6, 7]
@@ -66,6 +67,18 @@ def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
 def test_bad_sampling_params_never_exist(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize("prompt", [[5] * 200, "word " * 10**6])
+def test_a_prompt_that_is_too_long_says_by_how_much(llm: LLM, prompt: Any) -> None:
+    num_chars = len(prompt) if isinstance(prompt, str) else 0
+    num_tokens = -(-num_chars // llm.get_tokenizer().longest_token) if num_chars else len(prompt)
+    for prompts, start in (([prompt], "prompt of"), ([GOOD, prompt], "prompt 1: prompt of")):
+        with pytest.raises(ContextLengthError, match=start) as raised:
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        error = raised.value
+        assert (error.num_tokens, error.num_chars) == (num_tokens, num_chars)
+        assert (error.max_model_len, error.max_prompt_tokens) == (128, 127)
 
 
 def test_a_request_larger_than_the_pool(tiny_checkpoint: Path) -> None:

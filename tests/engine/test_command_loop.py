@@ -11,6 +11,7 @@ import zmq
 from hypothesis import given
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine import wire
 from jaxvllm.engine.admission import OverloadedError, QueueLimits
@@ -121,6 +122,20 @@ def test_what_the_engine_refuses_is_rejected() -> None:
     assert run(engine(check=check), add) == [wire.Rejected(7, "too long", False)]
 
 
+def test_a_rejection_names_the_parameter() -> None:
+    def check(*_: Any) -> None:
+        raise ParameterError("too many", "stop_token_ids")
+
+    add = wire.Add(7, "a", [1, 2], SamplingParams(), 0, None)
+    assert run(engine(check=check), add) == [wire.Rejected(7, "too many", False, "stop_token_ids")]
+
+
+def test_a_reset_of_the_prefix_cache_is_answered_when_it_is_done() -> None:
+    resets = []
+    said = run(engine(reset_prefix_cache=lambda: resets.append(1)), wire.ResetPrefixCache(), wire.ResetPrefixCache())
+    assert (said, len(resets)) == ([wire.PrefixCacheReset()] * 2, 2)
+
+
 def test_scores_of_a_prompt_are_sent_once() -> None:
     scores: list[dict[int, Logprob] | None] = [None, {2: Logprob(-1.0, 3, "b")}]
     outputs = deque(
@@ -176,6 +191,8 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.Accepted(7),
         wire.Followed(),
         wire.Rejected(7, "why", True),
+        wire.Rejected(7, "why", False, "stop"),
+        wire.PrefixCacheReset(),
         wire.Failed("why", False),
         wire.Broken("X"),
         wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16, [None, {2: Logprob(-1.0)}])]),

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from jaxvllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from tests.engine.tiny import (
     GREEDY,
+    MAX_MODEL_LEN,
     Recomputation,
     assert_idle,
     few_pages,
@@ -143,6 +144,49 @@ def test_a_prompt_is_scored_once_for_n_completions_and_again_after_a_preemption(
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
     for output in outputs:
         assert_scores(llm, recomputation, output, 2)
+
+
+def test_a_prompt_of_the_models_length_is_scored(llm: LLM, recomputation: Recomputation) -> None:
+    """Nothing is to be generated, so that no room is needed behind the prompt."""
+    score = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1)
+    longest = np.random.default_rng(9).integers(2, 256, MAX_MODEL_LEN).tolist()
+    prompts = [longest, longest[:20], longest[:1]]
+    for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE):
+        company = [*prompts, longest[:30]]
+        params = [*[replace(score, output_kind=kind, n=1 + i) for i in range(3)], GREEDY]
+        *outputs, other = llm.generate(company, params, use_tqdm=False)
+        for number, output in enumerate(outputs, 1):
+            assert_scores(llm, recomputation, output, 2)
+            assert len(output.outputs) == number
+            for completion in output.outputs:
+                assert (completion.text, completion.token_ids, completion.logprobs) == ("", [], [])
+                assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+        assert recomputation.is_greedy(other.prompt_token_ids, other.outputs[0].token_ids)
+    [streamed] = llm.stream(longest, replace(score, output_kind=RequestOutputKind.DELTA))
+    assert streamed.finished and streamed.outputs[0].token_ids == []
+    assert_scores(llm, recomputation, streamed, 2)
+    # A stop token that happens to follow is no reason for an end that the caller could see.
+    [following] = greedy_tokens(llm, [longest[:20]], max_tokens=1)
+    stop = replace(score, temperature=0, stop_token_ids=following)
+    [stopped] = llm.generate([longest[:20]], stop, use_tqdm=False)
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("length", None)
+
+
+def test_a_prompt_beyond_the_models_length_is_not(llm: LLM) -> None:
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with pytest.raises(ValueError, match="prompt of 129 tokens exceeds max_model_len 128: shorten it"):
+        llm.generate([[5] * (MAX_MODEL_LEN + 1)], score, use_tqdm=False)
+    with pytest.raises(ValueError, match="leaves no room for an output"):
+        llm.generate([[5] * MAX_MODEL_LEN], replace(score, max_tokens=1), use_tqdm=False)
+
+
+def test_a_scored_prompt_needs_no_more_pages_than_it_fills(llm: LLM, recomputation: Recomputation) -> None:
+    longest = np.random.default_rng(9).integers(2, 256, MAX_MODEL_LEN).tolist()
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with few_pages(llm, MAX_MODEL_LEN // 16):
+        outputs = llm.generate([longest, longest], score, use_tqdm=False)
+    for output in outputs:
+        assert_scores(llm, recomputation, output, 0)
 
 
 def test_asking_for_logprobs_changes_no_token(llm: LLM) -> None:

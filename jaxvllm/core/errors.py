@@ -1,0 +1,39 @@
+"""What may be wrong with a request: errors that name the parameter, because servers pass the name on to clients.
+
+ValueError
+  ParameterError               the caller gave a wrong value
+    ContextLengthError         the prompt is too long for the model
+NotImplementedError
+  UnsupportedParameterError    the value is fine elsewhere, but not supported here
+"""
+
+
+class ParameterError(ValueError):
+    """A value that the caller gave is wrong. The message states the rule, the value and the way out."""
+
+    def __init__(self, message: str, param: str | None = None):
+        """`param` is the parameter as the caller wrote it, such as `stop` or `messages[0].content`; None: unknown."""
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedParameterError(NotImplementedError):
+    """A value that this engine does not support, although others do. `param` names it as in `ParameterError`."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(ParameterError):
+    """A prompt leaves too little room, or none, in the model's context."""
+
+    def __init__(
+        self, message: str, *, num_tokens: int, max_prompt_tokens: int, max_model_len: int, num_chars: int = 0
+    ):
+        """`num_chars` is above 0 for a text that is refused before it is tokenized: it has `num_tokens` at least."""
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.max_prompt_tokens = max_prompt_tokens  # fewer than `max_model_len` where an answer must fit too
+        self.max_model_len = max_model_len
+        self.num_chars = num_chars
