@@ -13,8 +13,9 @@ FILE = Path(__file__).parents[1] / "docs/http.md"
 
 
 def text() -> str:
-    """What the file has to say. No engine is started."""
-    return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig()), ServerConfig())))
+    """What the file has to say, of endpoints that are off by default too. No engine is started."""
+    config = ServerConfig(enable_tokenizer_info_endpoint=True, dev_endpoints=True)
+    return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig()), config)))
 
 
 if __name__ == "__main__":

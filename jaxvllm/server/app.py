@@ -11,7 +11,17 @@ import jaxvllm
 from jaxvllm.server import http_doc
 from jaxvllm.server.errors import ApiError, from_validation
 from jaxvllm.server.exchange import ClientGoneError, as_api_error
-from jaxvllm.server.routes import chat, completions, info, messages, playground, responses, tokenization
+from jaxvllm.server.routes import (
+    chat,
+    completions,
+    development,
+    info,
+    messages,
+    playground,
+    responses,
+    sagemaker,
+    tokenization,
+)
 from jaxvllm.server.service import Service
 
 # nginx's own: the client closed the connection. Nobody reads it.
@@ -28,8 +38,10 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # it would send clients to whatever Host they named
     )
-    for module in (completions, chat, responses, messages, tokenization, info, playground):
+    for module in (completions, chat, responses, messages, tokenization, info, sagemaker, playground):
         app.include_router(module.router(service))
+    if service.config.dev_endpoints:
+        app.include_router(development.router(service))
 
     page = cache(lambda: http_doc.page(app))
 

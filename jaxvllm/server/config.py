@@ -22,6 +22,8 @@ class ServerConfig:
     metrics_prefix: str = "jaxvllm"  # vllm: dashboards made for vLLM work
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
     access_log: bool = False  # a log line for each HTTP request
+    enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
+    dev_endpoints: bool = False  # POST /reset_prefix_cache, for measurements; $VLLM_SERVER_DEV_MODE in vLLM
     ssl_certfile: str | None = None  # with ssl_keyfile: https
     ssl_keyfile: str | None = None
 

@@ -1,9 +1,12 @@
 """Errors as clients see them: one shape, a status, never a path, an address or a traceback."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.responses import JSONResponse
+
+from jaxvllm.core.errors import ContextLengthError, ParameterError
 
 # OpenAI's clients raise an exception of their own for each status; the type is what they print.
 _TYPES = {
@@ -59,24 +62,66 @@ class ApiError(Exception):
         return JSONResponse(body, self.status, headers)
 
 
+class PromptTooLongError(ApiError):
+    """A prompt that is too long, in the words by which OpenAI's and Anthropic's clients recognise one."""
+
+    def __init__(self, error: ContextLengthError):
+        self._error = error
+        size = f"{error.num_tokens} tokens"
+        if error.num_chars:
+            size = f"{error.num_chars} characters, which are at least {size}"
+        super().__init__(
+            400,
+            f"This model's maximum context length is {error.max_model_len} tokens, and the prompt is too long: it has "
+            f"{size}, and the most is {error.max_prompt_tokens}. Shorten {error.param or 'it'}, or raise the server's "
+            "max_model_len",
+            param=error.param,
+            code="context_length_exceeded",
+        )
+
+    def anthropic_body(self) -> dict[str, Any]:
+        error = self._error
+        counted = f" (counted from its {error.num_chars} characters, so at least)" if error.num_chars else ""
+        message = (
+            f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt_tokens} maximum{counted}: shorten it, "
+            f"or raise the server's max_model_len, which is {error.max_model_len}"
+        )
+        return {"type": "error", "error": {"type": self.type, "message": message}}
+
+
+@contextmanager
+def concerning(param: str) -> Iterator[None]:
+    """Makes `param` the parameter of errors of the caller's that come from inside and name none."""
+    try:
+        yield
+    except ParameterError as error:
+        error.param = error.param or param
+        raise
+    except ValueError as error:
+        raise ParameterError(str(error), param) from error
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """A 400 that names the first field that is wrong."""
     error = errors[0]
-    location = [part for part in error["loc"] if part not in _SOURCES]
-    name = str(location[0]) if location else ""
+    location = list(error["loc"])
+    if location and location[0] in _SOURCES:
+        del location[0]
     at, kind = _path(location), error["type"]
+    param = at or None
     if kind == "extra_forbidden":
-        return ApiError(400, f"{at} is not a field that is supported here: leave it out", param=at)
+        return ApiError(400, f"{at} is not a field that is supported here: leave it out", param=param)
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON")
     if kind == "missing":
-        return ApiError(400, f"{at or 'the body'} is missing", param=name or None)
+        return ApiError(400, f"{at or 'the body'} is missing", param=param)
     if len(location) > 1 and str(location[1]).startswith(_FORMS):
+        name = str(location[0])
         return ApiError(400, f"{name} has none of the forms that it may have", param=name)
     message = str(error["msg"]).removeprefix("Value error, ")
-    if at and not message.startswith(name):
+    if at and not message.startswith(str(location[0])):
         message = f"{at}: {message}"
-    return ApiError(400, message, param=name or None)
+    return ApiError(400, message, param=param)
 
 
 def _path(location: Sequence[str | int]) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
@@ -13,11 +12,12 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from jaxvllm.core.errors import ContextLengthError, ParameterError, UnsupportedParameterError
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.admission import OverloadedError
 from jaxvllm.engine.async_llm import EngineDiedError, EngineUnavailableError
 from jaxvllm.engine.outputs import RequestOutput
-from jaxvllm.server.errors import ApiError
+from jaxvllm.server.errors import ApiError, PromptTooLongError
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.service import Service
 
@@ -68,20 +68,14 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error))
         case TimeoutError():
             return ApiError(504, "the request took longer than the server's request_timeout, and was aborted")
+        case ContextLengthError():
+            return PromptTooLongError(error)
+        case ParameterError() | UnsupportedParameterError():
+            return ApiError(400, str(error), param=error.param)
         case ValueError() | NotImplementedError():
-            return _bad_request(str(error))
+            return ApiError(400, str(error))
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed at this request: see its log")
-
-
-def _bad_request(message: str) -> ApiError:
-    # The engine names the parameter first: "temperature must be ...", "SamplingParams.x is ...", "messages[0].role ..."
-    [word] = re.findall(r"^\w*", message.removeprefix("SamplingParams."))
-    return ApiError(400, message, param=word if "_" in word or word in _PLAIN else None)
-
-
-# Names of parameters that are words of a sentence too.
-_PLAIN = ("n", "temperature", "seed", "stop", "logprobs", "priority", "messages", "prompt")
 
 
 class ClientGoneError(Exception):

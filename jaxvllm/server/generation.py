@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.prompts import Prompt
@@ -43,11 +44,13 @@ class Generation:
     async def start(cls, service: Service, job: Job) -> Self:
         """Queues all prompts, or none. Errors are those of `AsyncLLM.submit`, and ValueError for too many choices."""
         if (choices := len(job.prompts) * job.params.n) > MAX_CHOICES:
-            raise ValueError(f"n times the prompts is {choices}, and the most is {MAX_CHOICES}: send several requests")
+            raise ParameterError(
+                f"n times the prompts is {choices}, and the most is {MAX_CHOICES}: send several requests", "n"
+            )
         most = service.llm.max_requests
         if most is not None and choices > most:
-            raise ValueError(
-                f"n times the prompts is {choices}, and {most} are the most that may run and wait: lower n"
+            raise ParameterError(
+                f"n times the prompts is {choices}, and {most} are the most that may run and wait: lower n", "n"
             )
         params = _bounded(job.params, job.prompts, service.reader.max_model_len)
         generation = cls(service)
@@ -127,8 +130,9 @@ def _bounded(params: SamplingParams, prompts: Sequence[Prompt], max_model_len: i
             params = replace(params, max_tokens=min(room, most), min_tokens=min(params.min_tokens, room, most))
         entries += of_each * (params.max_tokens or 0)
     if entries > MAX_LOGPROB_ENTRIES:
-        raise ValueError(
+        raise ParameterError(
             f"logprobs of up to {entries} tokens are asked for, and the most is {MAX_LOGPROB_ENTRIES}: lower logprobs, "
-            "max_tokens or n, send several requests, or let it stream"
+            "max_tokens or n, send several requests, or let it stream",
+            "logprobs",
         )
     return params

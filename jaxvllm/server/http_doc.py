@@ -25,6 +25,7 @@ STREAMS: dict[str, Any] = {
     "/v1/chat/completions": ChatChunk,
     "/v1/responses": ResponsesEvent,
     "/v1/messages": MessagesEvent,
+    "/invocations": CompletionResponse | ChatChunk | ResponsesEvent,
 }
 _USER = {"role": "user", "content": "What is the capital of France?"}
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": _USER["content"], "instructions": "Be brief.", "max_output_tokens": 20},
     "/v1/messages": {"messages": [_USER], "system": "Be brief.", "max_tokens": 20},
     "/v1/messages/count_tokens": {"messages": [_USER]},
+    "/invocations": {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0},
     "/tokenize": {"messages": [_USER]},
     "/detokenize": {"tokens": [0, 4, 1581]},
 }
@@ -69,8 +71,9 @@ def markdown(app: FastAPI) -> str:
 
 def _endpoint(path: str, method: str, endpoint: Schema, objects: dict[str, Schema]) -> Iterator[str]:
     yield f"## {method.upper()} {path}\n\n{endpoint['description']}\n"
-    if "requestBody" in endpoint:
-        name = _name(endpoint["requestBody"]["content"]["application/json"]["schema"])
+    asked = endpoint.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if "$ref" in asked:
+        name = _name(asked)
         yield _fields(name, objects[name], objects) + "\n"
         if refused := list(_refused(objects[name])):
             yield f"Not supported, and refused unless as here: {', '.join(refused)}.\n"

@@ -1,17 +1,20 @@
 """What all endpoints share: the engine, the names of its model, and which requests are open."""
 
 import asyncio
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jaxvllm
+from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.async_llm import AsyncLLM, EngineUnavailableError
 from jaxvllm.engine.prompts import Prompt, PromptReader
 from jaxvllm.engine.tokenizer import Tokenizer
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.errors import ApiError
+from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.metrics import Metrics
 from jaxvllm.server.protocol.fields import now
 
@@ -28,6 +31,7 @@ class Service:
         # A directory's own name: its path is nobody's business.
         own_name = Path(llm.config.model).name if Path(llm.config.model).is_absolute() else llm.config.model
         self.model_names = config.served_model_name or (own_name,)
+        self.fingerprint = _fingerprint(own_name, llm.config)
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
         self.draining = False
@@ -53,6 +57,20 @@ class Service:
     def defaults(self) -> SamplingParams:
         return self.llm.facts.default_params
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: the engine is idle and answers, or its steps make progress."""
+        return not self.draining and self.llm.is_responsive
+
+    def answer_head(self, model: str) -> dict[str, Any]:
+        """What answers of OpenAI's older endpoints and their chunks begin with, behind their id."""
+        return {
+            "created": now(),
+            "model": model,
+            "service_tier": None,
+            "system_fingerprint": self.fingerprint,
+        }
+
     def model_name(self, asked: str | None) -> str:
         """The name to answer with. ApiError for a model that is not here."""
         if asked is None:
@@ -72,19 +90,42 @@ class Service:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        field: str = "messages",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation. With None, the generation prompt is there unless the last message goes on."""
-        return self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=(
-                not continue_final_message if add_generation_prompt is None else add_generation_prompt
-            ),
-            continue_final_message=continue_final_message,
-            **(variables or {}),
-        )
+        """The text that a conversation, the request's `field`, becomes.
+
+        With None, the generation prompt is there unless the last message goes on.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        with concerning(field):
+            return self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
+            )
+
+    def read_prompt(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        field: str,
+        cache_salt: str | None,
+        add_special_tokens: bool,
+        scores_only: bool = False,
+    ) -> Prompt:
+        """The prompt that the request's `field` became. ParameterError for one that the model cannot take."""
+        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        with concerning(field):
+            return self.reader.read(
+                {kind: prompt, "cache_salt": cache_salt},
+                add_special_tokens=add_special_tokens,
+                scores_only=scores_only,
+            )
 
     def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a text that need not fit the model. ApiError for one that would keep the server busy."""
@@ -127,3 +168,9 @@ class Service:
             self.num_open -= 1
             if not self.num_open:
                 self._idle.set()
+
+
+def _fingerprint(model: str, config: EngineConfig) -> str:
+    """The same for servers whose answers to one seed should be the same: equal version, model and numerics."""
+    facts = (jaxvllm.__version__, model, config.mesh, config.dtype, config.kv_cache_dtype)
+    return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"

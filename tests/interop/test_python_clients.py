@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import anthropic
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
 from tests.faults.server import KEY
@@ -71,6 +72,20 @@ def test_errors_are_typed(client: openai.OpenAI, url: str) -> None:
     with openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError, match="API key"):
             stranger.models.list()
+
+
+def test_what_is_too_long_is_recognised(client: openai.OpenAI, url: str) -> None:
+    """litellm, which is too large to install here, looks for the same: tests/server has its words."""
+    for text in ("word " * 700, "word " * 10**6):
+        messages = [{"role": "user", "content": text}]
+        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 512 tokens") as caught:
+            client.chat.completions.create(**ASKED | {"messages": messages})  # type: ignore[call-overload]
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+        with pytest.raises(ContextOverflowError):
+            ChatOpenAI(base_url=url, api_key=KEY, model="demo", max_retries=0).invoke(text)
+        with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=KEY, max_retries=0) as other:
+            with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 511 maximum"):
+                other.messages.create(model="demo", max_tokens=4, messages=messages)  # type: ignore[arg-type]
 
 
 def test_async(url: str) -> None:

@@ -91,13 +91,13 @@ class Server:
 
         self.portal.call(wait)
 
-    def ask(self, config: ServerConfig, path: str, **body: Any) -> httpx.Response:
+    def ask(self, config: ServerConfig, path: str, method: str = "POST", **body: Any) -> httpx.Response:
         """The answer of another server, without a socket, over the same engine."""
 
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(application(self.llm, config), raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                return await client.post(path, json=body)
+                return await client.request(method, path, json=body or None)
 
         return self.portal.call(asyncio.wait_for, run(), 30)
 

@@ -1,14 +1,17 @@
 """`/v1/chat/completions`: conversations in, answers out, and OpenAI's own client as judge."""
 
 import asyncio
+import re
 from typing import Any
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from jaxvllm.engine.async_llm import AsyncLLM
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.chat import ChatChunk, ChatResponse
+from jaxvllm.server.service import Service
 from tests.server.conftest import Server
 
 PATH = "/v1/chat/completions"
@@ -133,6 +136,30 @@ def test_more_tokens_than_there_is_room_for(server):
         assert "maximum context length is 512 tokens" in error["message"]
 
 
+def test_a_conversation_that_is_too_long(server):
+    for text in ("word " * 600, "word " * 10**6):
+        status, error = server.error(PATH, messages=[{"role": "user", "content": text}])
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+        assert "This model's maximum context length is 512 tokens" in error["message"]
+
+
+def test_who_answered_is_told(server):
+    """Stable, so that clients notice when the same seed may give other tokens."""
+    told = [chat(server, **GREEDY), *stream(server, **GREEDY), server.answer("/v1/completions", prompt="a")]
+    [fingerprint] = {one["system_fingerprint"] for one in told}
+    assert re.fullmatch(r"fp_[0-9a-f]{12}", fingerprint)
+    assert {one["service_tier"] for one in told} == {None}
+
+
+@pytest.mark.parametrize("options", [{"mesh": "2x1"}, {"dtype": "bfloat16"}, {"model": "other"}])
+def test_fingerprints_of_others_differ(options):
+    plain, same, other = (
+        Service(AsyncLLM(**chosen), ServerConfig()).fingerprint for chosen in ({}, {"max_num_seqs": 4}, options)
+    )
+    assert plain == same != other
+
+
 def test_token_ids(server):
     answer = chat(server, **GREEDY, return_token_ids=True)
     prompt = server.answer("/tokenize", messages=MESSAGES)["tokens"]
@@ -194,19 +221,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(messages=None), "messages"),
     (dict(messages=[]), "messages"),
     (dict(messages="Hello"), "messages"),
-    (dict(messages=[5]), "messages"),
-    (dict(messages=[{}]), "messages"),
-    (dict(messages=[{"role": "user"}]), "messages"),
-    (dict(messages=[{"role": "robot", "content": "a"}]), "messages"),
-    (dict(messages=[{"role": "user", "content": 5}]), "messages"),
-    (dict(messages=[{"role": "user", "content": [5]}]), "messages"),
+    (dict(messages=[5]), "messages[0]"),
+    (dict(messages=[{}]), "messages[0].role"),
+    (dict(messages=[{"role": "user"}]), "messages[0].content"),
+    (dict(messages=[{"role": "robot", "content": "a"}]), "messages[0].role"),
+    (dict(messages=[USER, {"role": "user", "content": 5}]), "messages[1].content"),
+    (dict(messages=[{"role": "user", "content": [5]}]), "messages[0].content[0]"),
     (
         dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]),
-        "messages",
+        "messages[0].content[0]",
     ),
-    (dict(messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]), "messages"),
-    (dict(messages=[{"role": "assistant", "content": "a", "tool_calls": 5}]), "messages"),
-    (dict(messages=[{"role": "user", "content": "word " * 600}]), "prompt"),
+    (dict(messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]), "messages[0].content[0]"),
+    (dict(messages=[{"role": "assistant", "content": "a", "tool_calls": 5}]), "messages[0].tool_calls"),
+    (
+        dict(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]),
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (dict(messages=[{"role": "user", "content": "word " * 600}]), "messages"),
+    (dict(stop=["a", ""]), "stop"),
+    (dict(stop_token_ids=[5, -1]), "stop_token_ids[1]"),
+    (dict(priority=5), "priority"),
+    (dict(spaces_between_special_tokens=False, skip_special_tokens=False), "spaces_between_special_tokens"),
     (dict(prompt="a"), "prompt"),
     (dict(max_completion_tokens=0), "max_completion_tokens"),
     (dict(max_tokens=0), "max_tokens"),
@@ -253,7 +288,7 @@ def test_a_bad_field_is_named(server, body, param):
 
 def test_what_a_template_refuses_is_told(server):
     status, error = server.error(PATH, messages=[{"role": "developer", "content": "Be brief."}, USER])
-    assert status == 400
+    assert (status, error["param"]) == (400, "messages")
     assert "role developer is unknown" in error["message"]
 
 

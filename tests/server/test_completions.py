@@ -56,6 +56,7 @@ def test_a_completion(server):
     answer = complete(server, **GREEDY)
     [choice] = answer["choices"]
     assert (answer["model"], answer["object"]) == ("demo", "text_completion")
+    assert answer["service_tier"] is None and answer["system_fingerprint"].startswith("fp_")
     assert answer["id"].startswith("cmpl-")
     assert choice["text"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
@@ -214,6 +215,63 @@ def test_a_prompt_is_scored_and_nothing_generated(server):
     assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {"length"}
 
 
+def test_a_prompt_of_the_models_length_is_scored(server):
+    """Nothing is generated, so that no room is needed behind it."""
+    tokens = server.answer("/tokenize", prompt="word " * 600)["tokens"][:512]
+    body: dict[str, Any] = dict(prompt=tokens, max_tokens=0, temperature=0)
+    told = scored(server, **body, echo=True, logprobs=1)
+    [choice] = told["choices"]
+    values = choice["logprobs"]["token_logprobs"]
+    assert len(values) == 512
+    assert (choice["finish_reason"], told["usage"]["completion_tokens"]) == ("length", 0)
+    [shorter] = scored(server, **body | {"prompt": tokens[:511]}, echo=True, logprobs=1)["choices"]
+    assert values[1:511] == pytest.approx(shorter["logprobs"]["token_logprobs"][1:], abs=1e-4)
+    [plain] = scored(server, **body, prompt_logprobs=0)["choices"]
+    assert (plain["text"], len(plain["prompt_logprobs"])) == ("", 512)
+    assert scored(server, **body, echo=True)["choices"][0]["text"] == choice["text"]
+    [chunk] = stream(server, **body, echo=True, logprobs=1)
+    assert chunk["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(values[1:], abs=1e-4)
+    status, error = server.error(PATH, **body | {"prompt": [*tokens, 5]}, prompt_logprobs=0)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+def test_scores_of_several_choices_of_which_nothing_is_generated(server):
+    choices = scored(server, prompt=[PROMPT, "The sun"], n=2, max_tokens=0, echo=True, logprobs=0)["choices"]
+    assert [choice["text"] for choice in choices] == [PROMPT, PROMPT, "The sun", "The sun"]
+    assert all(choice["logprobs"]["token_logprobs"][1] < 0 for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("word " * 600, "prompt"),
+        ("word " * 10**6, "prompt"),
+        ([5] * 512, "prompt"),
+        ([[1], [5] * 10_000], "prompt[1]"),
+        (["a", "b", "word " * 600], "prompt[2]"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_prompt_that_is_too_long(server, prompt, param):
+    """Some clients look for these words, as OpenAI has them, and others for the code."""
+    status, error = server.error(PATH, prompt=prompt)
+    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "context_length_exceeded")
+    assert error["param"] == param
+    start = "This model's maximum context length is 512 tokens, and the prompt is too long: it has "
+    assert error["message"].startswith(start)
+    assert f"and the most is 511. Shorten {param}, or raise" in error["message"]
+
+
+@pytest.mark.parametrize("tiny", [5e-324, 1e-46, 1e-45, 1e-39, 1.17e-38])
+def test_floats_too_small_for_the_device(server, tiny):
+    [greedy] = complete(server, **GREEDY)["choices"]
+    for body in (dict(top_p=tiny), dict(temperature=tiny), dict(top_p=tiny, min_p=tiny, temperature=1e6)):
+        [choice] = complete(server, **GREEDY | {"temperature": 1.0} | body)["choices"]
+        assert choice["text"] == greedy["text"]
+    free = dict(prompt=PROMPT, max_tokens=12, seed=7, temperature=1.0)
+    assert complete(server, **free, min_p=tiny)["choices"] == complete(server, **free)["choices"]
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_prompt_logprobs(server, count):
     tokens = server.answer("/tokenize", prompt=PROMPT)["tokens"]
@@ -273,7 +331,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(prompt=[]), "prompt"),
     (dict(prompt=["a", 1]), "prompt"),
     (dict(prompt=[[1], "a"]), "prompt"),
-    (dict(prompt=["a", ""]), "prompt"),
+    (dict(prompt=["a", ""]), "prompt[1]"),
     (dict(prompt=[[]]), "prompt"),
     (dict(prompt=[-1]), "prompt"),
     (dict(prompt=[10**6]), "prompt"),
@@ -305,6 +363,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(seed="a"), "seed"),
     (dict(stop=5), "stop"),
     (dict(stop=["a"] * 65), "stop"),
+    (dict(stop=""), "stop"),
+    (dict(stop="x" * 1025), "stop"),
+    (dict(stop_token_ids=[5, -1]), "stop_token_ids[1]"),
+    (dict(priority=5), "priority"),
     (dict(stop_token_ids=[1] * 31), "stop_token_ids"),
     (dict(min_tokens=-1), "min_tokens"),
     (dict(min_tokens=20), "min_tokens"),
@@ -324,7 +386,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(request_id="two words"), "request_id"),
     (dict(request_id="x" * 129), "request_id"),
     (dict(priority=1.5), "priority"),
-    (dict(metadata={"a": 1, "b": 2}), "metadata"),
+    (dict(metadata={"a": 1, "b": 2}), "metadata.a"),
     (dict(model=5), "model"),
     (dict(nonsense=1), "nonsense"),
     (dict(Prompt="a"), "Prompt"),

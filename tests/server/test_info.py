@@ -19,6 +19,23 @@ def test_models(server):
     [card] = listed["data"]
     assert (card["id"], card["root"], card["max_model_len"]) == ("demo", "demo", 512)
     assert server.client.get("/v1/models/demo").json() == card
+    assert card["parent"] is None
+    [permission] = card["permission"]
+    assert permission["id"].startswith("modelperm-")
+    assert permission == {  # vLLM's, to the letter
+        "id": permission["id"],
+        "created": card["created"],
+        "object": "model_permission",
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
     ModelCard.model_validate(card)
     response = server.client.get("/v1/models/a/b")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")

@@ -1,5 +1,6 @@
 """`/v1/messages`: Anthropic's events and shapes, and its own client as judge."""
 
+import re
 from typing import Any
 
 import anthropic
@@ -188,6 +189,16 @@ def test_a_bad_field_is_named(server, body, where):
     told = response.json()
     assert (response.status_code, told["type"], told["error"]["type"]) == (400, "error", "invalid_request_error")
     assert where in told["error"]["message"]
+
+
+def test_a_conversation_that_is_too_long(server):
+    """In Anthropic's words, by which its clients know that they must shorten the conversation."""
+    for text in ("word " * 600, "word " * 10**6):
+        status, error = server.error(PATH, messages=[{"role": "user", "content": text}], max_tokens=4)
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        told = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
+        assert told is not None and int(told[1]) > int(told[2]) == 511
+        assert ("counted from its" in error["message"]) == (len(text) > 10**6)
 
 
 @pytest.mark.parametrize("path", [PATH, COUNT])

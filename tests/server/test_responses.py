@@ -100,6 +100,22 @@ def test_the_events_of_a_stream(server, limit, end):
     assert len({event["response"]["id"] for event in events if "response" in event}) == 1
 
 
+def test_clients_may_ask_for_the_usage_of_a_stream(server):
+    """As of chat completions: `response.completed` has it anyway."""
+    plain = stream(server, **GREEDY)
+    for options in ({"include_usage": True}, {"include_usage": False, "include_obfuscation": False}):
+        events = stream(server, **GREEDY, stream_options=options)
+        assert [event["type"] for event in events] == [event["type"] for event in plain]
+        assert events[-1]["response"]["usage"]["output_tokens"] > 0
+
+
+def test_an_input_that_is_too_long(server):
+    for text in ("word " * 600, "word " * 10**6):
+        status, error = server.error(PATH, input=text)
+        assert (status, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
+        assert "This model's maximum context length is 512 tokens" in error["message"]
+
+
 @pytest.mark.parametrize("count", [None, 2])
 def test_logprobs(server, count):
     body = GREEDY | dict(include=[LOGPROBS], top_logprobs=count)
@@ -182,32 +198,40 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(input=None), "input"),
     (dict(input=5), "input"),
     (dict(input=[]), "input"),
-    (dict(input=[5]), "input"),
-    (dict(input=[{"role": "user"}]), "input"),
-    (dict(input=[{"role": "robot", "content": "a"}]), "input"),
-    (dict(input=[{"role": "user", "content": 5}]), "input"),
-    (dict(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]), "input"),
-    (dict(input=[{"type": "function_call", "name": "f", "arguments": "", "call_id": "x"}]), "input"),
-    (dict(input=[{"type": "item_reference", "id": "x"}]), "input"),
-    (dict(input=[{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]), "input"),
+    (dict(input=[5]), "input[0]"),
+    (dict(input=[{"role": "user"}]), "input[0].content"),
+    (dict(input=[{"role": "robot", "content": "a"}]), "input[0].role"),
+    (dict(input=[{"role": "user", "content": 5}]), "input[0].content"),
+    (
+        dict(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]),
+        "input[0].content[0].type",
+    ),
+    (dict(input=[{"type": "function_call", "name": "f", "arguments": "", "call_id": "x"}]), "input[0].type"),
+    (dict(input=[{"type": "item_reference", "id": "x"}]), "input[0].type"),
+    (
+        dict(input=[{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]),
+        "input[0].content[0].type",
+    ),
+    (dict(input="word " * 600), "input"),
     (dict(instructions=5), "instructions"),
     (dict(max_output_tokens=0), "max_output_tokens"),
     (dict(max_output_tokens=2**31), "max_output_tokens"),
     (dict(max_tokens=5), "max_tokens"),
-    (dict(include=["file_search_call.results"]), "include"),
+    (dict(include=["file_search_call.results"]), "include[0]"),
     (dict(include=LOGPROBS), "include"),
     (dict(top_logprobs=2), "top_logprobs"),
     (dict(include=[LOGPROBS], top_logprobs=21), "top_logprobs"),
-    (dict(text={"format": {"type": "json_object"}}), "text"),
-    (dict(text={"format": {"type": "json_schema", "name": "a", "schema": {}}}), "text"),
-    (dict(text={"verbosity": "low"}), "text"),
+    (dict(text={"format": {"type": "json_object"}}), "text.format.type"),
+    (dict(text={"format": {"type": "json_schema", "name": "a", "schema": {}}}), "text.format.type"),
+    (dict(text={"verbosity": "low"}), "text.verbosity"),
     (dict(text="plain"), "text"),
     (dict(stream_options={"include_obfuscation": False}), "stream_options"),
-    (dict(stream=True, stream_options={"include_obfuscation": True}), "stream_options"),
+    (dict(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
+    (dict(stream_options={"include_usage": True}), "stream_options"),
     (dict(temperature=-1), "temperature"),
     (dict(top_p=2), "top_p"),
     (dict(n=2), "n"),
-    (dict(metadata={"a": 5}), "metadata"),
+    (dict(metadata={"a": 5}), "metadata.a"),
     (dict(chat_template_kwargs={"self": 5}), "chat_template_kwargs"),
     (dict(store=True), "store"),
     (dict(background=True), "background"),

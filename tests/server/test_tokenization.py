@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jinja2
 import pytest
 
+from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.tokenization import DetokenizeResponse, TokenizeResponse
 from tests.server.conftest import Server
 
@@ -52,11 +54,24 @@ def test_how_the_vocabulary_spells_them(server):
     answer = tokenize(server, prompt="Hello there", return_token_strs=True)
     assert len(answer["token_strs"]) == answer["count"]
     assert answer["token_strs"][0] == "<|bos|>"
-    assert "token_strs" not in tokenize(server, prompt="Hello there")
+    assert tokenize(server, prompt="Hello there")["token_strs"] is None  # as vLLM's
 
 
 def test_more_than_the_model_takes(server):
     assert tokenize(server, prompt="word " * 1000)["count"] > 512
+
+
+def test_what_the_tokenizer_is(server):
+    """What lm-eval's remote tokenizer reads: off unless it is asked for, as vLLM's."""
+    assert server.client.get("/tokenizer_info").status_code == 404
+    info = server.ask(ServerConfig(enable_tokenizer_info_endpoint=True), "/tokenizer_info", "GET").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<|bos|>", "<|end|>", "<|pad|>")
+    assert info["unk_token"] is None
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    shown = jinja2.Template(info["chat_template"], trim_blocks=True, lstrip_blocks=True).render(
+        messages=MESSAGES, add_generation_prompt=True, **info
+    )
+    assert shown == text_of(server, tokenize(server, messages=MESSAGES)["tokens"])
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -65,7 +80,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", dict(prompt=5), "prompt"),
     ("/tokenize", dict(prompt=["a"]), "prompt"),
     ("/tokenize", dict(messages=[]), "messages"),
-    ("/tokenize", dict(messages=[{"role": "user"}]), "messages"),
+    ("/tokenize", dict(messages=[{"role": "user"}]), "messages[0].content"),
     ("/tokenize", dict(prompt="a", add_generation_prompt=True), "add_generation_prompt"),
     ("/tokenize", dict(prompt="a", continue_final_message=True), "continue_final_message"),
     ("/tokenize", dict(prompt="a", chat_template_kwargs={}), "chat_template_kwargs"),
@@ -80,10 +95,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", dict(prompt="a", unknown=1), "unknown"),
     ("/detokenize", dict(), "tokens"),
     ("/detokenize", dict(tokens="a"), "tokens"),
-    ("/detokenize", dict(tokens=[1.5]), "tokens"),
-    ("/detokenize", dict(tokens=[True]), "tokens"),
-    ("/detokenize", dict(tokens=[-1]), "tokens"),
-    ("/detokenize", dict(tokens=[10**30]), "tokens"),
+    ("/detokenize", dict(tokens=[1.5]), "tokens[0]"),
+    ("/detokenize", dict(tokens=[True]), "tokens[0]"),
+    ("/detokenize", dict(tokens=[5, -1]), "tokens[1]"),
+    ("/detokenize", dict(tokens=[10**30]), "tokens[0]"),
 ]
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     FinishReason,
@@ -55,7 +56,7 @@ class ChatRequest(SamplingFields, ScoringFields):
     def num_logprobs(self) -> int | None:
         """Best tokens to report beside the chosen one. ValueError when it contradicts itself."""
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ParameterError("top_logprobs needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -90,6 +91,8 @@ class ChatResponse(Reply):
     object: Literal["chat.completion"]
     created: int
     model: str
+    service_tier: None  # there is one for all
+    system_fingerprint: str  # of the software's version, the model, its mesh and its dtypes
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -121,6 +124,8 @@ class ChatChunk(Reply):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    service_tier: None
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.server.protocol.fields import (
     FinishReason,
     Reply,
@@ -27,7 +28,7 @@ class CompletionRequest(SamplingFields, ScoringFields):
     """A text to go on with, or several; token ids do as well."""
 
     prompt: str | Strings | Tokens | Prompts
-    max_tokens: int | None = None  # None: 16, as OpenAI's
+    max_tokens: int | None = None  # None: 16, as OpenAI's; 0, with echo or prompt_logprobs: the prompt is scored alone
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None  # the prompt goes first; with max_tokens 0 it is all
 
@@ -36,15 +37,14 @@ class CompletionRequest(SamplingFields, ScoringFields):
 
     @property
     def limit(self) -> int:
-        """Tokens that the engine generates at most: one at least, which nobody sees when none is asked for."""
-        if self.max_tokens is None:
-            return MAX_TOKENS
-        return 1 if self.echo and self.max_tokens == 0 else self.max_tokens
+        """Tokens to generate at most."""
+        return MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Best tokens to report beside the prompt's."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        """Best tokens to compute beside the prompt's; the engine scores a prompt whenever nothing is generated."""
+        echoed = self.logprobs if self.logprobs is not None or self.max_tokens != 0 else 0
+        asked = [self.prompt_logprobs, echoed if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
     def prompts(self) -> list[OnePrompt]:
@@ -53,9 +53,11 @@ class CompletionRequest(SamplingFields, ScoringFields):
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
-            raise ValueError("prompt is empty: give at least one")
+            raise ParameterError("prompt is empty: give at least one", "prompt")
         if len(prompt) > MAX_PROMPTS:
-            raise ValueError(f"prompt has {len(prompt)} prompts, and {MAX_PROMPTS} are the most: send several requests")
+            raise ParameterError(
+                f"prompt has {len(prompt)} prompts, and {MAX_PROMPTS} are the most: send several requests", "prompt"
+            )
         return list(prompt)
 
 
@@ -79,5 +81,7 @@ class CompletionResponse(Reply):
     object: Literal["text_completion"]
     created: int
     model: str
+    service_tier: None  # there is one for all
+    system_fingerprint: str  # of the software's version, the model, its mesh and its dtypes
     choices: list[CompletionChoice]
     usage: Usage | None = None

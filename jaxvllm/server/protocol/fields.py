@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.sampling_params import MAX_INT32, RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 
@@ -152,7 +153,7 @@ class RequestFields(Strict):
     def check_stream(self) -> None:
         """ValueError when something is asked of a stream, and there is to be none, or the other way round."""
         if not self.stream and self.stream_options and self.stream_options.model_dump(exclude_defaults=True):
-            raise ValueError("stream_options needs stream: true")
+            raise ParameterError("stream_options needs stream: true", "stream_options")
 
 
 class ScoringFields(RequestFields):
@@ -163,7 +164,7 @@ class ScoringFields(RequestFields):
     def check_stream(self) -> None:
         super().check_stream()
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs needs stream: false")
+            raise ParameterError("prompt_logprobs needs stream: false", "prompt_logprobs")
 
 
 class PromptTokensDetails(Reply):

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     MAX_MESSAGES,
@@ -66,8 +67,9 @@ class TextConfig(Strict):
 
 
 class ResponsesStreamOptions(Strict):
-    """Of streams."""
+    """What a stream tells beside its text."""
 
+    include_usage: bool | None = None  # for clients of chat completions: the last event has the usage anyway
     include_obfuscation: bool | None = neutral(False)
 
 
@@ -111,7 +113,7 @@ class ResponsesRequest(SamplingFields, RequestFields):
         """Best tokens to report beside the chosen one. ValueError when they are not included."""
         if not self.include:
             if self.top_logprobs:
-                raise ValueError(f'top_logprobs needs include: ["{LOGPROBS}"]')
+                raise ParameterError(f'top_logprobs needs include: ["{LOGPROBS}"]', "top_logprobs")
             return None
         return self.top_logprobs or 0
 

@@ -31,7 +31,7 @@ class TokenizeResponse(Reply):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None  # as the vocabulary spells them
+    token_strs: list[str] | None  # as the vocabulary spells them; null unless return_token_strs asks for them
 
 
 class DetokenizeRequest(Strict):

@@ -11,7 +11,7 @@ from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
-from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, new_id, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
@@ -24,34 +24,37 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
-        model = service.model_name(body.model)
-        body.check_stream()
-        params = params_of(
-            service.defaults,
-            body.chosen(),
-            max_tokens=body.limit,
-            logprobs=body.num_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            stream=bool(body.stream),
-        )
-        prompt = await run_in_threadpool(_read, service, body)
-        service.check_room(
-            prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens"
-        )
-        exchange = _Exchange(body, model, prompt)
-        job = Job(exchange.request_id, [prompt], params, body.priority)
-        return await respond(request, service, job, exchange.whole, exchange.events)
+        return await create(service, body, request)
 
     return routes
+
+
+async def create(service: Service, body: ChatRequest, request: Request) -> Response:
+    """The answer to `body`, which came with `request`."""
+    model = service.model_name(body.model)
+    body.check_stream()
+    params = params_of(
+        service.defaults,
+        body.chosen(),
+        max_tokens=body.limit,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        stream=bool(body.stream),
+    )
+    prompt = await run_in_threadpool(_read, service, body, params.scores_only)
+    service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
+    exchange = _Exchange(body, service.answer_head(model), prompt)
+    job = Job(exchange.request_id, [prompt], params, body.priority)
+    return await respond(request, service, job, exchange.whole, exchange.events)
 
 
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, body: ChatRequest, model: str, prompt: Prompt):
+    def __init__(self, body: ChatRequest, head: dict[str, Any], prompt: Prompt):
         self.request_id = body.request_id or new_id("chatcmpl-")
         self._body = body
-        self._head = {"id": self.request_id, "created": now(), "model": model}
+        self._head = {"id": self.request_id} | head
         self._prompt_ids = {"prompt_token_ids": prompt.token_ids.tolist()} if body.return_token_ids else {}
         [last] = checked_messages(body.messages[-1:])  # the template has had all of them
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
@@ -93,7 +96,7 @@ class _Exchange:
         yield DONE
 
 
-def _read(service: Service, body: ChatRequest) -> Prompt:
+def _read(service: Service, body: ChatRequest, scores_only: bool) -> Prompt:
     """The prompt that the model's template makes of the conversation."""
     text = service.apply_chat_template(
         body.messages,
@@ -101,7 +104,10 @@ def _read(service: Service, body: ChatRequest) -> Prompt:
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    # The template writes the special tokens itself.
-    return service.reader.read(
-        {"prompt": text, "cache_salt": body.cache_salt}, add_special_tokens=bool(body.add_special_tokens)
+    return service.read_prompt(
+        text,
+        field="messages",
+        cache_salt=body.cache_salt,
+        add_special_tokens=bool(body.add_special_tokens),  # by default no: the template writes them itself
+        scores_only=scores_only,
     )

@@ -1,18 +1,18 @@
 """`POST /v1/completions`."""
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
-from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, new_id, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
@@ -25,24 +25,29 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Goes on with a text."""
-        model = service.model_name(body.model)
-        body.check_stream()
-        params = params_of(
-            service.defaults,
-            body.chosen(),
-            max_tokens=body.limit,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.num_prompt_logprobs,
-            stream=bool(body.stream),
-        )
-        prompts = await run_in_threadpool(_read, service, body)
-        for prompt in prompts:
-            service.check_room(prompt, body.max_tokens, "max_tokens")
-        job = Job(body.request_id or new_id("cmpl-"), prompts, params, body.priority)
-        exchange = _Exchange(service, body, model, job)
-        return await respond(request, service, job, exchange.whole, exchange.events)
+        return await create(service, body, request)
 
     return routes
+
+
+async def create(service: Service, body: CompletionRequest, request: Request) -> Response:
+    """The answer to `body`, which came with `request`."""
+    model = service.model_name(body.model)
+    body.check_stream()
+    params = params_of(
+        service.defaults,
+        body.chosen(),
+        max_tokens=body.limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
+        stream=bool(body.stream),
+    )
+    prompts = await run_in_threadpool(_read, service, body, params.scores_only)
+    for prompt in prompts:
+        service.check_room(prompt, body.max_tokens, "max_tokens")
+    job = Job(body.request_id or new_id("cmpl-"), prompts, params, body.priority)
+    exchange = _Exchange(service, body, model, job)
+    return await respond(request, service, job, exchange.whole, exchange.events)
 
 
 class _Exchange:
@@ -52,10 +57,9 @@ class _Exchange:
         self._service = service
         self._body = body
         self._job = job
-        self._head = {"id": job.request_id, "object": "text_completion", "created": now(), "model": model}
+        self._head = {"id": job.request_id, "object": "text_completion"} | service.answer_head(model)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        outputs = [self._wanted(output) for output in outputs]
         choices = [
             self._choice(index, completion, self._tokens(completion, output), 0, True) | self._of_prompt(output)
             for index, output in enumerate(outputs)
@@ -70,7 +74,7 @@ class _Exchange:
         lengths: dict[int, int] = {}  # characters of each choice's tokens so far, shown or held back
         num_tokens = 0
         async for index, output in generation.outputs():
-            output = last[index] = self._wanted(output)
+            last[index] = output
             first.setdefault(index, output)
             for completion in output.outputs:
                 number = index * self._job.params.n + completion.index
@@ -90,19 +94,6 @@ class _Exchange:
         if options.include_usage:
             yield event(self._head | {"choices": [], "usage": self._usage(last, num_tokens)})
         yield DONE
-
-    def _wanted(self, output: RequestOutput) -> RequestOutput:
-        """`output` without the token that was generated for a client who wants none."""
-        if self._body.max_tokens != 0:
-            return output
-        none = None if self._body.logprobs is None else list[Ranked]()
-        return replace(
-            output,
-            outputs=[
-                replace(one, text="", token_ids=[], logprobs=none, finish_reason="length", stop_reason=None)
-                for one in output.outputs
-            ],
-        )
 
     def _tokens(self, completion: CompletionOutput, first: RequestOutput | None) -> list[Told]:
         """Those whose log-probabilities are told: what is new, behind the prompt where `first` brings that."""
@@ -158,22 +149,25 @@ class _Exchange:
         )
 
 
-def _read(service: Service, body: CompletionRequest) -> list[Prompt]:
+def _read(service: Service, body: CompletionRequest, scores_only: bool) -> list[Prompt]:
     prompts = body.prompts()
     if body.echo and service.reader.tokenizer is None:
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
     read = []
     for index, prompt in enumerate(prompts):
-        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
         try:
-            one = service.reader.read(
-                {kind: prompt, "cache_salt": body.cache_salt},
+            one = service.read_prompt(
+                prompt,
+                field=field,
+                cache_salt=body.cache_salt,
                 add_special_tokens=body.add_special_tokens is not False,
+                scores_only=scores_only,
             )
-        except ValueError as error:
-            raise ApiError(
-                400, f"prompt {index}: {error}" if len(prompts) > 1 else str(error), param="prompt"
-            ) from error
+        except ParameterError as error:
+            if len(prompts) > 1:
+                error.args = (f"{field}: {error}",)
+            raise
         if body.echo and one.text is None:
             one = Prompt(service.tokenizer.decode(one.token_ids.tolist()), one.token_ids, one.cache_salt)
         read.append(one)

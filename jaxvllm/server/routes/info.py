@@ -6,8 +6,26 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 import jaxvllm
+from jaxvllm.server.protocol.fields import new_id
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
+
+
+class ModelPermission(BaseModel):
+    """What a client may do with a model, in OpenAI's old form, which some clients still read."""
+
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
 
 
 class ModelCard(BaseModel):
@@ -18,7 +36,9 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "jaxvllm"
     root: str
+    parent: str | None = None  # of an adapter; there are none
     max_model_len: int | None
+    permission: list[ModelPermission]
 
 
 class ModelList(BaseModel):
@@ -53,10 +73,17 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter()
     llm = service.llm
+    permission = ModelPermission(id=new_id("modelperm-"), created=service.created)
 
     def card(name: str) -> ModelCard:
         length = llm.reader.max_model_len if llm.is_known else None
-        return ModelCard(id=name, created=service.created, root=service.model_names[0], max_model_len=length)
+        return ModelCard(
+            id=name,
+            created=service.created,
+            root=service.model_names[0],
+            max_model_len=length,
+            permission=[permission],
+        )
 
     @routes.get("/v1/models", tags=["OpenAI"], responses=COMMON)
     async def list_models() -> ModelList:
@@ -78,10 +105,10 @@ def router(service: Service) -> APIRouter:
     @routes.get("/ready", tags=["Server"], response_model=Status, responses={503: {"model": Status}})
     async def ready(response: Response) -> Status:
         """Requests are taken: the engine is idle and answers, or its steps make progress."""
+        if service.is_ready:
+            return Status(status="ready", reason=llm.reason)
         if service.draining:
             status = Status(status="draining", reason="the server is shutting down")
-        elif llm.is_responsive:
-            return Status(status="ready", reason=llm.reason)
         else:
             stuck = llm.state == "ready"
             status = Status(

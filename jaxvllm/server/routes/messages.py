@@ -109,9 +109,8 @@ def _text(service: Service, body: ConversationFields) -> str:
 
 def _read(service: Service, body: MessagesRequest) -> Prompt:
     # The template writes the special tokens itself.
-    return service.reader.read(
-        {"prompt": _text(service, body), "cache_salt": body.cache_salt}, add_special_tokens=False
-    )
+    text = _text(service, body)
+    return service.read_prompt(text, field="messages", cache_salt=body.cache_salt, add_special_tokens=False)
 
 
 def _count(service: Service, body: CountTokensRequest) -> int:

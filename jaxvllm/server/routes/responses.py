@@ -30,22 +30,27 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMED)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a text or a conversation. Nothing is stored: the next request brings the whole conversation."""
-        model = service.model_name(body.model)
-        body.check_stream()
-        params = params_of(
-            service.defaults,
-            body.chosen(),
-            max_tokens=body.max_output_tokens,
-            logprobs=body.num_logprobs,
-            stream=bool(body.stream),
-        )
-        prompt = await run_in_threadpool(_read, service, body)
-        service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
-        exchange = _Exchange(body, model, params)
-        job = Job(exchange.request_id, [prompt], params, body.priority)
-        return await respond(request, service, job, exchange.whole, exchange.events, exchange.error_event)
+        return await create(service, body, request)
 
     return routes
+
+
+async def create(service: Service, body: ResponsesRequest, request: Request) -> Response:
+    """The answer to `body`, which came with `request`."""
+    model = service.model_name(body.model)
+    body.check_stream()
+    params = params_of(
+        service.defaults,
+        body.chosen(),
+        max_tokens=body.max_output_tokens,
+        logprobs=body.num_logprobs,
+        stream=bool(body.stream),
+    )
+    prompt = await run_in_threadpool(_read, service, body)
+    service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
+    exchange = _Exchange(body, model, params)
+    job = Job(exchange.request_id, [prompt], params, body.priority)
+    return await respond(request, service, job, exchange.whole, exchange.events, exchange.error_event)
 
 
 class _Exchange:
@@ -146,9 +151,11 @@ class _Exchange:
 def _read(service: Service, body: ResponsesRequest) -> Prompt:
     """The prompt that the model's template makes of the conversation."""
     text = service.apply_chat_template(
-        body.messages(), continue_final_message=body.continues, variables=body.chat_template_kwargs
+        body.messages(), field="input", continue_final_message=body.continues, variables=body.chat_template_kwargs
     )
-    # The template writes the special tokens itself.
-    return service.reader.read(
-        {"prompt": text, "cache_salt": body.cache_salt}, add_special_tokens=bool(body.add_special_tokens)
+    return service.read_prompt(
+        text,
+        field="input",
+        cache_salt=body.cache_salt,
+        add_special_tokens=bool(body.add_special_tokens),  # by default no: the template writes them itself
     )

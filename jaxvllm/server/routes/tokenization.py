@@ -1,4 +1,6 @@
-"""`POST /tokenize` and `POST /detokenize`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
+
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
@@ -21,7 +23,7 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter(tags=["Tokens"], responses=COMMON | {status: GENERATES[status] for status in (404, 503)})
 
-    @routes.post("/tokenize", response_model_exclude_none=True)
+    @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         """The tokens of a text, or of the prompt that a conversation becomes."""
         service.model_name(body.model)
@@ -32,11 +34,21 @@ def router(service: Service) -> APIRouter:
         """The text of tokens."""
         service.model_name(body.model)
         size = service.reader.vocab_size
-        for token_id in body.tokens:
+        for index, token_id in enumerate(body.tokens):
             if not 0 <= token_id < size:
-                raise ApiError(400, f"tokens: {token_id} is outside the vocabulary of {size} tokens", param="tokens")
+                where = f"tokens[{index}]"
+                raise ApiError(400, f"{where}: {token_id} is outside the vocabulary of {size} tokens", param=where)
         text = await run_in_threadpool(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return DetokenizeResponse(prompt=text)
+
+    if service.config.enable_tokenizer_info_endpoint:
+
+        @routes.get("/tokenizer_info")
+        async def tokenizer_info() -> dict[str, Any]:
+            """The checkpoint's tokenizer_config.json, with the special tokens as plain strings and the chat template
+            that is used. Only with `--enable-tokenizer-info-endpoint`.
+            """
+            return dict(service.tokenizer.info)
 
     return routes
 
