@@ -329,13 +329,20 @@ def test_the_newest_text_stays_in_view_unless_the_reader_scrolled_up(tab: Browse
     before, length = tab.run(f"return [{PANE}.scrollTop, {grown}]")
     tab.wait(f"{grown} > {length} + 500")
     assert tab.run(f"return {PANE}.scrollTop") == before  # the text under the reader's eyes does not move
-    tab.wheel(".transcript", 5000)
-    tab.wait(at_end)
+    for _ in range(20):  # to where the end was, and perhaps is no more
+        tab.wheel(".transcript", 5000)
+        if tab.run(f"return {at_end}"):
+            break
     length = tab.run(f"return {grown}")
     tab.wait(f"{grown} > {length} + 500")
     tab.wait(at_end)
     tab.press("Escape")
     wait_for_answer(tab)
+    tab.wheel(".transcript", -500)
+    tab.wait(f"!({at_end})")
+    ask(tab, "say " + "A line.\n\n" * 40)  # the reader wants to see the answer to that
+    wait_for_answer(tab)
+    tab.wait(at_end)
 
 
 @pytest.mark.parametrize("width, height", SIZES)
@@ -446,7 +453,7 @@ def test_a_context_that_is_full_loses_its_oldest_turns(tab: Browser, fake: Fake)
     fake.context_messages = 4  # nine would be sent; without the older half of the turns five, then three
     ask(tab, "five")
     assert "maximum context length is 512 tokens" in wait_for_answer(tab)
-    assert [tab.name_of(".offer button", i) for i in range(2)] == ["Drop the oldest turns and ask again", "Clear"]
+    assert [tab.name_of(".offer button", i) for i in range(2)] == ["Drop the oldest turns, ask again", "Clear"]
     tab.click(".drop-oldest")
     tab.wait("document.querySelectorAll('.turn').length === 2")
     assert wait_for_answer(tab) == TEXT
@@ -471,7 +478,7 @@ def test_an_answer_that_filled_the_context_says_so(tab: Browser, fake: Fake) -> 
     fake.prompt_tokens = CONTEXT - 10
     ask(tab, "two")
     wait_for_answer(tab)
-    assert tab.text(STATS).endswith("10 out · cut where the context ends")
+    assert tab.text(STATS).endswith("10 out · context full")
     assert "context is full" in tab.text(".turn:last-child .offer")
     fake.prompt_tokens = 9
     tab.click(".drop-oldest")
@@ -675,6 +682,16 @@ def test_it_runs_on_the_real_server(tab: Browser) -> None:
                 tokens = f"[...document.querySelectorAll('#{mode} .token')]"
                 text = tab.text(f"#{mode} .answer")
                 assert text and tab.run(f"return {tokens}.map(token => token.textContent).join('')") == text
+            # The slider is all the way up: the text goes on until the story or the context ends.
+            tab.clear("[name=max_tokens]")
+            tab.type("[name=max_tokens]", "1024")
+            tab.click("#prompt")
+            tab.press("Enter")
+            last = "#completion .turn:nth-child(2)"
+            tab.wait(f"document.querySelector('{last} .stats')?.textContent && !document.querySelector('.busy')", 60)
+            numbers = re.search(r"(\d+) in .* (\d+) out(?: · (.*))?", tab.text(f"{last} .stats"))
+            assert numbers is not None
+            assert int(numbers[2]) > 20 and numbers[3] in (None, "context full"), numbers[0]
             tab.wait("document.querySelector('#steps-summary').textContent.includes('padding')")
             tab.wait("document.querySelector('#pool-summary').textContent === '0 of 99 pages · 0 running · 0 waiting'")
             assert tab.console() == []

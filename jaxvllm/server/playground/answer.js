@@ -61,7 +61,7 @@ export class Answer {
         reason = REASONS[choice.finish_reason] ?? choice.finish_reason ?? reason;
         this.stats.textContent = summary(times, this.#usage, firstCount, reason);
       }
-      if (this.fills(contextLength)) reason = "cut where the context ends";
+      if (this.fills(contextLength)) reason = "context full";
     } catch (error) {
       if (error.name === "AbortError") reason = "stopped";
       else this.#fail(error);

@@ -4,7 +4,7 @@ import { roomBehind, stream } from "./api.js";
 import { Answer } from "./answer.js";
 import { button } from "./dom.js";
 import { MarkdownText } from "./markdown.js";
-import { followEnd, toEnd } from "./scroll.js";
+import { EndFollower } from "./scroll.js";
 import { PlainText, Turn } from "./turn.js";
 
 /** Messages, through the model's chat template. */
@@ -52,6 +52,7 @@ export class Conversation {
   #settings;
   #colours;
   #alternatives;
+  #follower;
   #turns = [];
 
   constructor(element, mode, { settings, colours, alternatives }) {
@@ -60,7 +61,7 @@ export class Conversation {
     this.#settings = settings;
     this.#colours = colours;
     this.#alternatives = alternatives;
-    followEnd(element.parentElement, element);
+    this.#follower = new EndFollower(element.parentElement, element);
   }
 
   get hint() {
@@ -104,12 +105,12 @@ export class Conversation {
     const body = { model: id, ...this.#settings.sampling(), ...this.#mode.body(this.#turns, prompt, this.#settings) };
     const answer = new Answer(this.#text());
     const turn = this.#add(prompt, answer);
-    toEnd(this.#element.parentElement);
+    this.#follower.toEnd();
     const alternatives = this.#settings.probabilities ? this.#alternatives : null;
     const chunks = this.#mode.stream(body, signal);
     await answer.fill(chunks, this.#mode.read, { colours: this.#colours, alternatives, contextLength });
     const isAlone = this.#turns.length === 1;
-    const drop = isAlone ? [] : [button("drop-oldest", "Drop the oldest turns and ask again")];
+    const drop = isAlone ? [] : [button("drop-oldest", "Drop the oldest turns, ask again")];
     turn.end(answer.fills(contextLength) ? [...drop, button("clear", "Clear")] : []);
     return answer;
   }

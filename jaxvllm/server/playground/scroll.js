@@ -1,21 +1,31 @@
 // Keeps the end of a growing text in view.
 
-const NEAR = 2; // pixels: positions are fractions on some screens
+const CLOSE = 60; // pixels, three lines: text goes on growing while a reader scrolls down to its end
 
 /** Scrolls `pane` along with its `content`, unless the reader has scrolled up. */
-export function followEnd(pane, content) {
-  let isFollowing = true;
-  let last = 0;
-  pane.addEventListener("scroll", () => {
-    const isAtEnd = pane.scrollHeight - pane.clientHeight - pane.scrollTop <= NEAR;
-    isFollowing = isAtEnd || (isFollowing && pane.scrollTop >= last);
-    last = pane.scrollTop;
-  });
-  const observer = new ResizeObserver(() => isFollowing && toEnd(pane));
-  observer.observe(content); // text came
-  observer.observe(pane); // the window changed, or a keyboard appeared
-}
+export class EndFollower {
+  #pane;
+  #isFollowing = true;
+  #top = 0;
 
-export function toEnd(pane) {
-  pane.scrollTop = pane.scrollHeight;
+  constructor(pane, content) {
+    this.#pane = pane;
+    pane.addEventListener("scroll", () => this.#scrolled());
+    const observer = new ResizeObserver(() => this.#isFollowing && this.toEnd());
+    observer.observe(content); // text came
+    observer.observe(pane); // the window changed, or a keyboard appeared
+  }
+
+  toEnd() {
+    this.#isFollowing = true;
+    this.#pane.scrollTop = this.#pane.scrollHeight;
+  }
+
+  #scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#pane;
+    const below = scrollHeight - clientHeight - scrollTop;
+    if (scrollTop < this.#top) this.#isFollowing = below < 2; // positions are fractions on some screens
+    else if (below < CLOSE) this.#isFollowing = true;
+    this.#top = scrollTop;
+  }
 }

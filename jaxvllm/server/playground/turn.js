@@ -22,7 +22,6 @@ export class Turn {
   answer;
   #asked;
   #copy = button("copy", "Copy");
-  #foot;
 
   /** `editBeside`: the button that edits the prompt stands beside it, else below the answer. */
   constructor(prompt, answer, editBeside) {
@@ -30,9 +29,9 @@ export class Turn {
     this.answer = answer;
     this.#asked = make("div", { className: "asked" }, prompt);
     const question = make("div", { className: "question" }, this.#asked);
-    this.#foot = make("footer", {}, answer.stats, this.#copy, button("retry", "Retry"));
-    (editBeside ? question : this.#foot).prepend(button("edit", "Edit"));
-    this.element.append(question, answer.body, this.#foot);
+    const foot = make("footer", {}, answer.stats, this.#copy, button("retry", "Retry"));
+    (editBeside ? this.#asked : this.#copy).before(button("edit", "Edit"));
+    this.element.append(question, answer.body, foot);
     this.#copy.hidden = !answer.text;
   }
 
