@@ -443,6 +443,19 @@ def test_a_browser_that_keeps_nothing_is_no_obstacle(tab: Browser, fake: Fake) -
         tab.wait(f"document.querySelector('{ANSWER}')?.textContent.startsWith('Once')")
 
 
+def test_a_conversation_without_room_in_the_browser_goes_on(tab: Browser, fake: Fake) -> None:
+    ask(tab, "one")
+    wait_for_answer(tab)
+    fill = """for (let size = 1 << 23; size; size >>= 1)
+        for (let i = 0; i < 2; i++) try { localStorage.setItem(`${size} ${i}`, 'x'.repeat(size)) } catch { }"""
+    tab.run(fill)
+    ask(tab, "two")
+    assert wait_for_answer(tab) == TEXT
+    tab.wait("!document.querySelector('#send').hidden")
+    tab.reload()
+    assert tab.run("return [...document.querySelectorAll('.asked')].map(asked => asked.textContent)") == ["one"]
+
+
 # ---- a context that is full ----
 
 
@@ -485,6 +498,22 @@ def test_an_answer_that_filled_the_context_says_so(tab: Browser, fake: Fake) -> 
     tab.wait("document.querySelectorAll('.turn').length === 1")
     wait_for_answer(tab)
     assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["two"]
+
+
+def test_a_completion_keeps_something_to_go_on_with(tab: Browser, fake: Fake) -> None:
+    tab.click("[value=completion] + span")
+    ask(tab, "It was ")
+    wait_for_answer(tab)
+    fake.prompt_tokens = CONTEXT - 10
+    tab.press("Enter")
+    tab.wait("document.querySelector('.offer')")
+    assert tab.run("return [...document.querySelectorAll('.offer button')].map(b => b.textContent)") == ["Clear"]
+    tab.press("Enter")
+    tab.wait("document.querySelectorAll('.turn').length === 3 && document.querySelectorAll('.offer').length === 2")
+    tab.click(".turn:last-child .drop-oldest")
+    tab.wait("document.querySelectorAll('.turn').length === 2")
+    wait_for_answer(tab)
+    assert fake.bodies[-1]["prompt"] == TEXT
 
 
 # ---- a message's buttons ----

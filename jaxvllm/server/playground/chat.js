@@ -109,8 +109,7 @@ export class Conversation {
     const alternatives = this.#settings.probabilities ? this.#alternatives : null;
     const chunks = this.#mode.stream(body, signal);
     await answer.fill(chunks, this.#mode.read, { colours: this.#colours, alternatives, contextLength });
-    const isAlone = this.#turns.length === 1;
-    const drop = isAlone ? [] : [button("drop-oldest", "Drop the oldest turns, ask again")];
+    const drop = this.#canDrop ? [button("drop-oldest", "Drop the oldest turns, ask again")] : [];
     turn.end(answer.fills(contextLength) ? [...drop, button("clear", "Clear")] : []);
     return answer;
   }
@@ -121,8 +120,13 @@ export class Conversation {
       const last = this.#turns.at(-1);
       this.#drop(0, Math.ceil((this.#turns.length - 1) / 2));
       const answer = await this.say(last.prompt, model, signal, last);
-      if (!answer.isTooLong || this.#turns.length === 1) return answer;
+      if (!answer.isTooLong || !this.#canDrop) return answer;
     }
+  }
+
+  // A completion whose last prompt is empty needs one turn to go on with.
+  get #canDrop() {
+    return this.#turns.length > (this.#turns.at(-1).prompt ? 1 : 2);
   }
 
   #add(prompt, answer) {

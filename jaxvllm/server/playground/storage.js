@@ -22,12 +22,12 @@ export class StoredText {
     }
   }
 
-  /** An empty text removes what was there. */
+  /** An empty text removes what was there. Where a text finds no room, the one before it stays. */
   set(text) {
-    this.#refused = "";
     try {
-      window[this.#area].removeItem(this.#key); // an older text must not outlive a newer one that finds no room
       if (text) window[this.#area].setItem(this.#key, text);
+      else window[this.#area].removeItem(this.#key);
+      this.#refused = "";
     } catch {
       this.#refused = text;
     }

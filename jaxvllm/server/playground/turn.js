@@ -29,7 +29,7 @@ export class Turn {
     this.answer = answer;
     this.#asked = make("div", { className: "asked" }, prompt);
     const question = make("div", { className: "question" }, this.#asked);
-    const foot = make("footer", {}, answer.stats, this.#copy, button("retry", "Retry"));
+    const foot = make("footer", {}, answer.stats, make("div", {}, this.#copy, button("retry", "Retry")));
     (editBeside ? this.#asked : this.#copy).before(button("edit", "Edit"));
     this.element.append(question, answer.body, foot);
     this.#copy.hidden = !answer.text;
