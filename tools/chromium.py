@@ -26,7 +26,7 @@ FLAGS = (
     "--hide-scrollbars",
 )
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id (W3C WebDriver, 12.1)
-KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Shift": "\ue008", "Tab": "\ue004", "ArrowRight": "\ue014"}
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Shift": "\ue008", "Control": "\ue009", "ArrowRight": "\ue014", "v": "v"}
 
 type Scheme = Literal["light", "dark"]
 
@@ -57,6 +57,23 @@ class Browser:
         self._devtools("Emulation.setDeviceMetricsOverride", **size)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._post("url", url=url)
+
+    def forget(self, url: str) -> None:
+        """Removes what earlier pages of this address have stored, but for what lasts only as long as the tab."""
+        self._devtools("Storage.clearDataForOrigin", origin=url, storageTypes="all")
+
+    def reload(self) -> None:
+        """As a reader would who presses F5."""
+        self._post("refresh")
+
+    @contextmanager
+    def before_pages(self, script: str) -> Iterator[None]:
+        """In the block, every page runs this script before its own."""
+        added = self._devtools("Page.addScriptToEvaluateOnNewDocument", source=script)
+        try:
+            yield
+        finally:
+            self._devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
 
     def run(self, script: str, *args: object) -> Any:
         """What a function with this body returns in the page."""
@@ -99,6 +116,20 @@ class Browser:
         move = {"type": "pointerMove", "duration": 0, "origin": {ELEMENT: self._find(css)}, "x": x, "y": y}
         self._post("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
+    def wheel(self, css: str, y: int) -> None:
+        """Turns the mouse wheel over an element's middle, by so many pixels: downwards when positive."""
+        origin = {ELEMENT: self._find(css)}
+        turn = {"type": "scroll", "x": 0, "y": 0, "deltaX": 0, "deltaY": y, "duration": 0, "origin": origin}
+        self._post("actions", actions=[{"type": "wheel", "id": "wheel", "actions": [turn]}])
+
+    def swipe(self, css: str, y: int) -> None:
+        """Puts a finger on an element's middle and moves it by so many pixels: downwards when positive."""
+        start = {"type": "pointerMove", "duration": 0, "origin": {ELEMENT: self._find(css)}, "x": 0, "y": -y // 2}
+        move = {"type": "pointerMove", "duration": 100, "origin": "pointer", "x": 0, "y": y}
+        actions = [start, {"type": "pointerDown", "button": 0}, move, {"type": "pointerUp", "button": 0}]
+        finger = {"type": "pointer", "id": "finger", "parameters": {"pointerType": "touch"}, "actions": actions}
+        self._post("actions", actions=[finger])
+
     def name_of(self, css: str, nth: int = 0) -> str:
         """The accessible name that a screen reader would say."""
         elements = self._post("elements", using="css selector", value=css)
@@ -116,8 +147,8 @@ class Browser:
     def _find(self, css: str) -> str:
         return str(self._post("element", using="css selector", value=css)[ELEMENT])
 
-    def _devtools(self, command: str, **params: object) -> None:
-        self._post("goog/cdp/execute", cmd=command, params=params)
+    def _devtools(self, command: str, **params: object) -> Any:
+        return self._post("goog/cdp/execute", cmd=command, params=params)
 
     def _post(self, path: str, **body: object) -> Any:
         return _call("POST", f"{self._session}/{path}", body)

@@ -92,6 +92,7 @@ def ask(page: Browser, text: str) -> None:
 def take(page: Browser) -> None:
     """All pictures."""
     connected = "document.querySelector('#model').textContent"
+    page.forget(URL)
     page.open(URL, 1280, 800)
     page.wait(connected)
     page.click("[name=probabilities]")
@@ -106,6 +107,7 @@ def take(page: Browser) -> None:
     page.hover("#doubtful")
     save(page, "chat")
 
+    page.forget(URL)
     page.open(URL, 1280, 800, "dark")
     page.wait(connected)
     page.click("[value=completion] + span")
@@ -116,6 +118,7 @@ def take(page: Browser) -> None:
     save(page, "completion-dark")
     page.press("Escape")
 
+    page.forget(URL)
     page.open(URL, 390, 800)
     page.wait(connected)
     ask(page, "Tell me a short story about a fox.")

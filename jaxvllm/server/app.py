@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxvllm
 from jaxvllm.server import http_doc
@@ -43,6 +44,7 @@ def create_app(service: Service) -> FastAPI:
     if service.config.dev_endpoints:
         app.include_router(development.router(service))
 
+    app.add_middleware(HeadAsGet)
     page = cache(lambda: http_doc.page(app))
 
     @app.get("/docs", include_in_schema=False)
@@ -75,6 +77,27 @@ def create_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, failed)
     _forget_422(app)
     return app
+
+
+class HeadAsGet:
+    """Answers HEAD as GET, without the body, on every path that has GET.
+
+    FastAPI's own routes answer only the methods that they name, and a second method would be documented as a second
+    endpoint.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 def _forget_422(app: FastAPI) -> None:

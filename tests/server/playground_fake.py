@@ -20,6 +20,7 @@ FILES = Path(jaxvllm.server.__file__).parent / "playground"
 TOKENS = (b" Once", b" upon", b" a", b" caf", b"\xc3", b"\xa9", b"\n", b"<b>", b"bold", b"<|end|>")
 TEXT = "Once upon a café\n<b>bold"
 KEY = "sesame"
+CONTEXT = 512
 STATE = {
     "page_size": 16,
     "replicas": [
@@ -48,6 +49,8 @@ class Fake:
         self.paths: list[str] = []
         self.num_aborted = 0
         self.wants_key = False
+        self.context_messages = 100  # more are too many for the model's context
+        self.prompt_tokens = 9  # of each prompt, whatever it says
 
     def app(self) -> FastAPI:
         app = FastAPI(dependencies=[Depends(self.let_in)])
@@ -59,7 +62,7 @@ class Fake:
 
         @app.get("/v1/models")
         def models() -> dict[str, Any]:
-            return {"object": "list", "data": [{"id": "demo", "object": "model", "max_model_len": 512}]}
+            return {"object": "list", "data": [{"id": "demo", "object": "model", "max_model_len": CONTEXT}]}
 
         @app.get("/playground/state")
         def state() -> dict[str, Any]:
@@ -73,6 +76,10 @@ class Fake:
         async def completion(body: dict[str, Any]) -> Response:
             return self.answer(body, body["prompt"], is_chat=False)
 
+        @app.post("/tokenize")
+        def tokenize(body: dict[str, Any]) -> dict[str, Any]:
+            return {"count": len(body["prompt"].split()), "max_model_len": CONTEXT, "tokens": []}
+
         app.mount("/playground/static", StaticFiles(directory=FILES))
         return app
 
@@ -84,8 +91,10 @@ class Fake:
             raise PermissionError
 
     def answer(self, body: dict[str, Any], prompt: str, is_chat: bool) -> Response:
-        """The prompt says what happens: `refuse` and `break` fail, `slowly` never ends."""
+        """The prompt says what happens: `refuse` and `break` fail, `slowly` never ends, `say` is said again."""
         self.bodies.append(body)
+        if len(body.get("messages", ())) > self.context_messages:
+            return error(400, f"This model's maximum context length is {CONTEXT} tokens", "context_length_exceeded")
         if prompt == "refuse":
             return error(400, "<img src=x onerror=\"document.title='owned'\"> is wrong")
         chunks = self.chunks(body, prompt, is_chat)
@@ -96,7 +105,7 @@ class Fake:
 
         def chunk(choice: dict[str, Any] | None) -> str:
             usage = {
-                "prompt_tokens": 9,
+                "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": count,
                 "prompt_tokens_details": {"cached_tokens": 4},
             }
@@ -109,6 +118,9 @@ class Fake:
             if is_chat:
                 yield chunk({"delta": {"role": "assistant", "content": ""}})
             tokens = TOKENS if prompt != "slowly" else (b" word",) * 1000
+            if prompt.startswith("say "):
+                text = prompt.removeprefix("say ").encode()
+                tokens = tuple(text[i : i + 7] for i in range(0, len(text), 7))
             held = b""
             for token in tokens:
                 count += 1
@@ -147,9 +159,9 @@ def text_choice(text: str, token: bytes, body: dict[str, Any]) -> dict[str, Any]
     return {"text": text, "logprobs": told if "logprobs" in body else None}
 
 
-def error(status: int, message: str) -> JSONResponse:
+def error(status: int, message: str, code: str | None = None) -> JSONResponse:
     """OpenAI's shape."""
-    return JSONResponse({"error": {"message": message, "code": status}}, status)
+    return JSONResponse({"error": {"message": message, "code": code}}, status)
 
 
 @contextmanager

@@ -82,6 +82,24 @@ def test_a_method_that_is_not_there(server):
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_head_answers_as_get_does_without_the_body(server):
+    """Load balancers, link checkers and `curl -I` ask so. The listed paths are all GET endpoints of the application."""
+    document = server.client.get("/openapi.json").json()
+    listed = [path for path, methods in document["paths"].items() if "get" in methods]
+    assert not any("head" in methods for methods in document["paths"].values())  # docs/http.md has each endpoint once
+    assert {"/", "/health", "/ready", "/v1/models", "/playground/state"} <= set(listed)
+    paths = [path.replace("{name}", "demo" if path.startswith("/v1/models") else "main.js") for path in listed]
+    for path in [*paths, "/docs", "/openapi.json"]:
+        get, head = server.client.get(path), server.client.head(path)
+        assert (get.status_code, head.status_code, head.content) == (200, 200, b""), path
+        assert head.headers.get("content-type") == get.headers.get("content-type")
+        if path not in ("/metrics", "/load", "/playground/state"):  # their length is never twice the same
+            assert head.headers["content-length"] == str(len(get.content)), path
+    assert server.client.head("/nothing").status_code == 404
+    response = server.client.head("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
 # ---- the playground ----
 
 

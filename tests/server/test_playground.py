@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.server.playground_fake import FILES, KEY, TEXT, Fake, fake_server
+from tests.server.playground_fake import CONTEXT, FILES, KEY, TEXT, Fake, fake_server
 from tools import chromium
 from tools.chromium import Browser
 
@@ -38,8 +38,9 @@ def served() -> Iterator[Fake]:
 def fake(served: Fake, tab: Browser) -> Iterator[Fake]:
     """The page just opened. Nothing that the policy refuses and no exception may be in the console at the end."""
     served.bodies.clear()
-    served.wants_key = False
+    served.wants_key, served.context_messages, served.prompt_tokens = False, 100, 9
     tab.console()  # what is left of the page before
+    tab.forget(served.url)
     tab.open(served.url)
     tab.run("sessionStorage.clear()")
     tab.wait("document.querySelector('#model').textContent")
@@ -49,7 +50,10 @@ def fake(served: Fake, tab: Browser) -> Iterator[Fake]:
 
 def ask(tab: Browser, text: str) -> None:
     tab.clear("#prompt")
-    tab.type("#prompt", text)
+    if "\n" in text:  # would be sent at its first line's end if it were typed
+        tab.run("const field = document.querySelector('#prompt'); field.value = arguments[0]; field.focus()", text)
+    else:
+        tab.type("#prompt", text)
     tab.press("Enter")
 
 
@@ -223,7 +227,9 @@ def test_a_key_stays_in_the_tab(tab: Browser, fake: Fake) -> None:
     tab.click(".turn:last-child .retry")
     tab.wait(f"document.querySelector('{ANSWER}').textContent.startsWith('Once')")
     assert tab.run("return JSON.stringify(sessionStorage)") == f'{{"jaxvllm.api-key":"{KEY}"}}'
-    assert tab.run("return localStorage.length + document.cookie.length") == 0
+    assert tab.run("return document.cookie.length") == 0
+    tab.wait("localStorage.length")  # the conversation, without the key
+    assert KEY not in tab.run("return JSON.stringify(localStorage)")
     assert KEY not in tab.run("return location.href")
     tab.run("sessionStorage.clear()")
 
@@ -268,6 +274,395 @@ def test_a_hidden_tab_does_not_ask(tab: Browser, fake: Fake) -> None:
     tab.run("Object.defineProperty(document, 'visibilityState', {value: 'hidden'})")
     time.sleep(0.1)  # for the one that was under way
     assert polls(0.5) == 0
+
+
+SIZES = [(1280, 800), (390, 844)]
+PANE = "document.querySelector('.transcript')"
+
+
+def in_view(css: str) -> str:
+    """Whether the whole of an element is inside the pane, which is inside the window."""
+    return f"""(() => {{
+        const inner = document.querySelector('{css}').getBoundingClientRect();
+        const pane = {PANE}.getBoundingClientRect();
+        return inner.top >= pane.top - 1 && inner.bottom <= pane.bottom + 1
+            && inner.top >= 0 && inner.bottom <= innerHeight + 1;
+    }})()"""
+
+
+@pytest.mark.parametrize("move", [Browser.wheel, Browser.swipe], ids=["wheel", "touch"])
+@pytest.mark.parametrize("width, height", SIZES)
+def test_a_tall_conversation_is_read_from_its_first_line_to_its_last(
+    tab: Browser, fake: Fake, width: int, height: int, move: Callable[[Browser, str, int], None]
+) -> None:
+    tab.open(fake.url, width, height)
+    tab.wait("document.querySelector('#model').textContent")
+    for i in range(4):
+        ask(tab, "say " + "\n\n".join(f"Line {line} of answer {i}." for line in range(20)))
+        wait_for_answer(tab)
+    first, last = ".turn:first-child .answer p:first-child", ".turn:last-child .answer p:last-child"
+    assert tab.run(f"return {PANE}.scrollHeight > 3 * {PANE}.clientHeight")
+    tab.wait(in_view(last))  # where the newest text is, without doing anything
+    towards_start = -400 if move is Browser.wheel else 400  # a finger pulls the text along
+    for css, distance in [(first, towards_start), (last, -towards_start)]:
+        for _ in range(40):
+            if tab.run(f"return {in_view(css)}"):
+                break
+            before = tab.run(f"return {PANE}.scrollTop")
+            move(tab, ".transcript", distance)
+            tab.wait(f"{PANE}.scrollTop !== {before}")
+        assert tab.run(f"return {in_view(css)}")
+
+
+def test_the_newest_text_stays_in_view_unless_the_reader_scrolled_up(tab: Browser, fake: Fake) -> None:
+    ask(tab, "say " + "A line.\n\n" * 40)
+    wait_for_answer(tab)
+    ask(tab, "slowly")
+    at_end = f"{PANE}.scrollHeight - {PANE}.clientHeight - {PANE}.scrollTop <= 2"
+    grown = f"document.querySelector('{ANSWER}').textContent.length"
+    height = tab.run(f"return {PANE}.scrollHeight")
+    tab.wait(f"{PANE}.scrollHeight > {height} + 100")
+    tab.wait(at_end)
+    tab.wheel(".transcript", -500)
+    tab.wait(f"!({at_end})")
+    tab.wait("document.getAnimations().length === 0")
+    before, length = tab.run(f"return [{PANE}.scrollTop, {grown}]")
+    tab.wait(f"{grown} > {length} + 500")
+    assert tab.run(f"return {PANE}.scrollTop") == before  # the text under the reader's eyes does not move
+    for _ in range(20):  # to where the end was, and perhaps is no more
+        tab.wheel(".transcript", 5000)
+        if tab.run(f"return {at_end}"):
+            break
+    length = tab.run(f"return {grown}")
+    tab.wait(f"{grown} > {length} + 500")
+    tab.wait(at_end)
+    tab.press("Escape")
+    wait_for_answer(tab)
+    tab.wheel(".transcript", -500)
+    tab.wait(f"!({at_end})")
+    ask(tab, "say " + "A line.\n\n" * 40)  # the reader wants to see the answer to that
+    wait_for_answer(tab)
+    tab.wait(at_end)
+
+
+@pytest.mark.parametrize("width, height", SIZES)
+def test_the_page_opens_at_its_top_with_the_prompt_in_view(tab: Browser, fake: Fake, width: int, height: int) -> None:
+    tab.open(fake.url, width, height)
+    tab.wait("document.querySelector('#pool canvas')?.ariaLabel")
+    assert tab.run("return scrollY") == 0
+    top, bottom = tab.run(
+        "const {top, bottom} = document.querySelector('#composer').getBoundingClientRect(); return [top, bottom]"
+    )
+    assert 0 < top < bottom <= height
+    assert tab.run("return document.activeElement.id") == "prompt"
+
+
+def test_a_completion_goes_on_as_far_as_the_slider_says(tab: Browser, fake: Fake) -> None:
+    tab.click("[value=completion] + span")
+    ask(tab, "one two three")
+    wait_for_answer(tab)
+    tab.clear("[name=max_tokens]")
+    tab.type("[name=max_tokens]", "40")
+    ask(tab, "four")
+    wait_for_answer(tab)
+    # All the way up: where the context ends, which is three tokens less behind three words.
+    assert [body["max_tokens"] for body in fake.bodies] == [CONTEXT - 3, 40]
+
+
+def test_a_reload_keeps_both_conversations(tab: Browser, fake: Fake) -> None:
+    ask(tab, "one")
+    wait_for_answer(tab)
+    ask(tab, "refuse")
+    wait_for_answer(tab)
+    stats = tab.text(".turn .stats")
+    tab.click("[value=completion] + span")
+    ask(tab, "It was ")
+    wait_for_answer(tab)
+    tab.reload()
+    tab.wait("document.querySelector('#model').textContent")
+    assert tab.run("return document.querySelector(':checked').value") == "completion"
+    assert tab.text("#completion .asked") + tab.text("#completion .answer") == f"It was {TEXT}"
+    ask(tab, " And then")
+    tab.wait("document.querySelectorAll('#completion .turn').length === 2 && !document.querySelector('.busy')")
+    assert fake.bodies[-1]["prompt"] == f"It was {TEXT} And then"
+    tab.click("[value=chat] + span")
+    assert tab.text("#chat .answer") == TEXT
+    assert tab.text("#chat .stats") == stats
+    assert "is wrong" in tab.text("#chat .turn:last-child .error")
+    ask(tab, "two")
+    tab.wait("document.querySelectorAll('#chat .turn').length === 3 && !document.querySelector('.busy')")
+    assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["one", TEXT, "two"]
+    tab.click("#clear")
+    tab.reload()
+    assert tab.run("return document.querySelectorAll('#chat .turn').length") == 0
+    assert tab.run("return document.querySelectorAll('#completion .turn').length") == 2
+    tab.click("[value=completion] + span")
+    tab.click("#clear")
+    assert tab.run("return localStorage.length") == 0
+
+
+def test_a_reload_keeps_what_came_of_an_answer(tab: Browser, fake: Fake) -> None:
+    ask(tab, "slowly")
+    tab.wait(f"document.querySelector('{ANSWER}')?.textContent.length > 20")
+    tab.reload()
+    assert tab.text(ANSWER).startswith("word word word")
+    assert tab.text(".turn .asked") == "slowly"
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "not JSON",
+        "null",
+        '{"version": 99, "mode": "chat", "chat": [], "completion": []}',
+        '{"version": 1, "mode": "chat", "chat": [{"prompt": 7}], "completion": []}',
+        '{"version": 1, "mode": "nothing", "chat": [], "completion": []}',
+        '{"version": 1, "mode": "chat", "chat": [null], "completion": {}}',
+    ],
+)
+def test_what_another_version_kept_does_no_harm(tab: Browser, fake: Fake, kept: str) -> None:
+    tab.run("localStorage.setItem('jaxvllm.conversations', arguments[0])", kept)
+    tab.reload()
+    ask(tab, "hello")
+    assert wait_for_answer(tab) == TEXT
+    assert tab.run("return document.querySelectorAll('.turn').length") == 1
+    tab.reload()
+    assert tab.text(ANSWER) == TEXT
+
+
+def test_a_browser_that_keeps_nothing_is_no_obstacle(tab: Browser, fake: Fake) -> None:
+    denied = """for (const name of ['localStorage', 'sessionStorage'])
+        Object.defineProperty(window, name, { get() { throw new DOMException('denied', 'SecurityError') } })"""
+    with tab.before_pages(denied):
+        fake.wants_key = True
+        tab.reload()
+        tab.type("[name=key]", KEY)
+        tab.click("#prompt")
+        tab.wait("document.querySelector('#model').textContent")
+        ask(tab, "hello")
+        tab.wait(f"document.querySelector('{ANSWER}')?.textContent.startsWith('Once')")
+
+
+def test_a_conversation_without_room_in_the_browser_goes_on(tab: Browser, fake: Fake) -> None:
+    ask(tab, "one")
+    wait_for_answer(tab)
+    fill = """for (let size = 1 << 23; size; size >>= 1)
+        for (let i = 0; i < 2; i++) try { localStorage.setItem(`${size} ${i}`, 'x'.repeat(size)) } catch { }"""
+    tab.run(fill)
+    ask(tab, "two")
+    assert wait_for_answer(tab) == TEXT
+    tab.wait("!document.querySelector('#send').hidden")
+    tab.reload()
+    assert tab.run("return [...document.querySelectorAll('.asked')].map(asked => asked.textContent)") == ["one"]
+
+
+# ---- a context that is full ----
+
+
+def test_a_context_that_is_full_loses_its_oldest_turns(tab: Browser, fake: Fake) -> None:
+    for text in ("one", "two", "three", "four"):
+        ask(tab, text)
+        wait_for_answer(tab)
+    fake.context_messages = 4  # nine would be sent; without the older half of the turns five, then three
+    ask(tab, "five")
+    assert "maximum context length is 512 tokens" in wait_for_answer(tab)
+    assert [tab.name_of(".offer button", i) for i in range(2)] == ["Drop the oldest turns, ask again", "Clear"]
+    tab.click(".drop-oldest")
+    tab.wait("document.querySelectorAll('.turn').length === 2")
+    assert wait_for_answer(tab) == TEXT
+    assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["four", TEXT, "five"]
+    assert tab.run("return document.querySelectorAll('.offer').length") == 0
+    tab.reload()
+    assert tab.text(".turn .asked") == "four"
+
+
+def test_a_question_that_alone_is_too_long_offers_to_clear(tab: Browser, fake: Fake) -> None:
+    fake.context_messages = 0
+    ask(tab, "one")
+    wait_for_answer(tab)
+    assert tab.run("return document.querySelectorAll('.offer button').length") == 1
+    tab.click(".offer .clear")
+    assert tab.run("return document.querySelectorAll('.turn').length") == 0
+
+
+def test_an_answer_that_filled_the_context_says_so(tab: Browser, fake: Fake) -> None:
+    ask(tab, "one")
+    wait_for_answer(tab)
+    fake.prompt_tokens = CONTEXT - 10
+    ask(tab, "two")
+    wait_for_answer(tab)
+    assert tab.text(STATS).endswith("10 out · context full")
+    assert "context is full" in tab.text(".turn:last-child .offer")
+    fake.prompt_tokens = 9
+    tab.click(".drop-oldest")
+    tab.wait("document.querySelectorAll('.turn').length === 1")
+    wait_for_answer(tab)
+    assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["two"]
+
+
+def test_a_completion_keeps_something_to_go_on_with(tab: Browser, fake: Fake) -> None:
+    tab.click("[value=completion] + span")
+    ask(tab, "It was ")
+    wait_for_answer(tab)
+    fake.prompt_tokens = CONTEXT - 10
+    tab.press("Enter")
+    tab.wait("document.querySelector('.offer')")
+    assert tab.run("return [...document.querySelectorAll('.offer button')].map(b => b.textContent)") == ["Clear"]
+    tab.press("Enter")
+    tab.wait("document.querySelectorAll('.turn').length === 3 && document.querySelectorAll('.offer').length === 2")
+    tab.click(".turn:last-child .drop-oldest")
+    tab.wait("document.querySelectorAll('.turn').length === 2")
+    wait_for_answer(tab)
+    assert fake.bodies[-1]["prompt"] == TEXT
+
+
+# ---- a message's buttons ----
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False], ids=["https", "http"])
+def test_an_answer_and_its_code_are_copied(tab: Browser, fake: Fake, has_clipboard: bool) -> None:
+    if not has_clipboard:  # as on a page over plain http from another machine
+        tab.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    answer = "So **do** this:\n\n```sh\nls -l\n\tcd ~\n```"
+    ask(tab, f"say {answer}")
+    wait_for_answer(tab)
+    for button, text in [(".copy", answer.replace("\\n", "\n")), (".copy-code", "ls -l\n\tcd ~")]:
+        tab.click(button)
+        tab.wait(f"document.querySelector('{button}').textContent === 'Copied'")
+        tab.clear("#prompt")
+        tab.run("document.querySelector('#prompt').focus()")
+        tab.press("Control", "v")
+        assert tab.run("return document.querySelector('#prompt').value") == text
+
+
+def test_a_question_is_changed_and_asked_again(tab: Browser, fake: Fake) -> None:
+    for text in ("one", "two", "three"):
+        ask(tab, text)
+        wait_for_answer(tab)
+    tab.hover(".turn:nth-child(2) .asked")
+    tab.click(".turn:nth-child(2) .edit")
+    assert tab.run("return document.activeElement.value") == "two"
+    tab.press("Escape")  # as it was
+    assert tab.text(".turn:nth-child(2) .asked") == "two"
+    tab.click(".turn:nth-child(2) .edit")
+    tab.type(".editing textarea", " and a half")
+    tab.press("Enter")
+    tab.wait("document.querySelectorAll('.turn').length === 2")
+    wait_for_answer(tab)
+    expected = ["one", TEXT, "two and a half"]
+    assert [message["content"] for message in fake.bodies[-1]["messages"]] == expected
+    assert tab.text(".turn:last-child .asked") == "two and a half"
+
+
+def test_a_completions_text_is_changed(tab: Browser, fake: Fake) -> None:
+    tab.click("[value=completion] + span")
+    ask(tab, "It was ")
+    wait_for_answer(tab)
+    ask(tab, " And then")
+    wait_for_answer(tab)
+    tab.click(".turn:last-child .edit")
+    tab.type(".editing textarea", " came")
+    tab.click(".editing .again")
+    tab.wait("document.querySelectorAll('.turn').length === 2 && !document.querySelector('.editing')")
+    wait_for_answer(tab)
+    assert fake.bodies[-1]["prompt"] == f"It was {TEXT} And then came"
+
+
+# ---- Markdown ----
+
+
+MARKDOWN = r"""# A *title* #
+A **bold** and *italic*, ***both***, ~~not~~, `co*d*e`, snake_case_name, 2 * 3 * 4 and 5\* _a_
+<b>no tag</b> &amp; <img src=x onerror=alert(1)>
+
+- one
+- two
+  1. inner
+     more
+  2. next
+
+- three
+
+7) seven
+8) eight
+> quoted
+> > twice
+
+```python
+def f(a):
+    return "**a**"
+
+# end
+```
+| a | b |
+|---|:-:|
+| 1 | `x\|y` |
+---
+[good](https://example.org/a_(b)?x=1 "Title") <https://example.org/> (see http://example.org/b.)
+[bad](javascript:alert(1)) [file](file:///etc/passwd) [path](/docs) ![pic](https://example.org/p.png)
+[**loud**](https://example.org/c) and **unclosed"""
+
+
+def link(address: str, text: str) -> str:
+    return f"<a href='{address}' title='{address}' target='_blank' rel='noopener noreferrer'>{text}</a>"
+
+
+HTML = f"""\
+<h3>A <em>title</em></h3>\
+<p>A <strong>bold</strong> and <em>italic</em>, <strong><em>both</em></strong>, <del>not</del>, <code>co*d*e</code>, \
+snake_case_name, 2 * 3 * 4 and 5* <em>a</em>
+&lt;b&gt;no tag&lt;/b&gt; &amp;amp; &lt;img src=x onerror=alert(1)&gt;</p>\
+<ul><li><p>one</p></li><li><p>two</p><ol start='1'><li><p>inner
+more</p></li><li><p>next</p></li></ol></li><li><p>three</p></li></ul>\
+<ol start='7'><li><p>seven</p></li><li><p>eight</p></li></ol>\
+<blockquote><p>quoted</p><blockquote><p>twice</p></blockquote></blockquote>\
+<div class='code'><div class='bar'>python<button class='copy-code' type='button'>Copy</button></div>\
+<pre tabindex='0'><code>def f(a):
+    return "**a**"
+
+# end</code></pre></div>\
+<div class='table'><table><thead><tr><th style='text-align: left;'>a</th><th style='text-align: center;'>b</th></tr>\
+</thead><tbody><tr><td style='text-align: left;'>1</td><td style='text-align: center;'><code>x|y</code></td></tr>\
+</tbody></table></div><hr>\
+<p>{link("https://example.org/a_(b)?x=1", "good")} {link("https://example.org/", "https://example.org/")} \
+(see {link("http://example.org/b", "http://example.org/b")}.)
+[bad](javascript:alert(1)) [file](file:///etc/passwd) [path](/docs) {link("https://example.org/p.png", "pic")}
+{link("https://example.org/c", "<strong>loud</strong>")} and **unclosed</p>""".replace("'", '"')
+
+
+def test_answers_are_markdown(tab: Browser, fake: Fake) -> None:
+    ask(tab, "say " + MARKDOWN)
+    wait_for_answer(tab)
+    # Piece by piece, as it came, and all at once, as a reload brings it back.
+    assert tab.run("return document.querySelector('.markdown').innerHTML") == HTML
+    tab.reload()
+    assert tab.run("return document.querySelector('.markdown').innerHTML") == HTML
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["*a _b ~~c " * 4000, "> " * 20000, "[a](https://b(" * 4000, "`" * 20000, "- " * 9000, "a** " * 9000, "|-" * 9000],
+)
+def test_no_answer_keeps_the_page_busy(tab: Browser, fake: Fake, text: str) -> None:
+    script = """return import(location.href + 'playground/static/markdown.js').then(({ MarkdownText }) => {
+        const start = performance.now();
+        new MarkdownText().update(arguments[0]);
+        return performance.now() - start;
+    })"""
+    assert tab.run(script, text) < 2000  # milliseconds: it takes a few, unless the time grows with the text's square
+
+
+def test_probabilities_and_markdown_take_turns(tab: Browser, fake: Fake) -> None:
+    tab.click("[name=probabilities]")
+    ask(tab, "say a **bold** text")
+    assert wait_for_answer(tab) == "a **bold** text"
+    assert tab.run("return document.querySelectorAll('.answer .token').length") > 1
+    tab.click("[name=probabilities]")
+    assert tab.text(".answer strong") == "bold"
+    assert tab.run("return document.querySelectorAll('.answer .token').length") == 0
+    tab.click("[name=probabilities]")
+    tab.hover(".token:nth-child(2)")
+    assert not tab.run("return document.querySelector('#alternatives').hidden")
 
 
 @pytest.mark.parametrize("width", [360, 800, 1440])
@@ -316,6 +711,16 @@ def test_it_runs_on_the_real_server(tab: Browser) -> None:
                 tokens = f"[...document.querySelectorAll('#{mode} .token')]"
                 text = tab.text(f"#{mode} .answer")
                 assert text and tab.run(f"return {tokens}.map(token => token.textContent).join('')") == text
+            # The slider is all the way up: the text goes on until the story or the context ends.
+            tab.clear("[name=max_tokens]")
+            tab.type("[name=max_tokens]", "1024")
+            tab.click("#prompt")
+            tab.press("Enter")
+            last = "#completion .turn:nth-child(2)"
+            tab.wait(f"document.querySelector('{last} .stats')?.textContent && !document.querySelector('.busy')", 60)
+            numbers = re.search(r"(\d+) in .* (\d+) out(?: · (.*))?", tab.text(f"{last} .stats"))
+            assert numbers is not None
+            assert int(numbers[2]) > 20 and numbers[3] in (None, "context full"), numbers[0]
             tab.wait("document.querySelector('#steps-summary').textContent.includes('padding')")
             tab.wait("document.querySelector('#pool-summary').textContent === '0 of 99 pages · 0 running · 0 waiting'")
             assert tab.console() == []

@@ -4,25 +4,49 @@ import { make } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
 const REASONS = { stop: "", length: "cut at max_tokens" };
+const TOO_LONG = "context_length_exceeded"; // the server's code for a prompt that leaves no room for an answer
 
 export class Answer {
   text = "";
   error = null; // what ended it early, unless the reader did
   body = make("div", { className: "answer" });
   stats = make("span", { className: "stats" });
+  #written; // shows the text: MarkdownText or PlainText
+  #tokens = null; // shows its tokens, if they came with it
+  #usage = null;
+
+  constructor(written) {
+    this.#written = written;
+    this.body.append(written.element);
+  }
+
+  /** One that was `saved` before. */
+  static restored(written, { text, stats, error }) {
+    const answer = new Answer(written);
+    answer.text = text;
+    answer.stats.textContent = stats;
+    written.update(text);
+    if (error) answer.#fail(new Error(error));
+    return answer;
+  }
+
+  /** What can be kept of it: not its tokens, which are many times larger than the text. */
+  get saved() {
+    return { text: this.text, stats: this.stats.textContent, error: this.error?.message ?? "" };
+  }
 
   /** Shows chunks until they end, fail or are stopped. `read` gives a choice's {text, tokens}. */
-  async fill(chunks, read, colours, alternatives) {
-    const text = alternatives && new TokenText(this.body, alternatives);
-    if (alternatives) this.body.tabIndex = 0; // arrow keys go from token to token
+  async fill(chunks, read, { colours, alternatives, contextLength }) {
+    if (alternatives) this.#tokens = new TokenText(alternatives);
+    this.showTokens(true);
     const times = { sent: performance.now(), first: null, last: null };
-    let usage = null;
     let firstCount = 1;
     let reason = "";
     this.body.classList.add("growing");
+    this.body.ariaBusy = "true"; // the last paragraph is made again and again: it is read out when it is whole
     try {
       for await (const chunk of chunks) {
-        usage = chunk.usage ?? usage;
+        this.#usage = chunk.usage ?? this.#usage;
         this.stats.style.setProperty("--request", colours.of(chunk.id));
         const choice = chunk.choices[0];
         if (!choice) continue;
@@ -32,20 +56,47 @@ export class Answer {
           if (times.first === null) [times.first, firstCount] = [times.last, chunk.usage?.completion_tokens ?? 1];
         }
         this.text += piece;
-        if (text) text.add(piece, tokens);
-        else this.body.append(piece);
+        this.#written.update(this.text);
+        this.#tokens?.add(piece, tokens);
         reason = REASONS[choice.finish_reason] ?? choice.finish_reason ?? reason;
-        this.stats.textContent = summary(times, usage, firstCount, reason);
+        this.stats.textContent = summary(times, this.#usage, firstCount, reason);
       }
+      if (this.fills(contextLength)) reason = "context full";
     } catch (error) {
       if (error.name === "AbortError") reason = "stopped";
-      else this.error = error;
+      else this.#fail(error);
     } finally {
-      text?.finish();
+      this.#tokens?.finish();
       this.body.classList.remove("growing");
+      this.body.ariaBusy = null;
     }
-    this.stats.textContent = summary(times, usage, firstCount, reason);
-    if (this.error) this.body.append(make("p", { className: "error", role: "alert" }, this.error.message));
+    this.stats.textContent = summary(times, this.#usage, firstCount, reason);
+  }
+
+  /** Whether it did not fit into the context, or ended because it filled that. */
+  fills(contextLength) {
+    if (this.isTooLong) return true;
+    const { prompt_tokens: read = 0, completion_tokens: written = 0 } = this.#usage ?? {};
+    return read + written >= contextLength;
+  }
+
+  /** Whether the server refused the question, with all that came before it, as too long. */
+  get isTooLong() {
+    return this.error?.code === TOO_LONG;
+  }
+
+  /** Shows its tokens, where it has them, or else its text. */
+  showTokens(wanted) {
+    if (!this.#tokens) return;
+    const [shown, hidden] = wanted ? [this.#tokens, this.#written] : [this.#written, this.#tokens];
+    hidden.element.replaceWith(shown.element);
+    if (wanted) this.body.tabIndex = 0; // arrow keys go from token to token
+    else this.body.removeAttribute("tabindex");
+  }
+
+  #fail(error) {
+    this.error = error;
+    this.body.append(make("p", { className: "error", role: "alert" }, error.message));
   }
 }
 

@@ -1,20 +1,18 @@
 // What the page asks of the server. Addresses are relative, so that it also works behind a proxy's prefix.
 
-const KEY = "jaxvllm.api-key";
+import { StoredText } from "./storage.js";
 
-/** What went wrong, in words for the reader. `status` is HTTP's, or 0 when there was no answer. */
+/** What went wrong, in words for the reader. `status` is HTTP's, or 0 when there was no answer; `code` is OpenAI's. */
 export class ServerError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
 /** The API key, remembered by this tab alone. */
-export const apiKey = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
-};
+export const apiKey = new StoredText("sessionStorage", "jaxvllm.api-key");
 
 /** The first model that is served: {id, max_model_len, ...}. */
 export async function model() {
@@ -28,15 +26,16 @@ export async function engineState() {
   return (await call("playground/state")).json();
 }
 
+/** How many tokens a model with this context has room for behind a text: one at least, so that it is asked. */
+export async function roomBehind(prompt, model, signal) {
+  const { count, max_model_len: length } = await (await post("tokenize", { model, prompt }, signal)).json();
+  return Math.max(1, length - count);
+}
+
 /** Yields the chunks of a streamed answer. `signal` ends it, on the server too. */
 export async function* stream(path, body, signal) {
   const stream_options = { include_usage: true, continuous_usage_stats: true }; // a stopped answer has numbers too
-  const response = await call(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options }),
-    signal,
-  });
+  const response = await post(path, { ...body, stream: true, stream_options }, signal);
   for await (const { name, data } of events(response.body)) {
     if (data === "[DONE]") return;
     const value = JSON.parse(data);
@@ -44,6 +43,11 @@ export async function* stream(path, body, signal) {
     yield value;
   }
   throw new ServerError("the connection ended before the answer did");
+}
+
+function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return call(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 async function call(path, { headers = {}, ...options } = {}) {
@@ -54,7 +58,7 @@ async function call(path, { headers = {}, ...options } = {}) {
   const value = await response.json().catch(() => null);
   const wait = response.headers.get("Retry-After");
   const reason = explanation(value) ?? `the server answered ${response.status} ${response.statusText}`;
-  throw new ServerError(wait ? `${reason} (try again in ${wait} s)` : reason, response.status);
+  throw new ServerError(wait ? `${reason} (try again in ${wait} s)` : reason, response.status, value?.error?.code);
 }
 
 // fetch has one TypeError for everything that can happen to a connection, with a text that differs by browser.

@@ -1,12 +1,15 @@
 // The two ways to talk to a model. Each is a list of turns: what was typed, and what the model made of it.
 
-import { stream } from "./api.js";
+import { roomBehind, stream } from "./api.js";
 import { Answer } from "./answer.js";
-import { make } from "./dom.js";
+import { button } from "./dom.js";
+import { MarkdownText } from "./markdown.js";
+import { EndFollower } from "./scroll.js";
+import { PlainText, Turn } from "./turn.js";
 
 /** Messages, through the model's chat template. */
 export const CHAT = {
-  path: "v1/chat/completions",
+  isDialogue: true,
   hint: () => "Ask something",
   body(turns, prompt, settings) {
     const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
@@ -16,16 +19,22 @@ export const CHAT = {
     messages.push({ role: "user", content: prompt });
     return { messages, ...(settings.probabilities && { logprobs: true, top_logprobs: settings.alternatives }) };
   },
+  stream: (body, signal) => stream("v1/chat/completions", body, signal),
   read: ({ delta, logprobs }) => ({ text: delta.content ?? "", tokens: logprobs?.content ?? [] }),
 };
 
 /** One text that the model goes on with; what is typed is added to it. */
 export const COMPLETION = {
-  path: "v1/completions",
+  isDialogue: false,
   hint: (turns) => (turns.length ? "Add to the text, or send nothing to go on" : "A text to go on with"),
   body(turns, prompt, settings) {
     const text = turns.map((turn) => turn.prompt + turn.answer.text).join("") + prompt;
     return { prompt: text, ...(settings.probabilities && { logprobs: settings.alternatives }) };
+  },
+  async *stream(body, signal) {
+    // Unlike chats, completions are cut after 16 tokens unless the request says where.
+    const max_tokens = body.max_tokens ?? (await roomBehind(body.prompt, body.model, signal));
+    yield* stream("v1/completions", { ...body, max_tokens }, signal);
   },
   read: ({ text, logprobs }) => ({
     text,
@@ -43,6 +52,7 @@ export class Conversation {
   #settings;
   #colours;
   #alternatives;
+  #follower;
   #turns = [];
 
   constructor(element, mode, { settings, colours, alternatives }) {
@@ -51,10 +61,20 @@ export class Conversation {
     this.#settings = settings;
     this.#colours = colours;
     this.#alternatives = alternatives;
+    this.#follower = new EndFollower(element.parentElement, element);
   }
 
   get hint() {
     return this.#mode.hint(this.#turns);
+  }
+
+  /** What `restore` takes. */
+  get saved() {
+    return this.#turns.map((turn) => turn.saved);
+  }
+
+  restore(saved) {
+    for (const each of saved) this.#add(each.prompt, Answer.restored(this.#text(), each));
   }
 
   /** An empty text asks for nothing, but lets a completion go on. */
@@ -62,33 +82,66 @@ export class Conversation {
     return prompt.trim() !== "" || (this.#mode === COMPLETION && this.#turns.length > 0);
   }
 
-  clear() {
-    this.#turns = [];
-    this.#element.replaceChildren();
+  /** The turn that has this element. */
+  turnOf(element) {
+    return this.#turns.find((turn) => turn.element.contains(element));
   }
 
-  /** Resolves to the answer, whether it is whole, stopped or failed. */
-  async say(prompt, model, signal) {
-    const body = { model, ...this.#settings.sampling(), ...this.#mode.body(this.#turns, prompt, this.#settings) };
-    const answer = new Answer();
-    this.#turns.push({ prompt, answer });
-    this.#show(prompt, answer);
+  /** Shows tokens where answers came with them, or texts alone. */
+  showTokens(wanted) {
+    for (const { answer } of this.#turns) answer.showTokens(wanted);
+  }
+
+  clear() {
+    this.#drop(0, this.#turns.length);
+  }
+
+  /**
+   * Resolves to the answer, whether it is whole, stopped or failed. `instead` is the turn whose place it takes: that
+   * and what follows it are dropped.
+   */
+  async say(prompt, { id, contextLength }, signal, instead) {
+    if (instead) this.#drop(this.#turns.indexOf(instead), this.#turns.length);
+    const body = { model: id, ...this.#settings.sampling(), ...this.#mode.body(this.#turns, prompt, this.#settings) };
+    const answer = new Answer(this.#text());
+    const turn = this.#add(prompt, answer);
+    this.#follower.toEnd();
     const alternatives = this.#settings.probabilities ? this.#alternatives : null;
-    await answer.fill(stream(this.#mode.path, body, signal), this.#mode.read, this.#colours, alternatives);
+    const chunks = this.#mode.stream(body, signal);
+    await answer.fill(chunks, this.#mode.read, { colours: this.#colours, alternatives, contextLength });
+    const drop = this.#canDrop ? [button("drop-oldest", "Drop the oldest turns, ask again")] : [];
+    turn.end(answer.fills(contextLength) ? [...drop, button("clear", "Clear")] : []);
     return answer;
   }
 
-  /** The last question again. */
-  retry(model, signal) {
-    this.#element.lastElementChild.remove();
-    return this.say(this.#turns.pop().prompt, model, signal);
+  /** Drops the older half of what came before the last question and asks that again, until it fits the context. */
+  async dropOldest(model, signal) {
+    for (;;) {
+      const last = this.#turns.at(-1);
+      this.#drop(0, Math.ceil((this.#turns.length - 1) / 2));
+      const answer = await this.say(last.prompt, model, signal, last);
+      if (!answer.isTooLong || !this.#canDrop) return answer;
+    }
   }
 
-  #show(prompt, answer) {
-    const foot = make("footer", {}, answer.stats, make("button", { className: "retry" }, "Retry"));
-    this.#element.append(
-      make("article", { className: "turn" }, make("div", { className: "asked" }, prompt), answer.body, foot),
-    );
-    this.#element.parentElement.scrollTop = 0; // the bottom: it runs upwards, so it stays there while text comes
+  // A completion whose last prompt is empty needs one turn to go on with.
+  get #canDrop() {
+    return this.#turns.length > (this.#turns.at(-1).prompt ? 1 : 2);
+  }
+
+  #add(prompt, answer) {
+    const turn = new Turn(prompt, answer, this.#mode.isDialogue);
+    this.#turns.push(turn);
+    this.#element.append(turn.element);
+    return turn;
+  }
+
+  #drop(from, to) {
+    for (const { element } of this.#turns.splice(from, to - from)) element.remove();
+  }
+
+  // Only answers of a chat are Markdown: a completion may break off, and go on, anywhere.
+  #text() {
+    return this.#mode.isDialogue ? new MarkdownText() : new PlainText();
   }
 }

@@ -8,3 +8,6 @@ export function make(tag, properties = {}, ...children) {
   element.append(...children);
   return element;
 }
+
+/** A button that does what its class says, see main.js. */
+export const button = (className, text) => make("button", { className, type: "button" }, text);

@@ -3,17 +3,20 @@
 import { apiKey, engineState, model } from "./api.js";
 import { CHAT, COMPLETION, Conversation } from "./chat.js";
 import { Colours } from "./colour.js";
+import { copy } from "./clipboard.js";
 import { byId } from "./dom.js";
 import { PoolPicture } from "./pool.js";
 import { Settings } from "./settings.js";
 import { StepsPicture } from "./steps.js";
+import { SavedConversations } from "./storage.js";
 import { Alternatives } from "./tokens.js";
 
 const WATCH_MS = 250;
+const COPIED_MS = 1500; // how long a button says so
 const PAUSE_MS = 2000; // before a server that did not answer is asked again
 
 const [prompt, send, stop, clear, modes] = ["prompt", "send", "stop", "clear", "modes"].map(byId);
-const key = byId("sampling").elements.key;
+const { key, probabilities } = byId("sampling").elements;
 
 const colours = new Colours();
 const settings = new Settings(byId("sampling"));
@@ -23,19 +26,23 @@ const conversations = {
   chat: new Conversation(byId("chat"), CHAT, tools),
   completion: new Conversation(byId("completion"), COMPLETION, tools),
 };
-const conversation = () => conversations[modes.querySelector(":checked").value];
+const currentMode = () => modes.querySelector(":checked").value;
+const conversation = () => conversations[currentMode()];
 
-let modelId = null; // until the server has told
+const saved = new SavedConversations();
+
+let served = null; // the model: {id, contextLength}, once the server has told
 let running = null; // AbortController of the answer that is being written
 
 // Runs one answer to its end; the page offers to stop it meanwhile.
 async function run(answering) {
-  if (running || !modelId || !settings.isValid()) return;
+  if (running || !served || !settings.isValid()) return;
   running = new AbortController();
   showRunning();
-  const { error } = await answering(modelId, running.signal);
+  const { error } = await answering(served, running.signal);
   running = null;
   showRunning();
+  save();
   if (error?.status === 401) key.focus();
 }
 
@@ -47,52 +54,98 @@ function showRunning() {
   prompt.placeholder = conversation().hint;
 }
 
-function say() {
-  const text = prompt.value;
+// Says what was typed, or a text in the place of a turn that was there.
+function say(text, instead) {
   if (!conversation().accepts(text)) return;
   run((model, signal) => {
-    prompt.value = "";
-    return conversation().say(text, model, signal);
+    if (!instead) prompt.value = "";
+    return conversation().say(text, model, signal, instead);
   });
 }
 
-byId("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  say();
-});
+function clearConversation() {
+  conversation().clear();
+  showRunning();
+  save();
+  prompt.focus();
+}
+
+async function copyFrom(button, text) {
+  button.textContent = (await copy(text)) ? "Copied" : "Not copied";
+  setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
+}
+
+// What the buttons of a conversation do, by their class.
+const ACTIONS = {
+  retry: (turn) => say(turn.prompt, turn),
+  edit: (turn) => turn.edit(),
+  copy: (turn, button) => copyFrom(button, turn.answer.text),
+  "copy-code": (turn, button) => copyFrom(button, button.closest(".code").querySelector("code").textContent),
+  "drop-oldest": () => run((model, signal) => conversation().dropOldest(model, signal)),
+  clear: clearConversation,
+};
 
 byId("talk").addEventListener("click", ({ target }) => {
-  if (target.matches(".retry")) run((model, signal) => conversation().retry(model, signal));
+  ACTIONS[target.className]?.(conversation().turnOf(target), target);
   if (!target.matches(".examples > button")) return;
   prompt.value = target.textContent;
-  say();
+  say(prompt.value);
 });
 
-prompt.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+byId("talk").addEventListener("submit", (event) => {
   event.preventDefault();
-  say();
+  const turn = conversation().turnOf(event.target);
+  say(turn ? event.target.querySelector("textarea").value : prompt.value, turn);
+});
+
+byId("talk").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || !event.target.matches("textarea")) return;
+  event.preventDefault();
+  event.target.form.requestSubmit();
 });
 
 document.addEventListener("keydown", ({ key }) => key === "Escape" && running?.abort());
 stop.addEventListener("click", () => running?.abort());
+clear.addEventListener("click", clearConversation);
 
-clear.addEventListener("click", () => {
-  conversation().clear();
-  showRunning();
-  prompt.focus();
-});
-
-modes.addEventListener("change", () => {
+function showMode() {
   for (const [mode, shown] of Object.entries(conversations)) byId(mode).parentElement.hidden = shown !== conversation();
   byId("system").hidden = conversation() !== conversations.chat;
   showRunning();
+}
+
+modes.addEventListener("change", () => {
+  showMode();
+  save();
+});
+
+probabilities.addEventListener("change", () => {
+  for (const each of Object.values(conversations)) each.showTokens(probabilities.checked);
 });
 
 key.value = apiKey.get();
 key.addEventListener("change", () => apiKey.set(key.value.trim()));
+
+// ---- what a reload finds again ----
+
+function save() {
+  const { chat, completion } = conversations;
+  saved.save({ mode: currentMode(), chat: chat.saved, completion: completion.saved });
+}
+
+// Only an answer that is being written is not saved yet. Otherwise another tab may have saved something newer.
+for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => running && save());
+
+function restore() {
+  const { mode, ...turns } = saved.load();
+  for (const [name, each] of Object.entries(conversations)) each.restore(turns[name]);
+  for (const input of modes.querySelectorAll("input")) input.checked = input.value === mode;
+}
+
 if (matchMedia("(max-width: 46rem)").matches) byId("settings").open = false;
-showRunning();
+restore();
+showMode();
+prompt.focus({ preventScroll: true });
 
 // ---- the server, while somebody looks ----
 
@@ -103,11 +156,11 @@ const pictures = [
 ];
 
 async function connect() {
-  const { id, max_model_len: maxModelLen } = await model();
-  modelId = id;
+  const { id, max_model_len: contextLength } = await model();
+  served = { id, contextLength: contextLength ?? Infinity };
   byId("model").textContent = id;
   document.title = `${id} · jaxvllm`;
-  if (maxModelLen) settings.limit(maxModelLen);
+  if (contextLength) settings.limit(contextLength);
 }
 
 async function watch(connected) {

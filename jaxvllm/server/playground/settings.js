@@ -34,7 +34,7 @@ export class Settings {
     return this.#form.elements.system.value.trim();
   }
 
-  /** The fields that a request has for both endpoints. */
+  /** The fields that a request has for both endpoints; no max_tokens: until the model's context ends. */
   sampling() {
     const fields = this.#form.elements;
     const values = Object.fromEntries(SLIDERS.map(({ name }) => [name, fields[name].valueAsNumber]));

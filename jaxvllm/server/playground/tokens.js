@@ -6,14 +6,13 @@ const SLACK = 8; // characters that may lie between two tokens: those of one tha
 
 /** Lays tokens over the text they made, which may come later: half a character waits, half a stop string too. */
 export class TokenText {
-  #element;
+  element = make("span", { className: "tokens" });
   #alternatives;
   #rest = ""; // text without tokens yet
   #waiting = []; // tokens without text yet
   #decoder = new TextDecoder();
 
-  constructor(element, alternatives) {
-    this.#element = element;
+  constructor(alternatives) {
     this.#alternatives = alternatives;
   }
 
@@ -31,14 +30,14 @@ export class TokenText {
   /** No more text: what has no token stays plain, and a token that has no text (one that ended the answer) goes. */
   finish() {
     while (this.#waiting.length && this.#rest) this.#place();
-    this.#element.append(this.#rest);
+    this.element.append(this.#rest);
     this.#rest = "";
   }
 
   #place() {
     const { token, said } = this.#waiting.shift();
     const length = end(this.#rest, said) || end(this.#rest, said.trimStart()); // answers lose a leading space
-    if (length) this.#element.append(this.#alternatives.span(this.#rest.slice(0, length), token));
+    if (length) this.element.append(this.#alternatives.span(this.#rest.slice(0, length), token));
     this.#rest = this.#rest.slice(length);
   }
 }
@@ -74,7 +73,7 @@ export class Alternatives {
 
   #move(event) {
     const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
-    const to = this.#tokens.has(event.target) ? event.target[step] : event.target.querySelector(":scope > .token");
+    const to = this.#tokens.has(event.target) ? event.target[step] : event.target.querySelector(":scope > .tokens > .token");
     if (!step || !this.#tokens.has(to)) return;
     to.focus();
     event.preventDefault();

@@ -95,13 +95,11 @@ def router(service: Service) -> APIRouter:
         """One of them."""
         return card(service.model_name(name))
 
-    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", tags=["Server"], response_class=Response)
     async def health() -> Response:
         """This process answers."""
         return Response(status_code=200)
 
-    @routes.head("/ready", include_in_schema=False)  # load balancers ask so
     @routes.get("/ready", tags=["Server"], response_model=Status, responses={503: {"model": Status}})
     async def ready(response: Response) -> Status:
         """Requests are taken: the engine is idle and answers, or its steps make progress."""
