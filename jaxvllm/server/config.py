@@ -23,7 +23,7 @@ class ServerConfig:
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
     access_log: bool = False  # a log line for each HTTP request
     ssl_certfile: str | None = None  # with ssl_keyfile: https
-    ssl_keyfile: str | None = None
+    ssl_keyfile: str | None = None  # the private key of ssl_certfile
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
