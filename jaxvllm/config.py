@@ -7,20 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.vllm_options import advice_on
 from pallas_kernels.backend import BackendName
 from sharding.mesh import MeshShape
 
-# Names that users of vLLM will try, and ours.
-_VLLM_NAMES = {
-    "block_size": "page_size",
-    "gpu_memory_utilization": "memory_utilization",
-    "num_gpu_blocks_override": "num_pages",
-    "tensor_parallel_size": "mesh",
-    "data_parallel_size": "mesh",
-    "nnodes": "num_processes",
-    "node_rank": "process_id",
-    "master_addr": "coordinator",
-}
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -42,9 +32,9 @@ class EngineConfig:
     page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
     num_pages: int | None = None  # of each replica; None: as many as memory_utilization leaves room for
     memory_utilization: float = 0.9  # share of the device's free memory that weights, a step and pages may take
-    enable_prefix_caching: bool = True
-    scheduler: str = "v1"  # one of core.policy.POLICIES
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = True  # requests that begin alike share the pages of what they have in common
+    scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
     mesh: str = "1x1"  # replicas of the model x devices that each is spread over
     multihost: bool = False  # several processes make up the mesh: those that the environment or the next three tell of
     coordinator: str | None = None  # HOST:PORT, any free port of the host of process 0
@@ -54,17 +44,15 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_outputs_per_second: int | None = None  # of all that stream, tokens of one are joined; None: each at once
-    compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; None: nowhere
+    compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """The config of keyword options; a TypeError names an unknown one and the nearest known one."""
+        """The config of keyword options. A TypeError names an unknown one, and what to give instead."""
         names = [field.name for field in fields(cls)]
-        for name in options:
+        for name, value in options.items():
             if name not in names:
-                near = _VLLM_NAMES.get(name) or next(iter(difflib.get_close_matches(name, names, 1)), None)
-                hint = f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
-                raise TypeError(f"unknown option {name!r}: {hint}")
+                raise TypeError(f"unknown option {name!r}{_instead(name, value, names)}")
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -116,3 +104,13 @@ class EngineConfig:
     @property
     def cache_directory(self) -> Path | None:
         return Path(self.compilation_cache).expanduser() if self.compilation_cache else None
+
+
+def _instead(name: str, value: Any, names: list[str]) -> str:
+    """What to give instead of an option that does not exist, to a caller from Python."""
+    advice = advice_on(name)
+    if advice is not None:
+        question = f" (did you mean {advice.field!r}?)" if advice.field in names else ""
+        return f"{question}: {advice.text(value, names, '{}={!r}'.format)}"
+    near = difflib.get_close_matches(name, names, 1)
+    return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class Sample:
 class Dataset(Protocol):
     """Where prompts come from. The same seed gives the same samples."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a request may have at most, prompt and answer together, as far as the options tell."""
+
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         """`count` samples. ValueError for a file, or settings, that cannot give them."""
 
@@ -41,6 +45,9 @@ class Random:
     random_output_len: int = 128  # tokens of an answer
     random_range_ratio: float = 0.0  # lengths vary by this share, both ways; in [0, 1)
     random_prefix_len: int = 0  # tokens that all prompts begin with
+
+    PROMPT: ClassVar = ("random_input_len",)
+    ANSWER: ClassVar = ("random_output_len",)
 
     def __post_init__(self) -> None:
         _check_lengths(self, "random_input_len", "random_prefix_len", least=0)
@@ -60,10 +67,17 @@ class Random:
             for length, output in zip(inputs, outputs, strict=True)
         ]
 
+    @property
+    def longest(self) -> int:
+        """As `Dataset.longest`."""
+        return self.random_prefix_len + self._most(self.random_input_len) + self._most(self.random_output_len)
+
     def _lengths(self, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
         low = math.floor(length * (1 - self.random_range_ratio))
-        high = math.ceil(length * (1 + self.random_range_ratio))
-        return rng.integers(low, high, count, endpoint=True)
+        return rng.integers(low, self._most(length), count, endpoint=True)
+
+    def _most(self, length: int) -> int:
+        return math.ceil(length * (1 + self.random_range_ratio))
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,16 @@ class PrefixRepetition:
     prefix_repetition_num_prefixes: int = 10  # groups
     prefix_repetition_output_len: int = 128  # tokens of an answer
 
+    PROMPT: ClassVar = ("prefix_repetition_prefix_len", "prefix_repetition_suffix_len")
+    ANSWER: ClassVar = ("prefix_repetition_output_len",)
+
     def __post_init__(self) -> None:
-        _check_lengths(self, *self.__dataclass_fields__, least=1)
+        _check_lengths(self, *(field.name for field in fields(self)), least=1)
+
+    @property
+    def longest(self) -> int:
+        """As `Dataset.longest`."""
+        return sum(getattr(self, name) for name in (*self.PROMPT, *self.ANSWER))
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         _unneeded(path)
@@ -98,16 +120,24 @@ class PrefixRepetition:
 class ShareGpt:
     """First questions of conversations, and the lengths of their answers, from a file in the ShareGPT format."""
 
-    sharegpt_output_len: int | None = None  # tokens of an answer; not given: as long as the one in the file
+    sharegpt_output_len: int | None = None  # tokens of an answer; None: as many as the one in the file has
+    sharegpt_max_total_len: int = 2048  # tokens; conversations with more, question and answer, are left out
 
-    # The limits of vLLM's benchmark, in tokens: shorter or longer conversations are left out.
-    LEAST = 4
-    MOST_PROMPT = 1024
-    MOST_TOTAL = 2048
+    PROMPT: ClassVar = ("sharegpt_max_total_len",)
+    ANSWER: ClassVar = ()
+    # The other limits of vLLM's benchmark, in tokens: shorter conversations and longer questions are left out, too.
+    LEAST: ClassVar = 4
+    MOST_PROMPT: ClassVar = 1024
 
     def __post_init__(self) -> None:
+        _check_lengths(self, "sharegpt_max_total_len", least=1)
         if self.sharegpt_output_len is not None:
             _check_lengths(self, "sharegpt_output_len", least=1)
+
+    @property
+    def longest(self) -> int:
+        """As `Dataset.longest`."""
+        return max(self.sharegpt_max_total_len, self.LEAST + (self.sharegpt_output_len or self.LEAST))
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         file = _needed(path)
@@ -130,7 +160,7 @@ class ShareGpt:
 
     def _fits(self, prompt_len: int, output_len: int) -> bool:
         long_enough = prompt_len >= self.LEAST and (bool(self.sharegpt_output_len) or output_len >= self.LEAST)
-        return long_enough and prompt_len <= self.MOST_PROMPT and prompt_len + output_len <= self.MOST_TOTAL
+        return long_enough and prompt_len <= self.MOST_PROMPT and prompt_len + output_len <= self.sharegpt_max_total_len
 
 
 @dataclass(frozen=True)
@@ -139,9 +169,17 @@ class Custom:
 
     custom_output_len: int = 256  # tokens of an answer; -1: the `output_tokens` of each line
 
+    PROMPT: ClassVar = ()
+    ANSWER: ClassVar = ("custom_output_len",)
+
     def __post_init__(self) -> None:
         if self.custom_output_len != -1:
             _check_lengths(self, "custom_output_len", least=1)
+
+    @property
+    def longest(self) -> int:
+        """As `Dataset.longest`, with a prompt of one token: the server refuses those that leave no room."""
+        return max(self.custom_output_len, 1) + 1
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         file = _needed(path)
@@ -164,12 +202,31 @@ class Custom:
         return Sample(entry["prompt"], None, output_len)
 
 
-DATASETS: Mapping[str, type[Random | PrefixRepetition | ShareGpt | Custom]] = {
+type AnyDataset = Random | PrefixRepetition | ShareGpt | Custom
+
+DATASETS: Mapping[str, type[Random] | type[PrefixRepetition] | type[ShareGpt] | type[Custom]] = {
     "random": Random,
     "sharegpt": ShareGpt,
     "prefix_repetition": PrefixRepetition,
     "custom": Custom,
 }
+
+
+def fit(dataset: AnyDataset, chosen: Collection[str], room: int) -> AnyDataset | None:
+    """The data set with requests of `room` tokens at most: the lengths that are not `chosen` shrink, in proportion.
+
+    None when those cannot shrink enough.
+    """
+    prompt = [name for name in dataset.PROMPT if name not in chosen]
+    both = [*prompt, *(name for name in dataset.ANSWER if name not in chosen)]
+    # Answers keep their length as long as prompts keep a quarter of theirs: most figures are about the answers' tokens.
+    shares = [(prompt, share) for share in range(1000, 249, -1)] + [(both, share) for share in range(1000, 0, -1)]
+    for names, share in shares:
+        lengths: dict[str, Any] = {name: max(getattr(dataset, name) * share // 1000, 1) for name in names}
+        shrunk = replace(dataset, **lengths)
+        if shrunk.longest <= room:
+            return shrunk
+    return None
 
 
 def _sample(vocabulary: Vocabulary, tokens: list[int], output_len: int) -> Sample:

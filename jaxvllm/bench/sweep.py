@@ -38,7 +38,7 @@ def heading() -> str:
 def loads(traffic: Traffic, rates: Sequence[float], concurrencies: Sequence[int]) -> list[tuple[str, Traffic]]:
     """The traffic of each point. ValueError unless exactly one of the two lists has entries."""
     if bool(rates) == bool(concurrencies):
-        raise ValueError("give --request-rates or --max-concurrencies, one of the two")
+        raise ValueError("give one of --request-rates and --max-concurrencies, such as --max-concurrencies 1 4 16")
     if rates:
         return [(f"{rate:g} req/s", replace(traffic, request_rate=rate)) for rate in rates]
     return [(f"{most} at a time", replace(traffic, max_concurrency=most)) for most in concurrencies]

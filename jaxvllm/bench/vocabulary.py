@@ -76,7 +76,7 @@ class Vocabulary:
 
     `size`: tokens from 0 on that may be drawn; None for all that a local tokenizer has. `sends_text`: prompts are sent
     as text, to an endpoint that takes no token ids. They may then be a few tokens longer or shorter than what was
-    drawn, since tokens that meet in a text are not always the ones it is read as.
+    drawn, since tokens that meet in a text are not always the ones that it is read as.
     """
 
     def __init__(self, tokens: Tokens, size: int | None, sends_text: bool):
@@ -96,7 +96,12 @@ class Vocabulary:
 
     def prompt(self, tokens: list[int]) -> str | list[int]:
         """The tokens as they are sent."""
-        return self._tokens.decode(tokens) if self._sends_text else tokens
+        if not self._sends_text:
+            return tokens
+        text = self._tokens.decode(tokens)
+        # Random tokens make texts of no language: the demo model's tokenizer reads 1140 tokens where 896 were drawn.
+        read = self._tokens.encode(text)
+        return self._tokens.decode(read[: len(tokens)]) if len(read) > len(tokens) else text
 
     def count(self, text: str) -> int:
         return len(self._tokens.encode(text))

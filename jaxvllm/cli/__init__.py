@@ -1,28 +1,51 @@
 """The command line: `jaxvllm COMMAND`, and `python -m jaxvllm.COMMAND` for each command."""
 
+import difflib
 import sys
 from importlib import import_module
 
+from jaxvllm import __version__
+
 COMMANDS = {
-    "serve": "serve a model over HTTP, with the APIs of OpenAI and Anthropic",
-    "chat": "talk to a running server",
-    "complete": "have a running server continue a text",
-    "bench": "measure a running server: one load, or a sweep",
-    "run-batch": "answer an OpenAI batch file with a running server",
-    "generate": "complete prompts offline and print the texts",
-    "plan": "say what a model needs of devices that are not here",
-    "convert": "write a checkpoint as a tree that every mesh loads by parts",
+    "serve": "Serve a model over HTTP, with the APIs of OpenAI and Anthropic.",
+    "chat": "Talk to a running server, or ask it one thing.",
+    "complete": "Have a running server continue a text.",
+    "bench": "Measure a running server: one load (bench serve), or several (bench sweep).",
+    "run-batch": "Answer an OpenAI batch file with a running server.",
+    "generate": "Complete prompts without a server and print the texts.",
+    "plan": "Say what a model needs of TPUs or GPUs that are not here.",
+    "convert": "Write a checkpoint in a form that several devices load by parts.",
 }
+VERSION = ("-V", "--version", "version")
+HELP = ("-h", "--help", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments and arguments[0] in COMMANDS:
-        command = import_module(f"jaxvllm.cli.{arguments[0].replace('-', '_')}")
+    name = arguments[0] if arguments else None
+    if name in COMMANDS:
+        command = import_module(f"jaxvllm.cli.{name.replace('-', '_')}")
         return int(command.main(arguments[1:]))
-    asked = arguments[:1] in (["-h"], ["--help"])
-    print("usage: jaxvllm COMMAND [OPTION ...]\n", file=sys.stdout if asked else sys.stderr)
-    for name, summary in COMMANDS.items():
-        print(f"  {name:12} {summary}", file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    if name in VERSION:
+        print(f"jaxvllm {__version__}")
+        return 0
+    if name in HELP:
+        print(_usage())
+        return 0
+    print(_refusal(name), _usage(), sep="\n\n", file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    commands = [f"  {name:12} {summary}" for name, summary in COMMANDS.items()]
+    lines = ["usage: jaxvllm COMMAND [OPTION ...]", "       jaxvllm --version", "", "commands:", *commands, ""]
+    return "\n".join([*lines, "`jaxvllm COMMAND --help` lists the options of a command."])
+
+
+def _refusal(name: str | None) -> str:
+    if name is None:
+        return "jaxvllm: give a command"
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    kind = "option" if name.startswith("-") else "command"
+    return f"jaxvllm: unknown {kind} {name}" + (f": did you mean {near[0]}?" if near else "")

@@ -2,20 +2,25 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.exit_code import exit_code
-from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.flags import add_flags, flag_of, given
+from jaxvllm.cli.parser import Parser
 from jaxvllm.client.sampling import Sampling
 from jaxvllm.client.server import Server, add_server_flags
 
 if TYPE_CHECKING:
     from jaxvllm.bench.benchmark import Benchmark
+    from jaxvllm.bench.samples import AnyDataset
     from jaxvllm.client.api import Api
 
+CHAT_ROOM = 64  # tokens: more than most chat templates add to a message (36 in Llama 3.1, 4 in the demo model)
+USAGE = "%(prog)s [OPTION ...]"
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 # The data set's --seed is another one, and its lengths are the --*-output-len.
 _HIDDEN_SAMPLING = ("seed", "max_tokens", "stop")
@@ -28,23 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxvllm bench", description="Measure a running OpenAI-compatible server.")
+    parser = Parser(prog="jaxvllm bench", description="Measure a running OpenAI-compatible server.")
     commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="one load: vLLM's table, flags and JSON keys")
+    serve = commands.add_parser("serve", usage=USAGE, help="one load: vLLM's table, flags and JSON keys")
     _add_flags(serve)
     result = serve.add_argument_group("result")
     result.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     result.add_argument("--save-detailed", action="store_true", help="with each request's times, texts and errors")
-    result.add_argument("--result-dir", type=Path, default=Path(), help="default: the current directory")
-    result.add_argument("--result-filename", help="default: {label}-{rate}qps-{model}-{date}.json")
-    result.add_argument("--label", help="default: what --backend says")
+    result.add_argument("--result-dir", type=Path, metavar="DIR", default=Path(), help="default: the current directory")
+    result.add_argument("--result-filename", metavar="FILE", help="default: {label}-{rate}qps-{model}-{date}.json")
+    result.add_argument("--label", metavar="TEXT", help="default: what --backend says")
     result.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="added to the JSON")
     sweep = commands.add_parser(
-        "sweep", help="several loads: a JSON line each, and a picture of latency over throughput"
+        "sweep", usage=USAGE, help="several loads: a JSON line each, and a picture of latency over throughput"
     )
     sweep.add_argument("--request-rates", nargs="+", type=float, default=[], metavar="RATE", help="a point for each")
     sweep.add_argument("--max-concurrencies", nargs="+", type=int, default=[], metavar="N", help="a point for each")
-    sweep.add_argument("--output", type=Path, default=Path("sweep.jsonl"), help="default: %(default)s")
+    sweep.add_argument("--output", type=Path, metavar="FILE", default=Path("sweep.jsonl"), help="default: %(default)s")
     sweep.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the sweep (needs jaxvllm[plot])")
     _add_flags(sweep)
     return parser
@@ -74,7 +79,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="wait this long for a server that starts",
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="of prompts, lengths and arrivals (default: %(default)s)"
+    )
     add_flags(parser, Traffic, "traffic")
     data = parser.add_argument_group("data")
     data.add_argument("--dataset-name", choices=DATASETS, default="random", help="default: %(default)s")
@@ -172,11 +179,15 @@ def _benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchma
     fields: dict[str, Any] = given(args, Sampling)
     if args.ignore_eos or (args.ignore_eos is None and args.dataset_name == "random"):
         fields["ignore_eos"] = True
-    traffic, dataset = Traffic(**given(args, Traffic)), kind(**given(args, kind))
+    traffic, chosen = Traffic(**given(args, Traffic)), given(args, kind)
+    dataset = kind(**chosen)
     goodput = Goodput.parse(args.goodput) if args.goodput else None
     names, percentiles = _names(args.percentile_metrics), _percentiles(args.metric_percentiles)
     fields |= _object("--extra-body", args.extra_body)
     model = args.model or patiently(api.first_model, args.ready_check_timeout_sec)
+    most = patiently(lambda: api.max_model_len(model), args.ready_check_timeout_sec)
+    if most is not None:
+        dataset = _fitted(dataset, chosen, most, is_chat)
     tokens = ServerTokenizer(api, model) if args.tokenizer is None else LocalTokenizer(args.tokenizer)
     target = Target(server, model, args.endpoint or ENDPOINTS[args.backend], is_chat, fields)
     return Benchmark(
@@ -192,6 +203,34 @@ def _benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchma
         args.ready_check_timeout_sec,
         not args.disable_tqdm,
     )
+
+
+def _fitted(dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, is_chat: bool) -> "AnyDataset":
+    """The data set with requests that the model takes, `most` tokens; says which lengths are others than usual.
+
+    ValueError when what the user chose does not fit.
+    """
+    from jaxvllm.bench.samples import fit
+
+    room = most - CHAT_ROOM if is_chat else most
+    if dataset.longest <= room:
+        return dataset
+    fitted = fit(dataset, chosen, room)
+    if fitted is None and dataset.longest <= most:
+        return dataset  # all was chosen, and the template may be a short one
+    if fitted is None:
+        flags = " ".join(f"{flag_of(name)} {value}" for name, value in chosen.items()) or "the data set"
+        raise ValueError(
+            f"the model takes {most} tokens, prompt and answer together, and {flags} may need {dataset.longest}: "
+            "give lengths that fit"
+        )
+    changes = [
+        f"{flag_of(name)} is {value}, not {getattr(dataset, name)}"
+        for name, value in vars(fitted).items()
+        if value != getattr(dataset, name)
+    ]
+    print(f"jaxvllm bench: the model takes {most} tokens, so {' and '.join(changes)}", file=sys.stderr)
+    return fitted
 
 
 def _names(text: str) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.parser import Parser
 from jaxvllm.client.conversation import Conversation, Dialogue
 from jaxvllm.client.sampling import Sampling
 from jaxvllm.client.server import Server, add_server_flags
@@ -24,11 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser(name: str, what: str, description: str) -> argparse.ArgumentParser:
     """The flags that `chat` and `complete` share; `what` a person may give instead of typing it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"jaxvllm {name}",
+        usage=f"%(prog)s [{what}] [OPTION ...]",
         description=f"{description} With {what}, or with standard input from a pipe: one answer, and the end.",
     )
-    parser.add_argument("text", nargs="?", metavar=what)
+    parser.add_argument("text", nargs="?", metavar=what, help="without it, a terminal asks for one after the other")
     parser.add_argument("-q", "--quick", dest="quick", metavar=what, help="the same, as vLLM has it")
     parser.add_argument(
         "--stats", action="store_true", help="print time to first token, speed and tokens of each answer"

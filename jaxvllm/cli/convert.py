@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxvllm.cli.parser import Parser
 from sharding.mesh import MeshShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,13 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxvllm convert",
+        usage="%(prog)s --model MODEL --output DIR [OPTION ...]",
         description="Write a checkpoint as an orbax tree, split over devices. It needs jaxvllm[orbax], and the whole "
         "model is on the devices meanwhile: on CPU, in the host's memory.",
     )
     parser.add_argument("--model", required=True, help="a directory in Hugging Face format, or a hub name")
-    parser.add_argument("--output", required=True, type=Path, help="a directory that is empty or not there yet")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: what the config states")
-    parser.add_argument("--mesh", default="1x1", help="1xM: M devices that hold the model together (default: 1x1)")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="a directory that is empty or not there yet"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: what the config states (default: auto)")
+    parser.add_argument("--mesh", metavar="1xM", default="1x1", help="M devices hold the model together (default: 1x1)")
     return parser

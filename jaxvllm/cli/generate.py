@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 
@@ -43,12 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxvllm generate",
+        usage="%(prog)s PROMPT ... [OPTION ...]",
         description="Complete prompts in one continuous batch. Without --model: the embedded one.",
+        epilog=ENGINE_EPILOG,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to complete")
-    parser.add_argument("--prompts-file", help="a file with one prompt a line, or - for standard input")
+    parser.add_argument("--prompts-file", metavar="FILE", help="a file with one prompt a line, or - for standard input")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message: use the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object a request, and one of totals")
     parser.add_argument("--show-batch", action="store_true", help="draw which request was in which step")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.flags import add_flags, given, whole_number
+from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 
 REQUEST_TOKENS = 4096
@@ -39,18 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxvllm plan",
+        usage="%(prog)s --device DEVICE [OPTION ...]",
         description="Compile the real step for devices that are not here, and say whether the model fits, how much KV "
         "it leaves, what the devices send each other, and how fast a step could be at best. --model may also be a "
         "config.json or the name of a well-known model, such as Llama-3.1-8B; nothing is downloaded.",
+        epilog=ENGINE_EPILOG,
     )
     parser.add_argument("--device", required=True, help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu")
     parser.add_argument(
-        "--request-tokens", type=int, help=f"how long a request is (default: {REQUEST_TOKENS}, or all the model takes)"
+        "--request-tokens",
+        type=whole_number,
+        metavar="N",
+        help=f"how long a request is (default: {REQUEST_TOKENS}, or all the model takes)",
     )
     parser.add_argument(
-        "--context", type=int, help=f"tokens that a decoding request attends to (default: {CONTEXT}, or the same)"
+        "--context",
+        type=whole_number,
+        metavar="N",
+        help=f"tokens that a decoding request attends to (default: {CONTEXT}, or the same)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; memory in bytes, times in seconds")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the memory of each device, by part")

@@ -4,12 +4,15 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from jaxvllm.cli.exit_code import exit_code
+from jaxvllm.cli.parser import Parser
 from jaxvllm.client.server import Server, add_server_flags
 
 CONCURRENCY = 64
+STANDARD = Path("-")  # input or output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,15 +22,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxvllm run-batch",
+        usage="%(prog)s -i FILE -o FILE [OPTION ...]",
         description="Send each line of a batch file to a running server. Each line of the output answers the line at "
-        "its place in the input: with what the server said, or with an error.",
+        "its place in the input: with what the server said, or with an error. A line may be a request of "
+        "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages. A summary, and in a terminal the "
+        "progress, is on standard error.",
     )
     parser.add_argument(
-        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="JSON lines, as OpenAI has them"
+        "-i",
+        "--input-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines, as OpenAI has them; - is standard input",
     )
-    parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="written anew")
+    parser.add_argument(
+        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="written anew; - is standard output"
+    )
     parser.add_argument(
         "--max-concurrency",
         type=int,
@@ -43,8 +56,11 @@ def _run(args: argparse.Namespace) -> int:
     server = Server.from_flags(args)
     if args.max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, not {args.max_concurrency}")
-    lines = [line for line in args.input_file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    if args.output_file.exists() and args.output_file.samefile(args.input_file):
+    text = sys.stdin.read() if args.input_file == STANDARD else args.input_file.read_text(encoding="utf-8")
+    lines = [line for line in text.split("\n") if line.strip()]
+    is_standard = args.output_file == STANDARD
+    is_file = STANDARD not in (args.input_file, args.output_file) and args.output_file.exists()
+    if is_file and args.output_file.samefile(args.input_file):
         raise ValueError(f"--output-file {args.output_file} is the input: give another")
     # Only now: httpx takes a quarter of a second to import.
     from tqdm import tqdm
@@ -55,13 +71,13 @@ def _run(args: argparse.Namespace) -> int:
     with Api(server) as api:
         model = args.model or api.first_model()
     with (
-        args.output_file.open("w", encoding="utf-8") as output,
+        nullcontext(sys.stdout) if is_standard else args.output_file.open("w", encoding="utf-8") as output,
         tqdm(total=len(lines), unit="req", disable=None) as bar,
     ):
         runner = BatchRunner(server, BatchReader(model), args.max_concurrency, bar.update)
-        num_failed = asyncio.run(runner.run(lines, output))
-    if num_failed:
-        print(
-            f"jaxvllm run-batch: {num_failed} of {len(lines)} requests failed: see {args.output_file}", file=sys.stderr
-        )
-    return 1 if num_failed else 0
+        totals = asyncio.run(runner.run(lines, output))
+    if totals.num_failed:
+        where = "the output" if is_standard else args.output_file
+        print(f"jaxvllm run-batch: {totals.num_failed} of {len(lines)} requests failed: see {where}", file=sys.stderr)
+    print(totals, file=sys.stderr)
+    return 1 if totals.num_failed else 0

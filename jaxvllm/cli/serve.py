@@ -6,7 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.flags import add_flags, flag_of, given
+from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
 
@@ -39,23 +40,40 @@ def _refuse(error: Exception, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxvllm serve",
+        usage="%(prog)s [MODEL] [OPTION ...]",
         description="Serve a model over HTTP, with the APIs of OpenAI and Anthropic. Without MODEL: the embedded one. "
         "SIGTERM and Ctrl-C let running requests finish; a second signal ends at once.",
+        epilog=ENGINE_EPILOG,
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
-    add_flags(parser, ServerConfig, "server")
+    add_flags(parser, ServerConfig, "server", takes_lists=True)
     add_flags(parser, EngineConfig, "engine")
     return parser
 
 
 def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     options = given(args, EngineConfig)
+    if args.model_name is None and "model" not in options:
+        _check_lists(args)
     if args.model_name is not None:
         if options.setdefault("model", args.model_name) != args.model_name:
             raise ValueError(f"the model is {args.model_name} and --model {options['model']}: give one")
     return EngineConfig.from_options(**options), ServerConfig(**given(args, ServerConfig))
+
+
+def _check_lists(args: argparse.Namespace) -> None:
+    """Refuses several values after one flag where no model is given: the last one may be meant as the model.
+
+    `serve --api-key KEY MODEL` would serve the embedded model, with MODEL as a second key.
+    """
+    for name, groups in vars(args).items():
+        if isinstance(groups, list) and any(isinstance(group, list) and len(group) > 1 for group in groups):
+            raise ValueError(
+                f"several values follow {flag_of(name)} and no model is given: write the model before the flags "
+                "(demo is the embedded one)"
+            )
 
 
 def _follow(engine: EngineConfig) -> int:

@@ -34,6 +34,31 @@ class Api:
             raise ServerError(f"{self._client.base_url} lists no model: give --model")
         return str(models[0]["id"])
 
+    def max_model_len(self, model: str) -> int | None:
+        """Tokens that `model` takes, prompt and answer together. None where the server does not tell."""
+        try:
+            models = self.get("/v1/models").get("data")
+        except ServerError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+        entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+        return next((_integer(one.get("max_model_len")) for one in entries if one.get("id") == model), None)
+
+    def room_behind(self, prompt: str, model: str) -> int | None:
+        """Tokens that an answer to `prompt` may have at most.
+
+        None where the server does not tell (OpenAI has no /tokenize), or where there are none.
+        """
+        try:
+            answer = self.post("/tokenize", {"model": model, "prompt": prompt})
+        except ServerError as error:
+            if error.status is None:
+                raise
+            return None  # whatever else is wrong with the prompt, the completion's own error says better
+        count, most = _integer(answer.get("count")), _integer(answer.get("max_model_len"))
+        return most - count if most and count and most > count else None
+
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`."""
         return self._object(self._answer(self._client.build_request("GET", path)))
@@ -71,6 +96,10 @@ class Api:
         if not isinstance(value, dict):
             raise ServerError(f"{response.url} answers no JSON object: is this an OpenAI-compatible server?")
         return value
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def check(status: int, body: bytes) -> None:

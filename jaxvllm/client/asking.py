@@ -26,6 +26,9 @@ class Asker:
         ServerError when there is none; then nothing is kept. KeyboardInterrupt is raised again.
         """
         body = {**self.fields, **dialogue.request(text), "stream": True, "stream_options": {"include_usage": True}}
+        if dialogue.needs_max_tokens and "max_tokens" not in body:
+            room = self.api.room_behind(text, body["model"])
+            body |= {} if room is None else {"max_tokens": room}
         answer = Answer()
         try:
             with closing(self.api.stream(dialogue.path, body)) as chunks:

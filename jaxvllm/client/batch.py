@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from jaxvllm.client.api import TIMEOUT, network_errors
 from jaxvllm.client.errors import ServerError
 from jaxvllm.client.server import Server
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # A full server says when to come back. After so many times it is taken for broken.
 TRIES = 8
 PAUSE = 1.0  # seconds, where it does not say
@@ -50,6 +51,12 @@ class BatchAnswer:
     def succeeded(self) -> bool:
         return self.error is None and self.status == 200
 
+    def tokens(self, *names: str) -> int:
+        """The figure of the answer's `usage` under one of the names that the APIs have for it; 0 without any."""
+        usage = self.body.get("usage") if isinstance(self.body, dict) else None
+        counts = [usage.get(name) for name in names] if isinstance(usage, dict) else []
+        return next((count for count in counts if isinstance(count, int)), 0)
+
     def line(self) -> str:
         """The JSON of the line."""
         response = None
@@ -63,6 +70,23 @@ class BatchAnswer:
             "error": error,
         }
         return json.dumps(answer, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """What came of a file. Tokens are those that the server counted."""
+
+    num_ok: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_ok + self.num_failed} requests, {self.num_ok} ok, {self.num_failed} failed, "
+            f"{self.num_prompt_tokens} tokens in, {self.num_output_tokens} tokens out, {self.seconds:.2f} s"
+        )
 
 
 class BatchReader:
@@ -101,10 +125,11 @@ class BatchRunner:
         self._reader = reader
         self._max_concurrency = max_concurrency
         self._when_done = when_done
-        self._num_failed = 0
 
-    async def run(self, lines: Sequence[str], output: TextIO) -> int:
-        """How many lines failed. An answer is written as soon as all before it are."""
+    async def run(self, lines: Sequence[str], output: TextIO) -> BatchTotals:
+        """What came of the lines. An answer is written as soon as all before it are."""
+        start = time.perf_counter()
+        num_failed = num_prompt_tokens = num_output_tokens = 0
         waiting: dict[int, BatchAnswer] = {}
         next_line = 0
         limits = httpx.Limits(max_connections=self._max_concurrency)
@@ -115,10 +140,12 @@ class BatchRunner:
             numbered = iter(enumerate(lines))
 
             async def work() -> None:
-                nonlocal next_line
+                nonlocal next_line, num_failed, num_prompt_tokens, num_output_tokens
                 for index, line in numbered:
                     waiting[index] = answer = await self._answer(client, line)
-                    self._num_failed += not answer.succeeded
+                    num_failed += not answer.succeeded
+                    num_prompt_tokens += answer.tokens("prompt_tokens", "input_tokens")
+                    num_output_tokens += answer.tokens("completion_tokens", "output_tokens")
                     while next_line in waiting:
                         output.write(waiting.pop(next_line).line() + "\n")
                         next_line += 1
@@ -126,7 +153,8 @@ class BatchRunner:
                     self._when_done()
 
             await asyncio.gather(*(work() for _ in range(min(self._max_concurrency, len(lines)))))
-        return self._num_failed
+        seconds = time.perf_counter() - start
+        return BatchTotals(len(lines) - num_failed, num_failed, num_prompt_tokens, num_output_tokens, seconds)
 
     async def _answer(self, client: httpx.AsyncClient, line: str) -> BatchAnswer:
         try:

@@ -11,6 +11,7 @@ class Dialogue(Protocol):
 
     path: str
     help: str  # what else a person may type
+    needs_max_tokens: bool  # else the server stops after a few tokens, however much room there is
 
     def request(self, text: str) -> dict[str, Any]:
         """The fields of the body that ask for an answer to `text`."""
@@ -24,6 +25,7 @@ class Completions:
 
     path = "/v1/completions"
     help = "/quit ends"
+    needs_max_tokens = True  # 16 are OpenAI's default
 
     def request(self, text: str) -> dict[str, Any]:
         return {"prompt": text}
@@ -37,6 +39,7 @@ class Conversation:
 
     path = "/v1/chat/completions"
     help = "/clear forgets what was said, /system TEXT sets the system message, /save FILE writes JSON, /quit ends"
+    needs_max_tokens = False
 
     def __init__(self, system: str | None = None):
         self.system = system

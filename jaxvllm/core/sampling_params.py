@@ -63,7 +63,8 @@ class SamplingParams:
     """How to draw one request's tokens and when to stop; the names and meanings are vLLM's.
 
     Every instance is valid: a bad value is a ValueError when it is given. An option of vLLM that this engine
-    lacks is a NotImplementedError that names it, an unknown one a TypeError.
+    lacks is a NotImplementedError that names it, an unknown one a TypeError. `stop` and `stop_token_ids` are tuples
+    in the end, but a list, None or (as `stop`) one string may be given.
 
     The device has float32. A number that is closer to zero than float32 can hold means what its limit means: such a
     temperature is greedy, such a top_p leaves the most probable token alone, and such a min_p is off.
@@ -74,18 +75,18 @@ class SamplingParams:
     top_p: float = 1.0  # smallest set of tokens with this much probability, at least one token; 1 = off
     top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
     min_p: float = 0.0  # tokens with at least this share of the best one's probability; 0 = off
-    seed: int | None = None  # int64; None or -1 = the engine draws one
-    stop: tuple[str, ...] = ()  # a string, a list or None also do
-    stop_token_ids: tuple[int, ...] = ()  # a list or None also do
-    ignore_eos: bool = False
-    max_tokens: int | None = 16  # None = up to the model's length; 0 = score the prompt alone, with prompt_logprobs
+    seed: int | None = None  # 64 bits; None = the engine draws one, as for -1
+    stop: tuple[str, ...] = ()  # texts that end the output
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output
+    ignore_eos: bool = False  # the output does not end where the model ends it
+    max_tokens: int | None = 16  # of the output; None = up to the model's length, 0 = none, with prompt_logprobs alone
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; the prefix cache is not used then
     detokenize: bool = True
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = True  # texts are without them
     spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = False  # the text ends with the stop string
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __new__(cls, **options: Any) -> Self:

@@ -28,7 +28,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
 from jaxvllm.runtime.leader import Leader
-from jaxvllm.runtime.memory import claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
+from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.programs import use_persistent_cache
 from jaxvllm.runtime.runner import Runner, compile_step
 from pallas_kernels.backend import Backend
@@ -91,7 +91,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         replicas = _load(config, directory, choices, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with _timed("measuring memory"):
-        room = config.num_pages or _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
+        room = _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
         num_pages = hosts.least(room)
     shape = choices.cache_shape(num_pages)
 
@@ -190,20 +190,23 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: 
 def _num_pages(
     config: EngineConfig, choices: Choices, params: Params, largest: Bucket, backend: Backend, meshes: Sequence[Mesh]
 ) -> int:
-    """Pages of each replica, for what the fullest device of this process has left.
+    """Pages of each replica: those that the config has, or for what the fullest device of this process has left.
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
     smallest = choices.cache_shape(num_pages=2)
     struct = smallest.pages(choices.spec, backend, meshes[0])
     devices = [device for mesh in meshes for device in mesh.local_devices]
+    page_bytes = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize // smallest.num_pages
+    if config.num_pages is not None:
+        check_chosen_pages(config.num_pages, page_bytes, devices)
+        return config.num_pages
     room = min(free_bytes(device, config.memory_utilization) for device in devices)
     if devices[0].platform == "cpu":
         room //= len(devices)  # they are all this host
     else:
         room -= step_bytes(compile_step(params, struct, choices.spec, smallest, largest, backend, meshes[0]))
-    share = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
-    return pages_that_fit(room, share // smallest.num_pages, useful=smallest.num_slots * smallest.max_pages + 1)
+    return pages_that_fit(room, page_bytes, useful=smallest.num_slots * smallest.max_pages + 1)
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path | None:

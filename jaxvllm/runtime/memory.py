@@ -1,6 +1,7 @@
 """Memory: how many KV pages fit beside the weights and the largest step."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -54,6 +55,22 @@ def pages_that_fit(num_bytes: int, page_bytes: int, useful: int) -> int:
             "raise memory_utilization, lower max_num_batched_tokens, or use a smaller model"
         )
     return count
+
+
+def check_chosen_pages(num_pages: int, page_bytes: int, devices: Sequence[jax.Device]) -> None:
+    """Raises ValueError when the pages that a user chose need more memory than one of `devices` has left.
+
+    Allocating them would be an error of XLA's on an accelerator, and could be the end of the process on a host.
+    """
+    if devices[0].platform == "cpu":
+        room = _host_bytes_available() // len(devices)  # they are all this host
+    else:
+        room = min(free_bytes(device, utilization=1.0) for device in devices)
+    if num_pages * page_bytes > room:
+        raise ValueError(
+            f"num_pages {num_pages} needs {num_pages * page_bytes / 2**30:,.1f} GiB on each device, and "
+            f"{room / 2**30:,.1f} GiB are free: give fewer, or leave num_pages out to have as many as fit"
+        )
 
 
 def _host_bytes_available() -> int:

@@ -25,7 +25,7 @@ class ServerConfig:
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
     dev_endpoints: bool = False  # POST /reset_prefix_cache, for measurements; $VLLM_SERVER_DEV_MODE in vLLM
     ssl_certfile: str | None = None  # with ssl_keyfile: https
-    ssl_keyfile: str | None = None
+    ssl_keyfile: str | None = None  # the private key of ssl_certfile
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -111,6 +111,62 @@ def test_prompts_from_files(bench, server, tmp_path, capsys):
     assert "custom.jsonl, line 2 must be an object" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("length", "flags", "lengths", "said"),
+    [
+        (2048, [], (1024, 128), ""),
+        (1024, [], (896, 128), "the model takes 1024 tokens, so --random-input-len is 896, not 1024"),
+        (512, [], (384, 128), "--random-input-len is 384, not 1024"),
+        (288, [], (256, 32), "--random-input-len is 256, not 1024 and --random-output-len is 32, not 128"),
+        (1024, ["--random-input-len", 1000], (1000, 24), "so --random-output-len is 24, not 128"),
+        (1024, ["--random-output-len", 512], (512, 512), "so --random-input-len is 512, not 1024"),
+        (1024, ["--random-prefix-len", 24], (896, 128), "--random-input-len is 872, not 1024"),
+        (1024, ["--random-input-len", 1000, "--random-output-len", 24], (1000, 24), ""),
+        (1024, ["--backend", "openai-chat"], (832, 128), "--random-input-len is 832, not 1024"),
+        (1024, ["--backend", "openai-chat", "--random-input-len", 1000, "--random-output-len", 24], (1000, 24), ""),
+    ],
+)
+def test_lengths_that_nobody_chose_fit_the_model(length, flags, lengths, said, bench, server, capsys):
+    server.max_model_len = length
+    assert bench("serve", *flags, "--num-prompts", 2) == 0
+    for body in server.bodies:
+        text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        assert (len(text), body.get("max_tokens") or body["max_completion_tokens"]) == lengths
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == (1 if said else 0)
+
+
+@pytest.mark.parametrize("command", ["serve", "sweep"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--random-input-len", 1000, "--random-output-len", 25], "--random-output-len 25 may need 1025"),
+        (["--random-input-len", 1024], "--random-input-len 1024 may need 1152"),
+        (["--random-input-len", 600, "--random-output-len", 100, "--random-range-ratio", 0.9], "may need 1330"),
+        (["--dataset-name", "custom", "--dataset-path", "x", "--custom-output-len", 1024], "1024 may need 1025"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "x", "--sharegpt-output-len", 1021], "1021 may need 2048"),
+    ],
+)
+def test_lengths_that_cannot_fit_are_told_before_any_load(command, flags, said, bench, server, capsys, tmp_path):
+    server.max_model_len = 1024
+    more = ["--max-concurrencies", 1, "--output", tmp_path / "sweep"] if command == "sweep" else []
+    assert bench(command, *flags, *more) == 2
+    err = capsys.readouterr().err
+    assert said in err and "the model takes 1024 tokens" in err and err.count("\n") == 1
+    assert not server.bodies
+
+
+def test_long_conversations_are_left_out_where_the_model_is_short(bench, server, tmp_path, capsys):
+    server.max_model_len = 100
+    file = tmp_path / "sharegpt.json"
+    file.write_text(
+        json.dumps([{"conversations": [{"value": "x" * length}, {"value": "answer"}]} for length in (50, 94, 95, 500)])
+    )
+    assert bench("serve", "--dataset-name", "sharegpt", "--dataset-path", file, "--num-prompts", 2) == 0
+    assert {len(body["prompt"]) for body in server.bodies} == {50, 94}
+    assert "--sharegpt-max-total-len is 100, not 2048" in capsys.readouterr().err
+
+
 def test_no_more_at_a_time_than_asked(bench, server, tmp_path):
     custom = tmp_path / "custom.jsonl"
     custom.write_text('{"prompt": "slow"}\n' * 6)

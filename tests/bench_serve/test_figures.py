@@ -126,3 +126,15 @@ def test_a_local_tokenizer_draws_no_special_token_and_counts_as_the_model_does()
     assert Vocabulary(tokenizer, None, sends_text=True).count("Once upon a time") == len(
         tokenizer.encode("Once upon a time")
     )
+
+
+def test_random_text_is_as_long_as_what_was_drawn():
+    from pathlib import Path
+
+    from jaxvllm.bench.vocabulary import LocalTokenizer
+
+    vocabulary = Vocabulary(LocalTokenizer(Path("jaxvllm/assets/demo")), 1000, sends_text=True)
+    rng = np.random.default_rng(0)
+    for length in (16, 64, 256, 896) * 4:
+        read = vocabulary.count(vocabulary.prompt(vocabulary.draw(rng, length)))
+        assert abs(read - length) <= 4, "a fifth more, when texts are not cut"

@@ -5,15 +5,17 @@ from dataclasses import fields
 
 import pytest
 
+from jaxvllm.cli import serve
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.server.config import ServerConfig
 
 
-def parser(source: type) -> argparse.ArgumentParser:
+def parser(source: type, **options: bool) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser()
     result.add_argument("prompts", nargs="*")
-    add_flags(result, source, "options")
+    add_flags(result, source, "options", **options)
     return result
 
 
@@ -48,6 +50,43 @@ def test_values_are_of_the_fields_types():
 def test_stop_strings_repeat():
     args = parser(SamplingParams).parse_args(["--stop", "a b", "--stop", "c"])
     assert SamplingParams(**given(args, SamplingParams)).stop == ("a b", "c")
+
+
+def test_options_have_the_names_of_vllm_where_they_mean_the_same():
+    argv = ["--gpu-memory-utilization", "0.5", "--block-size", "32", "--num-gpu-blocks-override", "9"]
+    options = given(parser(EngineConfig).parse_args(argv), EngineConfig)
+    assert options == {"memory_utilization": 0.5, "page_size": 32, "num_pages": 9}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("25.6k", 25_600), ("1m", 10**6), ("2M", 2 * 2**20), ("-1", -1)],
+)
+def test_whole_numbers_may_have_a_unit(text, number):
+    assert given(parser(EngineConfig).parse_args([f"--max-model-len={text}"]), EngineConfig) == {
+        "max_model_len": number
+    }
+
+
+@pytest.mark.parametrize("text", ["4.5", "k", "4kk", "1.0001k", "", "4 k"])
+def test_what_is_no_whole_number_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        parser(EngineConfig).parse_args(["--max-model-len", text])
+    assert f"give a whole number such as 4096, 4k or 4K, not {text!r}" in capsys.readouterr().err
+
+
+def test_several_values_may_follow_a_servers_flag():
+    argv = ["model", "--served-model-name", "a", "b", "--api-key", "c", "--api-key", "d", "e"]
+    args = parser(ServerConfig, takes_lists=True).parse_args(argv)
+    assert args.prompts == ["model"]
+    assert given(args, ServerConfig) == {"served_model_name": ("a", "b"), "api_key": ("c", "d", "e")}
+
+
+@pytest.mark.parametrize("argv", [["--api-key", "secret", "path/to/model"], ["--served-model-name", "a", "b"]])
+def test_a_model_is_not_taken_for_one_more_value(argv, capsys):
+    assert serve.main(argv) == 2
+    message = f"several values follow {argv[0]} and no model is given: write the model before the flags"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--dtype", "int4"], ["--max-num-seqs", "many"], ["--no-such-flag"]])

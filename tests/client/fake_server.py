@@ -25,10 +25,12 @@ class FakeServer:
 
     def forget(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.disconnects = 0
         self.most_at_once = 0
         self.api_key: str | None = None
+        self.max_model_len: int | None = None  # None: it does not tell
         self._running = 0
         self._was_busy = False
 
@@ -38,7 +40,8 @@ class FakeServer:
         if self.api_key and headers.get("authorization") != f"Bearer {self.api_key}":
             await _json(send, 401, _error("wrong API key"))
         elif scope["path"] == "/v1/models":
-            await _json(send, 200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+            model = {"id": "fake", "object": "model"} | self._length()
+            await _json(send, 200, {"object": "list", "data": [model]})
         else:
             body = json.loads(await _body(receive))
             self._running += 1
@@ -48,12 +51,20 @@ class FakeServer:
             finally:
                 self._running -= 1
 
+    def _length(self) -> dict[str, int]:
+        return {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
+
     async def _answer(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
         if path == "/tokenize":
-            return await _json(send, 200, {"tokens": [ord(letter) for letter in body["prompt"]]})
+            tokens = [ord(letter) for letter in body["prompt"]]
+            return await _json(send, 200, {"tokens": tokens, "count": len(tokens)} | self._length())
         if path == "/detokenize":
             return await _json(send, 200, {"prompt": "".join(map(chr, body["tokens"]))})
         self.bodies.append(body)
+        self.paths.append(path)
+        if path in ("/v1/responses", "/v1/messages"):
+            usage = {"input_tokens": 2, "output_tokens": 3}
+            return await _json(send, 200, {"id": "r-1", "usage": usage})
         is_chat = path == "/v1/chat/completions"
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
         if prompt == "refuse":

@@ -1,6 +1,8 @@
 """`jaxvllm run-batch`: OpenAI batch files."""
 
+import io
 import json
+import re
 
 import pytest
 
@@ -41,6 +43,33 @@ def test_answers_stand_in_the_order_of_the_questions(run, server):
         assert answer["response"]["request_id"] == "cmpl-1" and answer["response"]["body"]["usage"]
     assert answers[1]["response"]["body"]["choices"][0]["message"]["content"] == " t0 t1 t2 t3 t4"
     assert {body["model"] for body in server.bodies} == {"fake", "other"}, "the server's model where the line has none"
+
+
+def test_every_endpoint_that_generates_may_be_asked(run, server, capsys):
+    messages = [{"role": "user", "content": "hi"}]
+    code, answers = run(
+        line("a", prompt="hi"),
+        line("b", "/v1/chat/completions", messages=messages),
+        line("c", "/v1/responses", input="hi"),
+        line("d", "/v1/messages", messages=messages, max_tokens=3),
+        line("e", "/v1/embeddings", input="hi"),
+    )
+    assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None] * 4 + ["invalid_url"]
+    assert sorted(server.paths) == ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+    captured = capsys.readouterr()
+    summary = r"5 requests, 4 ok, 1 failed, 8 tokens in, 16 tokens out, \d+\.\d\d s\n"
+    assert code == 1 and re.search(summary, captured.err)
+    assert not captured.out
+
+
+def test_answers_may_go_to_standard_output_and_nothing_else_does(server, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdin", io.StringIO(line("a", prompt="hi") + "\n" + line("b", prompt="refuse") + "\n"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["-i", "-", "-o", "-", "--base-url", server.base_url]) == 1
+    captured = capsys.readouterr()
+    assert [json.loads(text)["custom_id"] for text in captured.out.splitlines()] == ["a", "b"]
+    assert "1 of 2 requests failed" in captured.err and "2 requests, 1 ok, 1 failed" in captured.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_bad_line_is_an_error_of_its_own(run, capsys):

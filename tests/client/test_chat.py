@@ -85,6 +85,27 @@ def test_a_cut_answer_is_said_to_be_cut(server, capsys):
 
 
 @pytest.mark.parametrize(
+    ("prompt", "flags", "most"),
+    [
+        ("hi", [], 98),
+        ("hi", ["--max-tokens", "3"], 3),
+        ("x" * 100, [], None),  # the server says what is wrong with it
+    ],
+)
+def test_a_completion_may_be_as_long_as_there_is_room(prompt, flags, most, server):
+    server.max_model_len = 100
+    assert complete.main([prompt, "--base-url", server.base_url, *flags]) == 0
+    [body] = server.bodies
+    assert body.get("max_tokens") == most, "OpenAI's 16 tokens are half a sentence"
+
+
+def test_a_chat_is_as_long_as_the_server_lets_it(server):
+    server.max_model_len = 100
+    assert chat.main(["hi", "--base-url", server.base_url]) == 0
+    assert "max_tokens" not in server.bodies[0]
+
+
+@pytest.mark.parametrize(
     ("question", "told", "printed"),
     [
         ("refuse", "jaxvllm chat: the server answers 400: temperature must be at most 2, not 3", ""),
