@@ -18,12 +18,44 @@ DISCARDED_BYTES = 64 * 2**20
 # Of all bodies that are here at once: 4,096 connections could bring 32 GB.
 MAX_HELD_BYTES = 2**30
 _JSON = b"application/json"
+# Headers that decide who asks, for what, and where the body ends.
+_SINGLE_HEADERS = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"host",
+        b"transfer-encoding",
+        b"x-api-key",
+    }
+)
+
+
+class StrictHead:
+    """ASGI middleware: passes on only requests whose head every reader on the way understands alike.
+
+    400 for a Host that is missing, or for two of a header that may be there once: a proxy may have looked at the other
+    one. 431 for a head that is too large.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                _check_head(scope)
+        except ApiError as error:
+            await error.response(scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class RequestLimits:
     """ASGI middleware: reads the whole body and passes on only what is JSON, strictly, and within the limits.
 
-    431 for a head that is too large, 413 for a body that is, 408 and the end of the connection for one that does not
+    413 for a body that is too large, 408 and the end of the connection for one that does not
     arrive, 415 for anything but JSON, 400 for JSON that `check_json` refuses, 503 while all bodies take too much.
     """
 
@@ -62,7 +94,6 @@ class RequestLimits:
     async def _receive(self, scope: Scope, receive: Receive, parts: list[bytes]) -> Receive | None:
         """What brings the request's body, of which `parts` are held meanwhile; None when the client has gone."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        _check_head(scope)
         if not any(name in headers for name in BODY_HEADERS):
             return receive
         self._check_announced(headers)
@@ -119,6 +150,10 @@ def _check_head(scope: Scope) -> None:
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     if scope["http_version"] == "1.1" and not any(name == b"host" for name, _ in headers):
         raise ApiError(400, "the Host header is missing")
+    names = [name for name, _ in headers if name in _SINGLE_HEADERS]
+    if len(names) > len(set(names)):
+        name = next(name for name in names if names.count(name) > 1).decode()
+        raise ApiError(400, f"the request has {names.count(name.encode())} headers {name}: send one")
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     if size + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
         raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")

@@ -81,12 +81,13 @@ def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local:
     """
     from jaxvllm.server.auth import Auth
     from jaxvllm.server.host_guard import HostGuard
-    from jaxvllm.server.limits import RequestLimits
+    from jaxvllm.server.limits import RequestLimits, StrictHead
+    from jaxvllm.server.request_id import RequestIds
 
     app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
-    if keys or not is_local or "*" in config.allowed_host:
-        return app
-    return HostGuard(app, (config.host, *config.allowed_host))
+    if not keys and is_local and "*" not in config.allowed_host:
+        app = HostGuard(app, (config.host, *config.allowed_host))
+    return RequestIds(StrictHead(app))
 
 
 def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bool) -> "tuple[Service, HttpServer]":
@@ -99,5 +100,6 @@ def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bo
 
     llm.observe(StatsLogger(config.log_stats_interval))
     service = Service(llm, config)
-    app = guarded(create_app(service), config, keys, is_local)
-    return service, HttpServer(Counting(app, service.metrics), config)
+    app = create_app(service)
+    counted = Counting(guarded(app, config, keys, is_local), service.metrics, app.routes)
+    return service, HttpServer(counted, config)

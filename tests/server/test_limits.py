@@ -10,7 +10,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from jaxvllm.server.limits import MAX_HEAD_BYTES, RequestLimits
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.limits import MAX_HEAD_BYTES, RequestLimits, StrictHead
+from jaxvllm.server.serve import guarded
 from jaxvllm.server.strict_json import MAX_DEPTH, check_json, depth
 
 JSON = {"content-type": "application/json"}
@@ -24,7 +26,7 @@ async def echo(scope, receive, send):
 
 def ask(content=None, headers=JSON, method="POST", path="/v1/completions"):
     async def run():
-        transport = httpx.ASGITransport(RequestLimits(echo, MOST))
+        transport = httpx.ASGITransport(StrictHead(RequestLimits(echo, MOST)))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.request(method, path, content=content, headers=headers)
 
@@ -116,10 +118,43 @@ def test_a_head_that_is_not_http(headers):
             sent.append(message)
 
         scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/", "query_string": b""}
-        await RequestLimits(echo, MOST)(scope | {"headers": headers}, None, send)
+        await StrictHead(RequestLimits(echo, MOST))(scope | {"headers": headers}, None, send)
         return sent[0]["status"]
 
     assert asyncio.run(run()) == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("authorization", ("Bearer first-key", "Bearer second-key")),
+        ("host", ("localhost", "evil.example")),
+        ("content-type", ("application/json", "text/plain")),
+        ("content-length", ("2", "2")),
+        ("transfer-encoding", ("chunked", "chunked")),
+        ("content-encoding", ("identity", "gzip")),
+        ("x-api-key", ("first-key", "first-key")),
+    ],
+)
+def test_a_header_that_two_readers_could_read_differently(name, values):
+    """Also before the guards, which read one of them: of Host, and of the keys."""
+
+    async def run():
+        app = guarded(echo, ServerConfig(), ["first-key"])
+        base = {"host": "localhost", "content-type": "application/json", "authorization": "Bearer first-key"}
+        headers = [*(base | {name: values[0]}).items(), (name, values[1]), ("accept", "a"), ("accept", "b")]
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/", "query_string": b""}
+        await app(scope | {"headers": [(key.encode(), value.encode()) for key, value in headers]}, None, send)
+        return sent
+
+    start, body = asyncio.run(run())
+    assert start["status"] == 400
+    assert json.loads(body["body"])["error"]["message"] == f"the request has 2 headers {name}: send one"
 
 
 def test_a_body_that_does_not_come():

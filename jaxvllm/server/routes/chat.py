@@ -11,8 +11,9 @@ from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
-from jaxvllm.server.protocol.fields import StreamOptions, new_id, now, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, now, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
+from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
@@ -38,8 +39,9 @@ def router(service: Service) -> APIRouter:
         service.check_room(
             prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens"
         )
-        exchange = _Exchange(body, model, prompt)
-        job = Job(exchange.request_id, [prompt], params, body.priority)
+        answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
+        exchange = _Exchange(body, model, prompt, answer_id)
+        job = Job(engine_id, [prompt], params, body.priority)
         return await respond(request, service, job, exchange.whole, exchange.events)
 
     return routes
@@ -48,10 +50,9 @@ def router(service: Service) -> APIRouter:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, body: ChatRequest, model: str, prompt: Prompt):
-        self.request_id = body.request_id or new_id("chatcmpl-")
+    def __init__(self, body: ChatRequest, model: str, prompt: Prompt, answer_id: str):
         self._body = body
-        self._head = {"id": self.request_id, "created": now(), "model": model}
+        self._head = {"id": answer_id, "created": now(), "model": model}
         self._prompt_ids = {"prompt_token_ids": prompt.token_ids.tolist()} if body.return_token_ids else {}
         [last] = checked_messages(body.messages[-1:])  # the template has had all of them
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
