@@ -5,11 +5,12 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.limits import BODY_SECONDS, MAX_HEAD_BYTES
+from jaxvllm.server.request_id import HEADER, RequestId
 
 # Java's client offers HTTP/2 with every request, and llhttp takes the body behind that for another protocol's. We speak
 # HTTP/1.1 only: the offer gets a name that means nothing, and is as long. In a body such a line cannot be JSON.
@@ -44,6 +45,8 @@ class Connection(HttpToolsProtocol):
         self._in_message = False
         self._dull_bytes = 0  # of an incomplete message, since the last ones of a body: head, chunk sizes, trailers
         self._answered: RequestResponseCycle | None = None
+        # Ends the connection once the requests before it are answered; nothing is read any more.
+        self._last_error: ApiError | None = None
         # When the client must have done its next thing; None: the next thing is ours.
         self._due: float | None = None
         self._wait_for_client(REFUSAL_SECONDS if self._is_refused else self.limits.head_seconds)
@@ -74,6 +77,8 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             self._end_with(ApiError(503, "too many connections are open: try again later"))
             return
+        if self._last_error is not None:
+            return
         was_in_message = self._in_message
         self._dull_bytes += len(data)
         super().data_received(_OFFER.sub(b"\r\nX-Offer:", data))
@@ -89,6 +94,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
@@ -120,7 +127,7 @@ class Connection(HttpToolsProtocol):
         self._dull_bytes = 0
 
     def on_message_complete(self) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last_error is not None:
             return
         super().on_message_complete()
         self._in_message = False
@@ -130,7 +137,10 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body:
+        if self._last_error is not None:
+            if not self._is_answering:
+                self._end_with(self._last_error)
+        elif self.cycle.more_body:
             self._wait_for_client(self.limits.message_seconds)
         elif self.cycle.response_complete:
             # uvicorn's own timer stops at any byte, and a line break does not begin a request.
@@ -145,12 +155,45 @@ class Connection(HttpToolsProtocol):
         self._due = self.loop.time() + seconds
 
     def _end_with(self, error: ApiError) -> None:
-        """Closes the connection, with `error` if no answer is on its way."""
+        """Answers the requests that have arrived as a whole, in their order, then `error`, and closes the connection.
+
+        No error is told of a request whose answer is on its way already: that is cut.
+        """
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if self.pipeline and self._in_message and not self._in_head:
+            self.pipeline.popleft()  # the newest: its body is wrong, and its answer has not been begun
+        if self._is_answering:
+            assert self._answered is not None
+            if not self._answered.more_body:
+                self._last_error, self._due = error, None
+                return
+        else:
             response = error.response()
+            response.headers[HEADER.decode()] = RequestId.read(()).text
+            response.headers["connection"] = "close"
             head = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
-            lines = (STATUS_LINE[error.status], *head, b"connection: close\r\n\r\n", bytes(response.body))
-            self.transport.write(b"".join(lines))
+            self.transport.write(b"".join((STATUS_LINE[error.status], *head, b"\r\n", bytes(response.body))))
         self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
+
+def _without_chunks(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """`app` for a client of HTTP/1.0, which knows no chunks: the end of the connection is the end of the body.
+
+    uvicorn ends the connection, but would use chunks for a body without a length.
+    """
+    cycle.chunked_encoding = False
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def send_plain(message: ASGISendEvent) -> None:
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))  # else it would count them
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

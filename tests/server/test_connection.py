@@ -16,7 +16,7 @@ from jaxvllm.server.listener import is_open_to_strangers, listen, url_of
 
 GET = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
 LIMITS = ConnectionLimits(
-    max_connections=30,
+    max_connections=40,
     head_seconds=0.5,
     message_seconds=0.5,
     keep_alive_seconds=1,
@@ -25,8 +25,13 @@ LIMITS = ConnectionLimits(
 )
 
 
+async def aiter_of(*parts):
+    for part in parts:
+        yield part
+
+
 class App:
-    """/quick answers without reading, /slow likewise but late, /body reads, /endless never stops."""
+    """/quick answers without reading, /late and /slow likewise but later, /stream has no length, /body reads, /endless never stops."""
 
     def __init__(self):
         self.endless_has_ended = asyncio.Event()
@@ -37,6 +42,11 @@ class App:
         elif scope["path"] == "/slow":
             await asyncio.sleep(2)
             await PlainTextResponse("slow")(scope, receive, send)
+        elif scope["path"] == "/late":
+            await asyncio.sleep(0.2)
+            await PlainTextResponse("late")(scope, receive, send)
+        elif scope["path"] == "/stream":
+            await StreamingResponse(aiter_of(b"event 1\n", b"", b"event 2\n"))(scope, receive, send)
         elif scope["path"] == "/headers":
             await Request(scope, receive).body()
             await PlainTextResponse(",".join(name.decode() for name, _ in scope["headers"]))(scope, receive, send)
@@ -198,6 +208,68 @@ async def pipelined_behind_a_slow_answer(client):
     assert "hello" in await client.answer()
 
 
+async def pipelined_before_garbage(client):
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
+    client.writer.write(GET.replace(b"quick", b"late") + post + GET + b"\x16\x03\x01 hello\r\n\r\n")
+    answers = [await client.answer() for _ in range(3)]
+    assert [answer.rpartition("\r\n\r\n")[2] for answer in answers] == ["late", "hello", "quick"]
+    client.writer.write(GET)  # comes too late: nothing is read behind garbage
+    assert_is(await client.answers(), 400)
+
+
+async def pipelined_before_a_body_of_garbage(client):
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    client.writer.write(GET.replace(b"quick", b"late") + GET + post + b"zz\r\nhello\r\n")
+    answers = [await client.answer() for _ in range(2)]
+    assert [answer.rpartition("\r\n\r\n")[2] for answer in answers] == ["late", "quick"]
+    assert_is(await client.answers(), 400)
+
+
+async def garbage_behind_a_slow_answer(client):
+    client.writer.write(GET.replace(b"quick", b"late"))
+    await asyncio.sleep(0.05)
+    client.writer.write(b"nonsense\r\n\r\n")
+    assert "late" in await client.answer()
+    assert_is(await client.answers(), 400)
+
+
+async def half_a_head_behind_a_slow_answer(client):
+    client.writer.write(GET.replace(b"quick", b"slow") + GET[:10])
+    assert "slow" in await client.answer()
+    assert_is(await client.answers(), 408)
+
+
+async def garbage_behind_the_last_request(client):
+    client.writer.write(GET[:-2] + b"connection: close\r\n\r\nnonsense\r\n\r\n")
+    answer = await client.answers()
+    assert answer.startswith("HTTP/1.1 200") and answer.endswith("\r\n\r\nquick")
+
+
+async def streams_to_http_1_0(client):
+    client.writer.write(b"GET /stream HTTP/1.0\r\nhost: x\r\nconnection: keep-alive\r\n\r\n")
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert "transfer-encoding" not in head and "content-length" not in head and "connection: close" in head
+    assert body == "event 1\nevent 2\n"
+
+
+async def asks_with_http_1_0(client):
+    client.writer.write(GET.replace(b"1.1", b"1.0"))
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert "content-length: 5" in head and "connection: close" in head and body == "quick"
+
+
+async def asks_for_a_head_with_http_1_0(client):
+    client.writer.write(b"HEAD /stream HTTP/1.0\r\n\r\n")
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200") and "transfer-encoding" not in head and not body
+
+
+async def streams_to_http_1_1(client):
+    client.writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert "transfer-encoding: chunked" in head and body == "8\r\nevent 1\n\r\n8\r\nevent 2\n\r\n0\r\n\r\n"
+
+
 async def offers_http_2(client):
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
     client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\n" + upgrade + b"content-length: 5\r\n\r\nhello")
@@ -223,6 +295,7 @@ def assert_is(answer, status):
     head, _, body = answer.partition("\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} "), answer
     assert "connection: close" in head
+    assert "x-request-id: " in head
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
@@ -245,6 +318,15 @@ BAD_MANNERS = (
     not_http,
     pipelined,
     pipelined_behind_a_slow_answer,
+    pipelined_before_garbage,
+    pipelined_before_a_body_of_garbage,
+    garbage_behind_a_slow_answer,
+    half_a_head_behind_a_slow_answer,
+    garbage_behind_the_last_request,
+    streams_to_http_1_0,
+    asks_with_http_1_0,
+    asks_for_a_head_with_http_1_0,
+    streams_to_http_1_1,
     offers_http_2,
     offers_a_websocket,
     expects_100,
