@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import re
 import time
 
 from tests.faults.requests import CHAT, COMPLETIONS, HEAD, Fault
 from tests.faults.server import GREEDY, Server, check_error, request
 
+# Of the server that suffers all this.
+MAX_FILES = 320
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
@@ -117,6 +120,19 @@ async def silent_connections(server: Server) -> None:
         writer.transport.abort()
 
 
+async def more_silent_connections_than_files(server: Server) -> None:
+    """Twice as many as the server may open files: those that have been idle longest are closed, and all others served."""
+    connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2 * MAX_FILES)]
+    assert (await server.get("/health")).status == 200
+    assert await server.greedy() == server.expected
+    async with asyncio.timeout(10):
+        assert await connections[0][0].read() == b""
+    for _, writer in connections:
+        writer.transport.abort()
+    warnings = re.findall(r"^WARNING .*", server.log.read_text(), re.MULTILINE)
+    assert len(warnings) == 1 and "connections are open, which is the most" in warnings[0], warnings
+
+
 async def pipelined(server: Server) -> None:
     """Several requests on a connection before the first is answered."""
     body = json.dumps(GREEDY).encode()
@@ -159,6 +175,7 @@ LOAD = [
     Fault("heads that come byte by byte", slow_head),
     Fault("bodies that never end", slow_body),
     Fault("200 connections that say nothing", silent_connections),
+    Fault("more silent connections than the server may open files", more_silent_connections_than_files),
     Fault("requests that do not wait for answers", pipelined),
     Fault("an id that is in use", same_id_twice),
     Fault("100 completions that the pool cannot hold at once", larger_than_the_pool),
