@@ -142,6 +142,35 @@ async def pipelined(server: Server) -> None:
     writer.close()
 
 
+async def pipelined_before_garbage(server: Server) -> None:
+    """The valid requests are answered, in their order; then comes a 400 and the end of the connection."""
+    keep = {"connection": "keep-alive"}
+    body = json.dumps(GREEDY).encode()
+    valid = request(COMPLETIONS, body, keep) + request("/version", b"", keep, "GET")
+    reader, writer = await server.send(valid + b"\x16\x03\x01 nonsense\r\n\r\n")
+    answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"400"]
+    assert b'"text":' in answers[0] and b'"version":' in answers[1] and b"connection: close" in answers[2]
+    writer.close()
+
+
+async def stream_over_http_1_0(server: Server) -> None:
+    reader, writer = await server.send(streaming(max_tokens=8).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n")
+    writer.close()
+
+
+async def same_header_twice(server: Server) -> None:
+    """As clients do that send a request again before they know what became of the first."""
+    reader, writer = await server.send(streaming().replace(b"\r\n", b"\r\nx-request-id: mine\r\n", 1))
+    await reader.readuntil(b"data: ")
+    answer = await server.post(COMPLETIONS, GREEDY, {"x-request-id": "mine"})
+    assert answer.status == 200 and answer.json["id"] == "cmpl-mine" and answer.headers["x-request-id"] == "mine"
+    writer.transport.abort()
+
+
 async def same_id_twice(server: Server) -> None:
     reader, writer = await server.send(streaming(request_id="mine"))
     await reader.readuntil(b"data: ")
@@ -177,6 +206,9 @@ LOAD = [
     Fault("200 connections that say nothing", silent_connections),
     Fault("more silent connections than the server may open files", more_silent_connections_than_files),
     Fault("requests that do not wait for answers", pipelined),
+    Fault("valid requests, then garbage", pipelined_before_garbage),
+    Fault("a stream over HTTP/1.0", stream_over_http_1_0),
+    Fault("an X-Request-Id that is in use", same_header_twice),
     Fault("an id that is in use", same_id_twice),
     Fault("100 completions that the pool cannot hold at once", larger_than_the_pool),
     Fault("a conversation of 50,000 messages", slow_template),
