@@ -128,7 +128,7 @@ class RequestLimits:
             if len(body) <= SMALL_BODY:
                 check_json(body)
             else:
-                # One at a time: each stops the event loop for up to 0.1 s, and between two of them the loop gets its turn.
+                # One at a time: each stops the event loop for up to 0.1 s, and between two it gets its turn.
                 async with self._checking:
                     await run_in_threadpool(check_json, body)
         except JsonError as error:

@@ -69,7 +69,7 @@ class Listener(socket.socket):
         if now >= self._warn_from:
             self._warn_from = now + WARNING_SECONDS
             logger.warning(
-                "all but %d of %d files are open: new connections are closed. Raise the limit of open files (ulimit -n)",
+                "all but %d of %d files are open: new connections are closed. Raise the limit (ulimit -n)",
                 SPARE_FILES,
                 self._max_files,
             )

@@ -121,7 +121,7 @@ async def silent_connections(server: Server) -> None:
 
 
 async def more_silent_connections_than_files(server: Server) -> None:
-    """Twice as many as the server may open files: those that have been idle longest are closed, and all others served."""
+    """Twice as many as it may open files: those that have been idle longest are closed, and all others served."""
     connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2 * MAX_FILES)]
     assert (await server.get("/health")).status == 200
     assert await server.greedy() == server.expected

@@ -204,7 +204,11 @@ HTTP = [
     ),
     sent("two keys", request(COMPLETIONS, b"{}", {"authorization": f"Bearer {KEY}\r\nauthorization: Bearer x"}), 400),
     sent("two Hosts", request(COMPLETIONS, b"{}", {"host": "localhost\r\nhost: evil.example"}), 400),
-    sent("two content types", request(COMPLETIONS, b"{}", {"content-type": "application/json\r\ncontent-type: text/plain"}), 400),
+    sent(
+        "two content types",
+        request(COMPLETIONS, b"{}", {"content-type": "application/json\r\ncontent-type: text/plain"}),
+        400,
+    ),
     sent("an X-Request-Id of 10 KB", request("/version", b"", {"x-request-id": "x" * 10_000}, "GET"), 200),
     sent("chunks that are none", request(COMPLETIONS, b"zz\r\nhello\r\n", CHUNKED), 400, closes=True),
     sent("a path out of the static files", request("/playground/static/../../serve.py", b"", method="GET"), 404, 401),

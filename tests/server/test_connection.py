@@ -33,7 +33,10 @@ async def aiter_of(*parts):
 
 
 class App:
-    """/quick answers without reading, /late and /slow likewise but later, /stream has no length, /body reads, /endless never stops."""
+    """/quick answers without reading, /late and /slow likewise but later; /body reads.
+
+    /stream has no length, and /endless never stops.
+    """
 
     def __init__(self):
         self.endless_has_ended = asyncio.Event()

@@ -292,7 +292,12 @@ LARGE = {
     ),
     "lists": ("prompt", "arrays and objects", lambda n: {"prompt": [[]] * (n - 2)}, MAX_CONTAINERS),
     "empty objects": ("tools", "arrays and objects", lambda n: {"tools": [{}] * (n - 2)}, MAX_CONTAINERS),
-    "a free-form object": ("metadata", "names", lambda n: {"metadata": {f'"{i}:': "" for i in range(n)}}, MAX_NAMES_OF_ONE),
+    "a free-form object": (
+        "metadata",
+        "names",
+        lambda n: {"metadata": {f'"{i}:': "" for i in range(n)}},
+        MAX_NAMES_OF_ONE,
+    ),
     "one deeper": ("tools", "names", lambda n: {"tools": [{"a": [{str(i): {} for i in range(n)}]}]}, MAX_NAMES_OF_ONE),
     "unknown fields": (None, "names", lambda n: {f"k{i}": 1 for i in range(n)}, MAX_NAMES_OF_ONE),
     "a list at the top": (None, "items", lambda n: [1.5] * (n + 1), MAX_ITEMS),

@@ -74,7 +74,10 @@ def test_answers_are_called_by_it(server: Server, path: str, prefix: str, body: 
 
 def test_streams_are_called_by_it(server: Server) -> None:
     with server.client.stream(
-        "POST", "/v1/completions", json={"prompt": "Once", "max_tokens": 2, "stream": True}, headers={"x-request-id": "s"}
+        "POST",
+        "/v1/completions",
+        json={"prompt": "Once", "max_tokens": 2, "stream": True},
+        headers={"x-request-id": "s"},
     ) as response:
         assert response.headers["x-request-id"] == "s"
         assert '"id":"cmpl-s"' in response.read().decode()
