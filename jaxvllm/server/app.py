@@ -12,6 +12,7 @@ import jaxvllm
 from jaxvllm.server import http_doc
 from jaxvllm.server.errors import ApiError, from_validation
 from jaxvllm.server.exchange import ClientGoneError, as_api_error
+from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes import (
     chat,
     completions,
@@ -71,7 +72,7 @@ def create_app(service: Service) -> FastAPI:
         return Response(status_code=GONE)
 
     async def failed(request: Request, error: Any) -> Response:
-        return as_api_error(error).response(request.url.path)
+        return as_api_error(error, RequestId.of(request).text).response(request.url.path)
 
     for kind in (ApiError, ValueError, NotImplementedError, RuntimeError, TimeoutError, Exception):
         app.add_exception_handler(kind, failed)

@@ -1,15 +1,18 @@
 """One connection of a client, and how long the server waits for it: for heads, for bodies, and for its reading."""
 
 import asyncio
+import logging
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.limits import BODY_SECONDS, MAX_HEAD_BYTES
+from jaxvllm.server.listener import RESERVED_FILES, WARNING_SECONDS
+from jaxvllm.server.request_id import HEADER, RequestId
 
 # Java's client offers HTTP/2 with every request, and llhttp takes the body behind that for another protocol's. We speak
 # HTTP/1.1 only: the offer gets a name that means nothing, and is as long. In a body such a line cannot be JSON.
@@ -17,12 +20,14 @@ _OFFER = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
 # A connection beyond the most that may be open: to read its request, and refuse it.
 REFUSAL_SECONDS = 1.0
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     """What a connection may cost."""
 
-    max_connections: int = 4096  # of the server
+    max_connections: int = 4096  # of the server, which must be able to open as many files
     head_seconds: float = 10.0  # for request line and headers, from the first byte
     message_seconds: float = BODY_SECONDS + 5  # for the body: the middleware that reads it is the first to answer
     # Idle. Above the 60 s of the usual proxies, so that they close first: whoever sends a request at the moment of the
@@ -32,18 +37,55 @@ class ConnectionLimits:
     max_head_bytes: int = MAX_HEAD_BYTES  # of a head that is not complete; one that is meets `RequestLimits`
 
 
+class OpenConnections(ServerState):
+    """What the connections of one server share: their limits, and which of them have no request."""
+
+    def __init__(self, limits: ConnectionLimits):
+        super().__init__()
+        self.limits = limits
+        self.idle: dict[Connection, None] = {}  # longest idle first; one whose head is not complete is idle, too
+        self._warn_from = 0.0  # seconds of the loop's clock
+
+    def make_room(self) -> bool:
+        """Closes the connection that has been idle longest. False when there is none."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._warn_from:
+            self._warn_from = now + WARNING_SECONDS
+            logger.warning(
+                "%d connections are open, which is the most: idle ones are closed for new ones, and if none is idle, "
+                "new ones get 503. Raise the limit of open files (ulimit -n) if it is below %d",
+                self.limits.max_connections,
+                ConnectionLimits.max_connections + RESERVED_FILES,
+            )
+        # One that still takes its last answer is not idle.
+        connection = next((one for one in self.idle if not one.transport.get_write_buffer_size()), None)
+        if connection is None:
+            return False
+        del self.idle[connection]
+        connection.transport.close()
+        return True
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's, and `check` ends it when the client lets it wait. Errors are JSON here, too."""
 
-    limits: ClassVar = ConnectionLimits()
+    server_state: OpenConnections
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        return self.server_state.limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._is_refused = len(self.connections) > self.limits.max_connections
+        self._is_refused = len(self.connections) > self.limits.max_connections and not self.server_state.make_room()
+        if not self._is_refused:
+            self.server_state.idle[self] = None
         self._in_head = False
         self._in_message = False
         self._dull_bytes = 0  # of an incomplete message, since the last ones of a body: head, chunk sizes, trailers
         self._answered: RequestResponseCycle | None = None
+        # Ends the connection once the requests before it are answered; nothing is read any more.
+        self._last_error: ApiError | None = None
         # When the client must have done its next thing; None: the next thing is ours.
         self._due: float | None = None
         self._wait_for_client(REFUSAL_SECONDS if self._is_refused else self.limits.head_seconds)
@@ -74,6 +116,8 @@ class Connection(HttpToolsProtocol):
         if self._is_refused:
             self._end_with(ApiError(503, "too many connections are open: try again later"))
             return
+        if self._last_error is not None:
+            return
         was_in_message = self._in_message
         self._dull_bytes += len(data)
         super().data_received(_OFFER.sub(b"\r\nX-Offer:", data))
@@ -82,6 +126,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.server_state.idle.pop(self, None)
         # uvicorn tells the latest request, and with several on their way another one is being answered.
         if self._answered is not None:
             self._answered.disconnected = True
@@ -89,6 +134,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
@@ -110,6 +157,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_head = False
+        self.server_state.idle.pop(self, None)
         if self.pipeline:
             self._due = None  # it waits for the answers before, unread
         else:
@@ -120,21 +168,23 @@ class Connection(HttpToolsProtocol):
         self._dull_bytes = 0
 
     def on_message_complete(self) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last_error is not None:
             return
         super().on_message_complete()
         self._in_message = False
         self._due = None
         if self.cycle.response_complete:  # answered before it was complete: it is idle only now
-            self._wait_for_client(self.limits.keep_alive_seconds)
+            self._wait_for_request()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body:
+        if self._last_error is not None:
+            if not self._is_answering:
+                self._end_with(self._last_error)
+        elif self.cycle.more_body:
             self._wait_for_client(self.limits.message_seconds)
         elif self.cycle.response_complete:
-            # uvicorn's own timer stops at any byte, and a line break does not begin a request.
-            self._wait_for_client(self.limits.keep_alive_seconds)
+            self._wait_for_request()
 
     def send_400_response(self, msg: str) -> None:
         self._end_with(ApiError(400, "this is not valid HTTP/1.1"))
@@ -144,13 +194,51 @@ class Connection(HttpToolsProtocol):
     def _wait_for_client(self, seconds: float) -> None:
         self._due = self.loop.time() + seconds
 
+    def _wait_for_request(self) -> None:
+        self.server_state.idle[self] = None
+        # uvicorn's own timer stops at any byte, and a line break does not begin a request.
+        self._wait_for_client(self.limits.head_seconds if self._in_head else self.limits.keep_alive_seconds)
+
     def _end_with(self, error: ApiError) -> None:
-        """Closes the connection, with `error` if no answer is on its way."""
+        """Answers the requests that have arrived as a whole, in their order, then `error`, and closes the connection.
+
+        No error is told of a request whose answer is on its way already: that is cut.
+        """
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        if self.pipeline and self._in_message and not self._in_head:
+            self.pipeline.popleft()  # the newest: its body is wrong, and its answer has not been begun
+        if self._is_answering:
+            assert self._answered is not None
+            if not self._answered.more_body:
+                self._last_error, self._due = error, None
+                return
+        else:
             response = error.response()
+            response.headers[HEADER.decode()] = RequestId.read(()).text
+            response.headers["connection"] = "close"
             head = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
-            lines = (STATUS_LINE[error.status], *head, b"connection: close\r\n\r\n", bytes(response.body))
-            self.transport.write(b"".join(lines))
+            self.transport.write(b"".join((STATUS_LINE[error.status], *head, b"\r\n", bytes(response.body))))
         self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
+
+def _without_chunks(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """`app` for a client of HTTP/1.0, which knows no chunks: the end of the connection is the end of the body.
+
+    uvicorn ends the connection, but would use chunks for a body without a length.
+    """
+    cycle.chunked_encoding = False
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def send_plain(message: ASGISendEvent) -> None:
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))  # else it would count them
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

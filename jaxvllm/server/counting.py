@@ -1,22 +1,29 @@
 """Counts answers for the metrics, whoever gives them."""
 
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxvllm.server.metrics import Metrics
 
-# Of requests that no endpoint took: a path that a client made up must not become a label.
+# Of requests for paths that are not there: what a client made up must not become a label.
 NO_ENDPOINT = "none"
 EVENT_STREAM = b"text/event-stream"
 
 
 class Counting:
-    """ASGI middleware, around all others."""
+    """ASGI middleware, around all others. Answers count under the path template of their route, one of `routes`.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics):
+    So do refusals by the guards before the router, which never sees those requests.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[BaseRoute]):
         self._app = app
         self._metrics = metrics
+        self._templates = list(_templates(routes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -26,10 +33,21 @@ class Counting:
 
             async def counted(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    route = scope.get("route")  # the router leaves it there
-                    self._metrics.on_http(getattr(route, "path", NO_ENDPOINT), message["status"])
+                    self._metrics.on_http(self._template(scope["path"]), message["status"])
                     if any(value.startswith(EVENT_STREAM) for name, value in message["headers"]):
                         open_streams.enter_context(self._metrics.http_stream())
                 await send(message)
 
             await self._app(scope, receive, counted)
+
+    def _template(self, path: str) -> str:
+        return next((template for pattern, template in self._templates if pattern.match(path)), NO_ENDPOINT)
+
+
+def _templates(routes: Iterable[BaseRoute]) -> Iterator[tuple[re.Pattern[str], str]]:
+    """The paths of `routes` as patterns, each with its template."""
+    for route in routes:
+        if (router := getattr(route, "original_router", None)) is not None:  # FastAPI's of an included router
+            yield from _templates(router.routes)
+        elif (pattern := getattr(route, "path_regex", None)) is not None:
+            yield pattern, getattr(route, "path", NO_ENDPOINT)

@@ -57,7 +57,7 @@ def answer(body: Any) -> Response:
     return Response(encode(body), media_type="application/json")
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception, request_id: str) -> ApiError:
     """What a client is told of `error`, which an endpoint could not deal with."""
     match error:
         case ApiError():
@@ -74,7 +74,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case ValueError() | NotImplementedError():
             return ApiError(400, str(error))
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, "the server failed at this request: see its log")
 
 
@@ -102,12 +102,15 @@ async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Server-sent events out of a generation, which is closed when they end or the client leaves."""
 
-    def __init__(self, generation: Generation, events: Events, error_event: Callable[[ApiError], bytes]):
+    def __init__(
+        self, generation: Generation, events: Events, error_event: Callable[[ApiError], bytes], request_id: str
+    ):
         self.status_code = 200
         self.background = None
         self._generation = generation
         self._events = events
         self._error_event = error_event
+        self._request_id = request_id  # for the log
         self._sent_at = time.monotonic()
         self.init_headers({"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -131,7 +134,7 @@ class EventStream(Response):
                 self._sent_at = time.monotonic()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:  # too late for a status
-            data = self._error_event(as_api_error(error))
+            data = self._error_event(as_api_error(error, self._request_id))
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -153,7 +156,7 @@ async def respond(
     """Does `job`, and answers with its `events` if it streams, otherwise with the `whole` of its last outputs."""
     generation = await unless_gone(request, Generation.start(service, job))
     if job.params.output_kind is RequestOutputKind.DELTA:
-        return EventStream(generation, events(generation), error_event)
+        return EventStream(generation, events(generation), error_event, job.request_id)
     async with generation:
         outputs = await unless_gone(request, generation.results())
         return await whole_answer(job.params, lambda: whole(outputs))

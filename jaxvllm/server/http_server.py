@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.connection import Connection
+from jaxvllm.server.connection import Connection, ConnectionLimits, OpenConnections
 
 # Answers that are on their way when the server ends, error events above all.
 LAST_ANSWERS_SECONDS = 2
@@ -21,7 +21,7 @@ CLOSING_SECONDS = 0.5
 class HttpServer(uvicorn.Server):
     """Serves `app`, watches its connections, and leaves signals to others. ValueError for a bad certificate."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
+    def __init__(self, app: ASGIApp, config: ServerConfig, limits: ConnectionLimits):
         settings = uvicorn.Config(
             app,
             http=Connection,
@@ -32,7 +32,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            timeout_keep_alive=Connection.limits.keep_alive_seconds,
+            timeout_keep_alive=limits.keep_alive_seconds,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
         )
@@ -41,6 +41,7 @@ class HttpServer(uvicorn.Server):
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
         super().__init__(settings)
+        self.server_state = OpenConnections(limits)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Iterable
 
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxvllm.server.auth import BODY_HEADERS
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.strict_json import check_json
+from jaxvllm.server.strict_json import JsonError, check_json
 
 # Of the head: request line and headers. Cookies and tokens of a company's proxies take 8 KiB, and 64 KiB never.
 MAX_HEAD_BYTES = 64 * 2**10
@@ -17,13 +18,47 @@ BODY_SECONDS = 30.0
 DISCARDED_BYTES = 64 * 2**20
 # Of all bodies that are here at once: 4,096 connections could bring 32 GB.
 MAX_HELD_BYTES = 2**30
+# Bytes of a body that is checked at once, within 3 ms; a larger one is checked in a thread.
+SMALL_BODY = 2**16
 _JSON = b"application/json"
+# Headers that decide who asks, for what, and where the body ends.
+_SINGLE_HEADERS = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"host",
+        b"transfer-encoding",
+        b"x-api-key",
+    }
+)
+
+
+class StrictHead:
+    """ASGI middleware: passes on only requests whose head every reader on the way understands alike.
+
+    400 for a Host that is missing, or for two of a header that may be there once: a proxy may have looked at the other
+    one. 431 for a head that is too large.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                _check_head(scope)
+        except ApiError as error:
+            await error.response(scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class RequestLimits:
     """ASGI middleware: reads the whole body and passes on only what is JSON, strictly, and within the limits.
 
-    431 for a head that is too large, 413 for a body that is, 408 and the end of the connection for one that does not
+    413 for a body that is too large, 408 and the end of the connection for one that does not
     arrive, 415 for anything but JSON, 400 for JSON that `check_json` refuses, 503 while all bodies take too much.
     """
 
@@ -39,6 +74,7 @@ class RequestLimits:
         self._body_seconds = body_seconds
         self._max_held_bytes = max_held_bytes
         self._num_held = 0  # bytes of bodies, of all requests that are here
+        self._checking = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +98,6 @@ class RequestLimits:
     async def _receive(self, scope: Scope, receive: Receive, parts: list[bytes]) -> Receive | None:
         """What brings the request's body, of which `parts` are held meanwhile; None when the client has gone."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        _check_head(scope)
         if not any(name in headers for name in BODY_HEADERS):
             return receive
         self._check_announced(headers)
@@ -71,7 +106,8 @@ class RequestLimits:
         parts[:] = [b"".join(parts)]
         body = parts[0]
         if body:
-            _check_body(body, headers)
+            _check_kind(headers)
+            await self._check_json(body)
         return _replay(body, receive)
 
     def _check_announced(self, headers: dict[bytes, bytes]) -> None:
@@ -86,6 +122,17 @@ class RequestLimits:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes: shorten it, or split the request")
+
+    async def _check_json(self, body: bytes) -> None:
+        try:
+            if len(body) <= SMALL_BODY:
+                check_json(body)
+            else:
+                # One at a time: each stops the event loop for up to 0.1 s, and between two it gets its turn.
+                async with self._checking:
+                    await run_in_threadpool(check_json, body)
+        except JsonError as error:
+            raise ApiError(400, str(error), param=error.param) from None
 
     async def _read(self, receive: Receive, parts: list[bytes]) -> bool:
         """Reads the body into `parts`; False when the client goes before it is complete."""
@@ -119,12 +166,16 @@ def _check_head(scope: Scope) -> None:
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     if scope["http_version"] == "1.1" and not any(name == b"host" for name, _ in headers):
         raise ApiError(400, "the Host header is missing")
+    names = [name for name, _ in headers if name in _SINGLE_HEADERS]
+    if len(names) > len(set(names)):
+        name = next(name for name in names if names.count(name) > 1).decode()
+        raise ApiError(400, f"the request has {names.count(name.encode())} headers {name}: send one")
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     if size + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
         raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
 
 
-def _check_body(body: bytes, headers: dict[bytes, bytes]) -> None:
+def _check_kind(headers: dict[bytes, bytes]) -> None:
     encoding = headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding != b"identity":
         raise ApiError(415, "content-encoding is not supported: send the body as it is")
@@ -133,10 +184,6 @@ def _check_body(body: bytes, headers: dict[bytes, bytes]) -> None:
         raise ApiError(415, "content-type must be application/json")
     if b"charset" in parameters.lower() and b"utf-8" not in parameters.lower():
         raise ApiError(415, "the charset of JSON must be utf-8")
-    try:
-        check_json(body)
-    except ValueError as error:
-        raise ApiError(400, str(error)) from None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

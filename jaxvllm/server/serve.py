@@ -15,7 +15,7 @@ from jaxvllm.engine.async_llm import AsyncLLM, FollowedError
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.keys import read_keys
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
-from jaxvllm.server.listener import allow_connections, is_open_to_strangers, listen, url_of
+from jaxvllm.server.listener import RESERVED_FILES, is_open_to_strangers, listen, raise_file_limit, url_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -41,8 +41,8 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
     """
     start = time.monotonic()
     keys = read_keys(config)
-    allow_connections()
-    with listen(config.host, config.port) as listener, StopSignals() as stop:
+    max_files = raise_file_limit()
+    with listen(config.host, config.port, max_files) as listener, StopSignals() as stop:
         url = url_of(listener, config)
         if not keys and is_open_to_strangers(listener):
             logger.warning("whoever reaches %s may use this server: it has no --api-key", url)
@@ -53,7 +53,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
         try:
             llm.launch()
             await asyncio.sleep(0)  # the engine's process starts, and imports JAX while this one imports FastAPI
-            service, server = _http(llm, config, keys, not is_open_to_strangers(listener))
+            service, server = _http(llm, config, keys, not is_open_to_strangers(listener), max_files)
             async with server.running(listener) as serving:
                 try:
                     await until_first(llm.ready(), stop.asked())
@@ -81,17 +81,21 @@ def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local:
     """
     from jaxvllm.server.auth import Auth
     from jaxvllm.server.host_guard import HostGuard
-    from jaxvllm.server.limits import RequestLimits
+    from jaxvllm.server.limits import RequestLimits, StrictHead
+    from jaxvllm.server.request_id import RequestIds
 
     app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
-    if keys or not is_local or "*" in config.allowed_host:
-        return app
-    return HostGuard(app, (config.host, *config.allowed_host))
+    if not keys and is_local and "*" not in config.allowed_host:
+        app = HostGuard(app, (config.host, *config.allowed_host))
+    return RequestIds(StrictHead(app))
 
 
-def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bool) -> "tuple[Service, HttpServer]":
+def _http(
+    llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bool, max_files: int
+) -> "tuple[Service, HttpServer]":
     # Imported here: it takes 0.8 s, while the engine starts.
     from jaxvllm.server.app import create_app
+    from jaxvllm.server.connection import ConnectionLimits
     from jaxvllm.server.counting import Counting
     from jaxvllm.server.http_server import HttpServer
     from jaxvllm.server.log_line import StatsLogger
@@ -99,5 +103,8 @@ def _http(llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bo
 
     llm.observe(StatsLogger(config.log_stats_interval))
     service = Service(llm, config)
-    app = guarded(create_app(service), config, keys, is_local)
-    return service, HttpServer(Counting(app, service.metrics), config)
+    app = create_app(service)
+    counted = Counting(guarded(app, config, keys, is_local), service.metrics, app.routes)
+    limits = ConnectionLimits()
+    most = min(limits.max_connections, max(1, max_files - RESERVED_FILES))
+    return service, HttpServer(counted, config, replace(limits, max_connections=most))

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import re
 import time
 
 from tests.faults.requests import CHAT, COMPLETIONS, HEAD, Fault
 from tests.faults.server import GREEDY, Server, check_error, request
 
+# Of the server that suffers all this.
+MAX_FILES = 320
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
@@ -117,6 +120,19 @@ async def silent_connections(server: Server) -> None:
         writer.transport.abort()
 
 
+async def more_silent_connections_than_files(server: Server) -> None:
+    """Twice as many as it may open files: those that have been idle longest are closed, and all others served."""
+    connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2 * MAX_FILES)]
+    assert (await server.get("/health")).status == 200
+    assert await server.greedy() == server.expected
+    async with asyncio.timeout(10):
+        assert await connections[0][0].read() == b""
+    for _, writer in connections:
+        writer.transport.abort()
+    warnings = re.findall(r"^WARNING .*", server.log.read_text(), re.MULTILINE)
+    assert len(warnings) == 1 and "connections are open, which is the most" in warnings[0], warnings
+
+
 async def pipelined(server: Server) -> None:
     """Several requests on a connection before the first is answered."""
     body = json.dumps(GREEDY).encode()
@@ -124,6 +140,35 @@ async def pipelined(server: Server) -> None:
     _, writer = await server.send(request(COMPLETIONS, body, keep) * 3)
     await asyncio.sleep(0.5)
     writer.close()
+
+
+async def pipelined_before_garbage(server: Server) -> None:
+    """The valid requests are answered, in their order; then comes a 400 and the end of the connection."""
+    keep = {"connection": "keep-alive"}
+    body = json.dumps(GREEDY).encode()
+    valid = request(COMPLETIONS, body, keep) + request("/version", b"", keep, "GET")
+    reader, writer = await server.send(valid + b"\x16\x03\x01 nonsense\r\n\r\n")
+    answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"400"]
+    assert b'"text":' in answers[0] and b'"version":' in answers[1] and b"connection: close" in answers[2]
+    writer.close()
+
+
+async def stream_over_http_1_0(server: Server) -> None:
+    reader, writer = await server.send(streaming(max_tokens=8).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n")
+    writer.close()
+
+
+async def same_header_twice(server: Server) -> None:
+    """As clients do that send a request again before they know what became of the first."""
+    reader, writer = await server.send(streaming().replace(b"\r\n", b"\r\nx-request-id: mine\r\n", 1))
+    await reader.readuntil(b"data: ")
+    answer = await server.post(COMPLETIONS, GREEDY, {"x-request-id": "mine"})
+    assert answer.status == 200 and answer.json["id"] == "cmpl-mine" and answer.headers["x-request-id"] == "mine"
+    writer.transport.abort()
 
 
 async def same_id_twice(server: Server) -> None:
@@ -159,7 +204,11 @@ LOAD = [
     Fault("heads that come byte by byte", slow_head),
     Fault("bodies that never end", slow_body),
     Fault("200 connections that say nothing", silent_connections),
+    Fault("more silent connections than the server may open files", more_silent_connections_than_files),
     Fault("requests that do not wait for answers", pipelined),
+    Fault("valid requests, then garbage", pipelined_before_garbage),
+    Fault("a stream over HTTP/1.0", stream_over_http_1_0),
+    Fault("an X-Request-Id that is in use", same_header_twice),
     Fault("an id that is in use", same_id_twice),
     Fault("100 completions that the pool cannot hold at once", larger_than_the_pool),
     Fault("a conversation of 50,000 messages", slow_template),

@@ -71,6 +71,7 @@ def chat(content: Any, role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
+NAMES = {f"k{i}": 1 for i in range(10_000)}
 CHUNKED = {"content-length": "", "transfer-encoding": "chunked"}
 LARGE = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
 IN_CHUNKS = b"%x\r\n" % len(LARGE) + LARGE + b"\r\n0\r\n\r\n"
@@ -96,6 +97,8 @@ BODIES = [
     body("a number of 5,000 digits", b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"),
     body("two values", b'{"prompt": "x"} {}'),
     body("a body of 9 MB", LARGE, 413),
+    body("600,000 fields that nobody knows", b"{" + b",".join(b'"k%07d":1' % i for i in range(600_000)) + b"}"),
+    body("4,000 fields that nobody knows", json.dumps({f"k{i}": 1 for i in range(4000)}).encode()),
 ]
 
 VALUES = [
@@ -129,6 +132,12 @@ VALUES = [
     value("a text of 7 MB", prompt="hello " * 1_200_000, param="prompt"),
     value("half a million prompts that are none", prompt=[{}] * 500_000, param="prompt"),
     value("a million messages that are none", path=CHAT, messages=[1] * 10**6),
+    value("two million token ids that are none", allowed_token_ids=[""] * 2_000_000, param="allowed_token_ids"),
+    value("a million token ids that are none", allowed_token_ids=[""] * 1_000_000, param="allowed_token_ids"),
+    value("metadata of 200,000 names", metadata={f"k{i}": "" for i in range(200_000)}, param="metadata"),
+    value("template variables of 10,000 names", path=CHAT, chat_template_kwargs=NAMES, param="chat_template_kwargs"),
+    value("stream options of 10,000 names", stream=True, stream_options=NAMES, param="stream_options"),
+    value("300,000 lists in lists", path=CHAT, tools=[[[]]] * 100_000, param="tools"),
     value("a priority of 100 bits", priority=2**100, param="priority"),
     value("prompt_logprobs of the whole vocabulary", prompt_logprobs=-1, param="prompt_logprobs"),
     value("a field that nobody knows", frobnicate=1, param="frobnicate"),
@@ -193,6 +202,14 @@ HTTP = [
         b"GET /version HTTP/1.1\r\nconnection: close\r\nauthorization: Bearer " + KEY.encode() + b"\r\n\r\n",
         400,
     ),
+    sent("two keys", request(COMPLETIONS, b"{}", {"authorization": f"Bearer {KEY}\r\nauthorization: Bearer x"}), 400),
+    sent("two Hosts", request(COMPLETIONS, b"{}", {"host": "localhost\r\nhost: evil.example"}), 400),
+    sent(
+        "two content types",
+        request(COMPLETIONS, b"{}", {"content-type": "application/json\r\ncontent-type: text/plain"}),
+        400,
+    ),
+    sent("an X-Request-Id of 10 KB", request("/version", b"", {"x-request-id": "x" * 10_000}, "GET"), 200),
     sent("chunks that are none", request(COMPLETIONS, b"zz\r\nhello\r\n", CHUNKED), 400, closes=True),
     sent("a path out of the static files", request("/playground/static/../../serve.py", b"", method="GET"), 404, 401),
     sent("the same, encoded", request("/playground/static/%2e%2e/%2e%2e/serve.py", b"", method="GET"), 404, 401),

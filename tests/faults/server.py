@@ -170,10 +170,13 @@ def check_error(answer: Answer, status: int | tuple[int, ...], param: str | None
 
 
 @contextmanager
-def serving(log: Path, options: Mapping[str, Any] = OPTIONS, *flags: str, wait: bool = True) -> Iterator[Server]:
-    """A server, ready when it is entered, and gone with all its processes afterwards."""
+def serving(
+    log: Path, options: Mapping[str, Any] = OPTIONS, *flags: str, wait: bool = True, max_files: int = 4096
+) -> Iterator[Server]:
+    """A server, ready when it is entered, and gone with all its processes afterwards. It may open `max_files` files."""
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "jaxvllm.serve", "--port", "0", "--api-key", KEY, *words, *flags]
+    command = ["/bin/sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]  # soft and hard limit
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment) as process:
         server = Server(process, 0, log)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.load import LOAD, LONG, pool_of_two, streaming
+from tests.faults.load import LOAD, LONG, MAX_FILES, pool_of_two, streaming
 from tests.faults.requests import BODIES, COMPLETIONS, HTTP, VALUES, Fault
 from tests.faults.server import GREEDY, KEY, OPTIONS, Server, check_error, serving
 from tests.processes import wait_until_gone
@@ -31,7 +31,8 @@ HARMLESS = [*BODIES, *VALUES, *HTTP, *LOAD]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("faults") / "log"
-    with serving(log, OPTIONS, "--max-num-queued-requests", "100", "--max-num-queued-tokens", "20000") as server:
+    limits = ("--max-num-queued-requests", "100", "--max-num-queued-tokens", "20000")
+    with serving(log, OPTIONS, *limits, max_files=MAX_FILES) as server:
         yield server
         lines = log.read_text()
     assert "Traceback" not in lines, lines

@@ -1,22 +1,24 @@
 """Clients that let a server wait, over real sockets. One server suffers all of them at once."""
 
 import asyncio
+import errno
 import json
 import logging
-from contextlib import suppress
+import socket
+from contextlib import ExitStack, suppress
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.connection import Connection, ConnectionLimits
+from jaxvllm.server.connection import ConnectionLimits
 from jaxvllm.server.http_server import HttpServer
-from jaxvllm.server.listener import is_open_to_strangers, listen, url_of
+from jaxvllm.server.listener import SPARE_FILES, is_open_to_strangers, listen, url_of
 
 GET = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
 LIMITS = ConnectionLimits(
-    max_connections=30,
+    max_connections=40,
     head_seconds=0.5,
     message_seconds=0.5,
     keep_alive_seconds=1,
@@ -25,8 +27,16 @@ LIMITS = ConnectionLimits(
 )
 
 
+async def aiter_of(*parts):
+    for part in parts:
+        yield part
+
+
 class App:
-    """/quick answers without reading, /slow likewise but late, /body reads, /endless never stops."""
+    """/quick answers without reading, /late and /slow likewise but later; /body reads.
+
+    /stream has no length, and /endless never stops.
+    """
 
     def __init__(self):
         self.endless_has_ended = asyncio.Event()
@@ -37,6 +47,11 @@ class App:
         elif scope["path"] == "/slow":
             await asyncio.sleep(2)
             await PlainTextResponse("slow")(scope, receive, send)
+        elif scope["path"] == "/late":
+            await asyncio.sleep(0.2)
+            await PlainTextResponse("late")(scope, receive, send)
+        elif scope["path"] == "/stream":
+            await StreamingResponse(aiter_of(b"event 1\n", b"", b"event 2\n"))(scope, receive, send)
         elif scope["path"] == "/headers":
             await Request(scope, receive).body()
             await PlainTextResponse(",".join(name.decode() for name, _ in scope["headers"]))(scope, receive, send)
@@ -198,6 +213,68 @@ async def pipelined_behind_a_slow_answer(client):
     assert "hello" in await client.answer()
 
 
+async def pipelined_before_garbage(client):
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
+    client.writer.write(GET.replace(b"quick", b"late") + post + GET + b"\x16\x03\x01 hello\r\n\r\n")
+    answers = [await client.answer() for _ in range(3)]
+    assert [answer.rpartition("\r\n\r\n")[2] for answer in answers] == ["late", "hello", "quick"]
+    client.writer.write(GET)  # comes too late: nothing is read behind garbage
+    assert_is(await client.answers(), 400)
+
+
+async def pipelined_before_a_body_of_garbage(client):
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    client.writer.write(GET.replace(b"quick", b"late") + GET + post + b"zz\r\nhello\r\n")
+    answers = [await client.answer() for _ in range(2)]
+    assert [answer.rpartition("\r\n\r\n")[2] for answer in answers] == ["late", "quick"]
+    assert_is(await client.answers(), 400)
+
+
+async def garbage_behind_a_slow_answer(client):
+    client.writer.write(GET.replace(b"quick", b"late"))
+    await asyncio.sleep(0.05)
+    client.writer.write(b"nonsense\r\n\r\n")
+    assert "late" in await client.answer()
+    assert_is(await client.answers(), 400)
+
+
+async def half_a_head_behind_a_slow_answer(client):
+    client.writer.write(GET.replace(b"quick", b"slow") + GET[:10])
+    assert "slow" in await client.answer()
+    assert_is(await client.answers(), 408)
+
+
+async def garbage_behind_the_last_request(client):
+    client.writer.write(GET[:-2] + b"connection: close\r\n\r\nnonsense\r\n\r\n")
+    answer = await client.answers()
+    assert answer.startswith("HTTP/1.1 200") and answer.endswith("\r\n\r\nquick")
+
+
+async def streams_to_http_1_0(client):
+    client.writer.write(b"GET /stream HTTP/1.0\r\nhost: x\r\nconnection: keep-alive\r\n\r\n")
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert "transfer-encoding" not in head and "content-length" not in head and "connection: close" in head
+    assert body == "event 1\nevent 2\n"
+
+
+async def asks_with_http_1_0(client):
+    client.writer.write(GET.replace(b"1.1", b"1.0"))
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert "content-length: 5" in head and "connection: close" in head and body == "quick"
+
+
+async def asks_for_a_head_with_http_1_0(client):
+    client.writer.write(b"HEAD /stream HTTP/1.0\r\n\r\n")
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200") and "transfer-encoding" not in head and not body
+
+
+async def streams_to_http_1_1(client):
+    client.writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, body = (await client.answers()).partition("\r\n\r\n")
+    assert "transfer-encoding: chunked" in head and body == "8\r\nevent 1\n\r\n8\r\nevent 2\n\r\n0\r\n\r\n"
+
+
 async def offers_http_2(client):
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
     client.writer.write(b"POST /body HTTP/1.1\r\nhost: x\r\n" + upgrade + b"content-length: 5\r\n\r\nhello")
@@ -223,6 +300,7 @@ def assert_is(answer, status):
     head, _, body = answer.partition("\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} "), answer
     assert "connection: close" in head
+    assert "x-request-id: " in head
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
@@ -245,6 +323,15 @@ BAD_MANNERS = (
     not_http,
     pipelined,
     pipelined_behind_a_slow_answer,
+    pipelined_before_garbage,
+    pipelined_before_a_body_of_garbage,
+    garbage_behind_a_slow_answer,
+    half_a_head_behind_a_slow_answer,
+    garbage_behind_the_last_request,
+    streams_to_http_1_0,
+    asks_with_http_1_0,
+    asks_for_a_head_with_http_1_0,
+    streams_to_http_1_1,
     offers_http_2,
     offers_a_websocket,
     expects_100,
@@ -252,13 +339,12 @@ BAD_MANNERS = (
 
 
 @pytest.mark.timeout(30)
-def test_no_client_holds_a_connection_for_long(monkeypatch, caplog):
+def test_no_client_holds_a_connection_for_long(caplog):
     caplog.set_level(logging.ERROR, "uvicorn.error")  # as `jaxvllm serve` does
-    monkeypatch.setattr(Connection, "limits", LIMITS)
 
     async def run():
         app = App()
-        server = HttpServer(app, ServerConfig(port=0))
+        server = HttpServer(app, ServerConfig(port=0), LIMITS)
         listener = listen("127.0.0.1", 0)
         async with server.running(listener):
 
@@ -290,29 +376,112 @@ def test_no_client_holds_a_connection_for_long(monkeypatch, caplog):
     assert not caplog.records, "what a client does wrong fills no log"
 
 
-def test_too_many_connections(monkeypatch):
-    monkeypatch.setattr(Connection, "limits", ConnectionLimits(max_connections=2))
+async def connect(listener):
+    return Client(*await asyncio.open_connection(*listener.getsockname()))
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_too_many_requests_at_once():
+    """Where every connection has a request, a further one gets 503."""
 
     async def run():
         listener = listen("127.0.0.1", 0)
-        async with HttpServer(App(), ServerConfig(port=0)).running(listener):
-            clients = [Client(*await asyncio.open_connection(*listener.getsockname())) for _ in range(3)]
-            for client in clients:
-                client.writer.write(GET)
-            assert "quick" in await clients[0].answer()
-            assert "quick" in await clients[1].answer()
-            refusal = await clients[2].answers()
+        server = HttpServer(App(), ServerConfig(port=0), ConnectionLimits(max_connections=2))
+        async with server.running(listener):
+            busy = [await connect(listener) for _ in range(2)]
+            for client in busy:
+                client.writer.write(GET.replace(b"quick", b"slow"))
+            await until(lambda: len(server.server_state.tasks) == 2)
+            third = await connect(listener)
+            third.writer.write(GET)
+            refusal = await third.answers()
             assert_is(refusal, 503)
             assert "retry-after" in refusal
-            clients[0].writer.close()
-            await asyncio.sleep(0.05)
-            later = Client(*await asyncio.open_connection(*listener.getsockname()))
+            assert ["slow" in await client.answer() for client in busy] == [True, True]
+            later = await connect(listener)  # in place of one that is idle now
             later.writer.write(GET)
             assert "quick" in await later.answer()
-            for client in (*clients, later):
+            for client in (*busy, third, later):
                 client.writer.close()
 
     asyncio.run(run())
+
+
+def test_idle_connections_make_room(caplog):
+    """The connection that has been idle longest is closed: without a request, or since its last answer."""
+
+    async def run():
+        listener = listen("127.0.0.1", 0)
+        server = HttpServer(App(), ServerConfig(port=0), ConnectionLimits(max_connections=4))
+        async with server.running(listener):
+            silent, halfway, kept, busy = clients = [await connect(listener) for _ in range(4)]
+            halfway.writer.write(GET[:10])
+            busy.writer.write(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+            await busy.reader.readexactly(100)
+            kept.writer.write(GET)
+            assert "quick" in await kept.answer()
+            for idle in (silent, halfway, kept):
+                new = await connect(listener)
+                clients.append(new)
+                new.writer.write(GET)
+                assert "quick" in await new.answer()
+                assert await idle.answers() == ""
+                await until(lambda: len(server.server_state.connections) == 4)
+            await busy.reader.readexactly(100)
+            for client in clients:
+                client.writer.close()
+
+    asyncio.run(run())
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "4 connections are open, which is the most" in record.message
+
+
+def test_the_last_files_are_for_no_connection(caplog):
+    """Of a crowd one is accepted in each turn while files get short, and those that would take the last are closed."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(8)]
+        with open("/dev/null", "rb") as lowest:
+            listener._max_files = lowest.fileno() + 3 + SPARE_FILES
+        accepted = []
+        for _ in clients:
+            with suppress(BlockingIOError):
+                connection, _ = listener.accept()
+                accepted.append(stack.enter_context(connection))
+                with suppress(BlockingIOError):
+                    stack.enter_context(listener.accept()[0])
+                    raise AssertionError("two in one turn")
+        assert len(accepted) == 3
+        for connection in accepted:
+            connection.send(b"x")
+        assert [client.recv(1) for client in clients] == [b"x"] * 3 + [b""] * 5
+        stack.enter_context(socket.create_connection(listener.getsockname()))
+        accepted.pop().close()
+        stack.enter_context(listener.accept()[0])
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and f"all but {SPARE_FILES} of" in record.message
+
+
+def test_accepting_fails_once_and_not_2048_times(monkeypatch):
+    """asyncio tries again as often as connections may wait, but for a socket that says that there is none."""
+
+    def no_files(self):
+        raise OSError(errno.ENFILE, "no files")
+
+    with listen("127.0.0.1", 0) as listener:
+        monkeypatch.setattr(socket.socket, "accept", no_files)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no files"):
+                listener.accept()
+            with pytest.raises(BlockingIOError):
+                listener.accept()
 
 
 def test_a_port_in_use_and_an_unknown_host():
@@ -334,4 +503,4 @@ def test_a_bad_certificate(tmp_path):
     (tmp_path / "pem").write_text("no certificate")
     pem = str(tmp_path / "pem")
     with pytest.raises(ValueError, match="^ssl_certfile and ssl_keyfile cannot be used: "):
-        HttpServer(App(), ServerConfig(ssl_certfile=pem, ssl_keyfile=pem))
+        HttpServer(App(), ServerConfig(ssl_certfile=pem, ssl_keyfile=pem), ConnectionLimits())

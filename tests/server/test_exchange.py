@@ -31,7 +31,7 @@ async def run(events: AsyncIterator[bytes], leaves_after: float = 5) -> tuple[Ge
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    stream = EventStream(generation, events, error_event)  # type: ignore[arg-type]
+    stream = EventStream(generation, events, error_event, "cmpl-1")  # type: ignore[arg-type]
     await stream({"type": "http"}, receive, send)
     bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
     return generation, bodies, not sent[-1].get("more_body", True)
@@ -77,6 +77,6 @@ def test_a_client_that_leaves_ends_the_generation() -> None:
 
 
 def test_an_error_of_ours_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    error = as_api_error(KeyError("/root/secret"))
+    error = as_api_error(KeyError("/root/secret"), "cmpl-17")
     assert error.status == 500 and "secret" not in error.message
-    assert "secret" in caplog.text
+    assert "secret" in caplog.text and "request cmpl-17 failed" in caplog.text

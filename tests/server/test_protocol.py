@@ -1,11 +1,14 @@
 """What a request that is wrong a million times costs: as much as one that is wrong once."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from jaxvllm.server.protocol.chat import ChatRequest
 from jaxvllm.server.protocol.completions import CompletionRequest
-from jaxvllm.server.protocol.messages import MessagesRequest
+from jaxvllm.server.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxvllm.server.protocol.responses import ResponsesRequest
 from jaxvllm.server.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -34,6 +37,58 @@ def test_errors_do_not_multiply(model: type[BaseModel], body: dict[str, object])
     with pytest.raises(ValidationError) as raised:
         model.model_validate(body)
     assert raised.value.error_count() <= 5  # a form of the field each
+
+
+REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+
+
+def lists_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schemas of all lists in one of pydantic's core schemas."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        for name, part in schema.items():
+            if name not in ("metadata", "json_schema_input_schema"):  # which say nothing of what is checked
+                yield from lists_of(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from lists_of(part)
+
+
+@pytest.mark.parametrize("model", REQUESTS)
+def test_no_list_makes_more_than_one_error(model: type[BaseModel]) -> None:
+    """Of a list whose items may be wrong: 2.8 million of them took 20 s. `MAX_NAMES_OF_ONE` bounds those of objects."""
+    lists = list(lists_of(model.__pydantic_core_schema__))
+    assert lists
+    for found in lists:
+        assert found.get("fail_fast") or found["items_schema"]["type"] == "any", found
+
+
+def test_what_is_refused_is_not_written_out() -> None:
+    """Only as much of it as is shown, of a million items."""
+
+    class Counted(list[int]):
+        seen = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                self.seen += 1
+                yield item
+
+    refused = Counted(range(1_000_000))
+    with pytest.raises(ValidationError, match=r"\[0, 1, 2, .*\.\.\. is not supported"):
+        CompletionRequest.model_validate({"prompt": "a", "logits_processors": [refused]})
+    assert 0 < refused.seen < 100
+    with pytest.raises(ValidationError, match=r'\{"type": "json_object"\} is not supported'):
+        CompletionRequest.model_validate({"prompt": "a", "response_format": {"type": "json_object"}})
 
 
 @pytest.mark.parametrize("model", [ChatRequest, TokenizeRequest])

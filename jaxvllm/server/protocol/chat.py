@@ -13,6 +13,7 @@ from jaxvllm.server.protocol.fields import (
     Reply,
     SamplingFields,
     ScoringFields,
+    Strings,
     TemplateVariables,
     Usage,
     neutral,
@@ -39,7 +40,7 @@ class ChatRequest(SamplingFields, ScoringFields):
     functions: list[Any] | None = neutral([])
     function_call: Any | None = neutral("none", "auto")
     parallel_tool_calls: bool | None = None  # says nothing without tools
-    modalities: list[str] | None = neutral(["text"])
+    modalities: Strings | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral()
     prediction: dict[str, Any] | None = neutral()
     include_reasoning: bool | None = neutral(True)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import islice
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -33,7 +34,8 @@ NOT_SUPPORTED = "not supported"
 def _neutral(*values: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is not None and value not in values:
-            shown = json.dumps(value)
+            # No more of it than is shown: it may have a million items.
+            shown = "".join(islice(json.JSONEncoder().iterencode(value), 61))
             raise ValueError(f"{shown if len(shown) <= 60 else shown[:57] + '...'} is not supported: leave it out")
         return value
 
@@ -116,8 +118,8 @@ class SamplingFields(Strict):
     logit_bias: dict[str, float] | None = neutral({})
     use_beam_search: bool | None = neutral(False)
     truncate_prompt_tokens: int | None = neutral()
-    allowed_token_ids: list[int] | None = neutral()
-    bad_words: list[str] | None = neutral([])
+    allowed_token_ids: Tokens | None = neutral()
+    bad_words: Strings | None = neutral([])
     logits_processors: list[Any] | None = neutral([])
 
     def chosen(self) -> dict[str, Any]:

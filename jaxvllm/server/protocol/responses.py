@@ -20,6 +20,7 @@ from jaxvllm.server.protocol.logprobs import TokenLogprob, chat_logprobs
 
 LOGPROBS = "message.output_text.logprobs"
 type Role = Literal["user", "assistant", "system", "developer"]
+type Include = Annotated[list[Literal["message.output_text.logprobs"]], FailFast()]
 type ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -84,7 +85,7 @@ class ResponsesRequest(SamplingFields, RequestFields):
     ]
     instructions: str | None = None  # a system message before all others
     max_output_tokens: Limit | None = None  # None: up to the model's length
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Include | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextConfig | None = None
     chat_template_kwargs: TemplateVariables | None = None

@@ -11,8 +11,9 @@ from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse, parts
-from jaxvllm.server.protocol.fields import StreamOptions, new_id, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
+from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
@@ -43,18 +44,18 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     )
     prompt = await run_in_threadpool(_read, service, body, params.scores_only)
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
-    exchange = _Exchange(body, service.answer_head(model), prompt)
-    job = Job(exchange.request_id, [prompt], params, body.priority)
+    answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
+    exchange = _Exchange(body, service.answer_head(model), prompt, answer_id)
+    job = Job(engine_id, [prompt], params, body.priority)
     return await respond(request, service, job, exchange.whole, exchange.events)
 
 
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, body: ChatRequest, head: dict[str, Any], prompt: Prompt):
-        self.request_id = body.request_id or new_id("chatcmpl-")
+    def __init__(self, body: ChatRequest, head: dict[str, Any], prompt: Prompt, answer_id: str):
         self._body = body
-        self._head = {"id": self.request_id} | head
+        self._head = {"id": answer_id} | head
         self._prompt_ids = {"prompt_token_ids": prompt.token_ids.tolist()} if body.return_token_ids else {}
         [last] = checked_messages(body.messages[-1:])  # the template has had all of them
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""

@@ -12,8 +12,9 @@ from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation, Job
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
-from jaxvllm.server.protocol.fields import StreamOptions, new_id, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
+from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
@@ -45,19 +46,20 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     prompts = await run_in_threadpool(_read, service, body, params.scores_only)
     for prompt in prompts:
         service.check_room(prompt, body.max_tokens, "max_tokens")
-    job = Job(body.request_id or new_id("cmpl-"), prompts, params, body.priority)
-    exchange = _Exchange(service, body, model, job)
+    answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
+    job = Job(engine_id, prompts, params, body.priority)
+    exchange = _Exchange(service, body, model, job, answer_id)
     return await respond(request, service, job, exchange.whole, exchange.events)
 
 
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, service: Service, body: CompletionRequest, model: str, job: Job):
+    def __init__(self, service: Service, body: CompletionRequest, model: str, job: Job, answer_id: str):
         self._service = service
         self._body = body
         self._job = job
-        self._head = {"id": job.request_id, "object": "text_completion"} | service.answer_head(model)
+        self._head = {"id": answer_id, "object": "text_completion"} | service.answer_head(model)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = [

@@ -10,7 +10,7 @@ from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import Events, event, respond
 from jaxvllm.server.generation import Generation, Job
-from jaxvllm.server.protocol.fields import new_id, params_of
+from jaxvllm.server.protocol.fields import params_of
 from jaxvllm.server.protocol.messages import (
     ConversationFields,
     CountTokensRequest,
@@ -20,6 +20,7 @@ from jaxvllm.server.protocol.messages import (
     ending,
     messages_usage,
 )
+from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import COMMON, STREAMED, as_anthropic
 from jaxvllm.server.service import Service
 
@@ -36,8 +37,9 @@ def router(service: Service) -> APIRouter:
             service.defaults, body.chosen(), max_tokens=body.max_tokens, logprobs=None, stream=bool(body.stream)
         )
         prompt = await run_in_threadpool(_read, service, body)
-        exchange = _Exchange(model)
-        job = Job(exchange.request_id, [prompt], params, body.priority)
+        answer_id, engine_id = RequestId.of(request).names("msg_")
+        exchange = _Exchange(model, answer_id)
+        job = Job(engine_id, [prompt], params, body.priority)
         return await respond(request, service, job, exchange.whole, exchange.events, _error_event)
 
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
@@ -52,8 +54,8 @@ def router(service: Service) -> APIRouter:
 class _Exchange:
     """One answer."""
 
-    def __init__(self, model: str):
-        self.request_id = new_id("msg_")
+    def __init__(self, model: str, answer_id: str):
+        self._answer_id = answer_id
         self._model = model
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class _Exchange:
                 yield _event("message_stop")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        head = {"id": self.request_id, "type": "message", "role": "assistant", "model": self._model}
+        head = {"id": self._answer_id, "type": "message", "role": "assistant", "model": self._model}
         return head | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
 

@@ -19,6 +19,7 @@ from jaxvllm.server.protocol.responses import (
     responses_usage,
     token_logprobs,
 )
+from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
@@ -48,21 +49,21 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     )
     prompt = await run_in_threadpool(_read, service, body)
     service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
-    exchange = _Exchange(body, model, params)
-    job = Job(exchange.request_id, [prompt], params, body.priority)
+    answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
+    exchange = _Exchange(body, model, params, answer_id)
+    job = Job(engine_id, [prompt], params, body.priority)
     return await respond(request, service, job, exchange.whole, exchange.events, exchange.error_event)
 
 
 class _Exchange:
     """One answer: a response with one message of one text."""
 
-    def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams):
-        self.request_id = body.request_id or new_id("resp_")
+    def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams, answer_id: str):
         self._item_id = new_id("msg_")
         self._num_logprobs = body.num_logprobs or 0
         self._as_ids = body.return_tokens_as_token_ids
         self._head = echoed(body) | {
-            "id": self.request_id,
+            "id": answer_id,
             "object": "response",
             "created_at": now(),
             "model": model,
