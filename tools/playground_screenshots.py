@@ -97,8 +97,8 @@ def take(page: Browser) -> None:
     page.wait(connected)
     page.click("[name=probabilities]")
     page.type("[name=seed]", "3")
-    ask(page, "What is the capital of France?")
-    ask(page, "Tell me a short story about a frog.")
+    ask(page, "Which day comes after Friday?")
+    ask(page, "Tell me a short story.")
     # Less padding: the small buckets, which are compiled last, are ready.
     page.wait("parseInt(document.querySelector('#steps-summary').textContent) < 50", seconds=90)
     page.run("""const doubt = (token) => Number(token.style.getPropertyValue('--doubt'));

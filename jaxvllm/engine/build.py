@@ -106,6 +106,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
         hosts.meet()
     logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
+    logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 
     def make_scheduler() -> Scheduler:
         slots = SlotTable(seqs, choices.max_model_len, config.page_size)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -14,6 +15,26 @@ GPU_SPARE = 0.05
 GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that an engine takes of each device."""
+
+    weights: int
+    pages: int
+    num_tokens: int  # whose keys and values the pages hold
+    state: int  # of the slots
+    step: int  # what the largest step needs beside the others while it runs
+    grows: bool  # whether pages take memory only once they are used, as on CPU
+
+    def table(self) -> str:
+        """Returns the parts and their sum, a line each, in MiB."""
+        pages = f"{self.num_tokens:,} tokens" + (", taken as pages fill" if self.grows else "")
+        rows = [("weights", self.weights, ""), ("KV pages", self.pages, pages), ("slots", self.state, "")]
+        rows.append(("largest step", self.step, "while it runs"))
+        rows.append(("in all", sum(size for _, size, _ in rows), ""))
+        return "\n".join(f"  {name:<13}{size / 2**20:11,.1f}   {remark}".rstrip() for name, size, remark in rows)
 
 
 def claim_gpu_memory(utilization: float) -> None:

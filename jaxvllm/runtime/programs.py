@@ -49,6 +49,11 @@ class Programs:
     def num_compiled(self) -> int:
         return len(self._ready)
 
+    @property
+    def largest(self) -> Compiled:
+        """The program that holds every plan. It is always there."""
+        return self._ready[self.ladder.largest]
+
     def choose(self, plan: StepPlan) -> Bucket:
         """The cheapest bucket that is compiled and holds `plan`."""
         ready = tuple(self._ready)  # a snapshot: the compiling thread adds to it

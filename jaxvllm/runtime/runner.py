@@ -1,5 +1,6 @@
 """The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,12 @@ from jaxvllm.runtime.batch import pack, packed_size
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.calls import Admit, Call, Close, Reset, Step
 from jaxvllm.runtime.leader import Leader
+from jaxvllm.runtime.memory import MemoryUse, step_bytes
 from jaxvllm.runtime.programs import Compiled, Programs
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admissions
 from jaxvllm.runtime.step import DeviceOutput, step
+from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import KVPages, kv_pages_struct
 from sharding.axis import ModelAxis
@@ -127,7 +130,12 @@ class Runner:
         self._leader = leader
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(mesh)
-        self._new_pages = _maker(partial(jnp.zeros, pages.shape, pages.dtype), pages)
+        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._new_pages: Callable[[], KVPages] = (
+            partial(untouched, pages, mesh)
+            if self._on_cpu
+            else _maker(partial(jnp.zeros, pages.shape, pages.dtype), pages)
+        )
         self._new_state = _maker(partial(DeviceState.create, shape.num_slots, shape.max_pages), state)
         self._kv_pages: KVPages
         self._state: DeviceState
@@ -169,6 +177,19 @@ class Runner:
             raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
         return np.asarray(self._kv_pages[:, pages])
 
+    def memory_use(self) -> MemoryUse:
+        """Returns what this runner takes of each device."""
+        largest = self.programs.largest
+        assert isinstance(largest, jax.stages.Compiled)
+        return MemoryUse(
+            weights=_bytes_on_a_device(self._params),
+            pages=_bytes_on_a_device(self._kv_pages),
+            num_tokens=(self.shape.num_pages - 1) * self.shape.page_size,  # page 0 is the trash page
+            state=_bytes_on_a_device(self._state),
+            step=step_bytes(largest),
+            grows=self._on_cpu,
+        )
+
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory. Nothing may be dispatched afterwards."""
         self._call(Close())
@@ -196,10 +217,14 @@ class Runner:
 
 
 def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:
-    """The first `count`."""
+    """Copies the first `count` rows to the host."""
     assert logprobs is not None, "a decode bucket has no prompts"
     device = jax.tree.map(lambda x: np.asarray(x)[:count], logprobs)
     return TopLogprobs(device.token, device.ranks, device.top_ids, device.top)
+
+
+def _bytes_on_a_device(tree: Any) -> int:
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _maker(make: Callable[[], Any], like: Any) -> Compiled:

@@ -27,7 +27,7 @@ STREAMS: dict[str, Any] = {
     "/v1/messages": MessagesEvent,
     "/invocations": CompletionResponse | ChatChunk | ResponsesEvent,
 }
-_USER = {"role": "user", "content": "What is the capital of France?"}
+_USER = {"role": "user", "content": "Which day comes after Friday?"}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0},
     "/v1/chat/completions": {"messages": [_USER], "stream": True, "stream_options": {"include_usage": True}},
