@@ -108,7 +108,7 @@ class Fake:
             yield ": keep-alive\n\n"
             if is_chat:
                 yield chunk({"delta": {"role": "assistant", "content": ""}})
-            tokens = TOKENS if prompt != "slowly" else (b" word",) * 1000
+            tokens = TOKENS if prompt != "slowly" else (b" word",) * 100_000
             held = b""
             for token in tokens:
                 count += 1
