@@ -1,7 +1,12 @@
 """Other processes of this machine, as the kernel sees them."""
 
-import time
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 
 def is_alive(pid: int) -> bool:
@@ -13,8 +18,16 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Fails after ten seconds."""
-    deadline = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is left"
-        time.sleep(0.05)
+    """Fails when it stays."""
+    wait_until(lambda: not is_alive(pid), lambda: f"process {pid} is left")
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process. What it works on cannot end meanwhile, however long the test takes to look at it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it may be what the test ends
+            os.kill(pid, signal.SIGCONT)

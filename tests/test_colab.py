@@ -6,9 +6,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
-SECONDS_PER_CELL = 120
 
 
 @pytest.fixture
@@ -33,7 +34,9 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 def run(path: Path) -> str:
     """Executes a notebook in its own folder; an exception in a cell is one here."""
     notebook = read(path)
-    client = NotebookClient(notebook, timeout=SECONDS_PER_CELL, resources={"metadata": {"path": str(path.parent)}})
+    # The kernel's outputs come by another channel than its "done": by default those later than 4 s are lost.
+    patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), int(PATIENCE))
+    client = NotebookClient(notebook, **patience, resources={"metadata": {"path": str(path.parent)}})
     client.execute()
     return printed(notebook)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,7 +24,7 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program.write_text("\n".join([*examples, "llm.close()"]), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
-    done = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Prompt: ") == 3
     assert done.stdout.count("a request ") == 1, "the page pool, drawn once while a request runs"

@@ -28,6 +28,9 @@ FLAGS = (
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id (W3C WebDriver, 12.1)
 KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Shift": "\ue008", "Control": "\ue009", "ArrowRight": "\ue014", "v": "v"}
 
+# Seconds, for a machine that does many other things.
+PATIENCE = 300.0
+
 type Scheme = Literal["light", "dark"]
 
 
@@ -79,7 +82,7 @@ class Browser:
         """What a function with this body returns in the page."""
         return self._post("execute/sync", script=script, args=args)
 
-    def wait(self, expression: str, seconds: float = 10.0) -> Any:
+    def wait(self, expression: str, seconds: float = PATIENCE) -> Any:
         """The expression's value as soon as it is true. AssertionError when it does not become so."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(f"return {expression}")):
@@ -183,7 +186,7 @@ def _call(method: str, url: str, body: object = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return json.load(response)["value"]
     except urllib.error.HTTPError as error:
         with error:

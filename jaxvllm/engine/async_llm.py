@@ -26,8 +26,9 @@ from jaxvllm.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# How often the engine is asked whether it is there, and how long ago its last answer may be. It answers between steps.
+# The engine is pinged this often. It answers between steps.
 PING_SECONDS = 1.0
+# An engine that has left this many seconds of pings unanswered is not responsive.
 RESPONSIVE_SECONDS = 4.0
 # An engine that does not answer for so long is ended and started again. No step and no reset takes as long.
 STUCK_SECONDS = 120.0
@@ -94,8 +95,7 @@ class AsyncLLM:
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
         self._resets: deque[asyncio.Future[None]] = deque()  # of the prefix cache, that the engine has not answered
-        self._last_answer = 0.0
-        self._num_unanswered = 0  # pings since then
+        self._num_unanswered = 0  # pings since the engine's last word
         self._was_ready = False  # in the present life
         self._began = 0.0  # the present life
         self._build_seconds = 0.0  # of the slowest start
@@ -151,7 +151,14 @@ class AsyncLLM:
     @property
     def is_responsive(self) -> bool:
         """Whether the engine takes requests and has answered lately: it is idle, or its steps make progress."""
-        return self.state is EngineState.READY and time.monotonic() - self._last_answer < RESPONSIVE_SECONDS
+        return self.state is EngineState.READY and self._silent_seconds <= RESPONSIVE_SECONDS
+
+    @property
+    def _silent_seconds(self) -> float:
+        """How long the engine has owed an answer."""
+        # Counted in pings, not taken from the clock: this process may have been stopped or starved itself, with the
+        # answers unread, or its machine may have slept.
+        return self._num_unanswered * PING_SECONDS
 
     @property
     def is_known(self) -> bool:
@@ -332,8 +339,7 @@ class AsyncLLM:
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.state is EngineState.READY:
-                # Pings and not seconds: this process may have been stopped itself, or its machine asleep.
-                if self._num_unanswered * PING_SECONDS > STUCK_SECONDS:
+                if self._silent_seconds > STUCK_SECONDS:
                     logger.error("the engine has not answered %d pings: it is ended", self._num_unanswered)
                     process.kill()
                 self._num_unanswered += 1
@@ -345,7 +351,7 @@ class AsyncLLM:
     async def _hear(self, process: EngineProcess) -> None:
         """Does what the process tells until it has ended."""
         while (report := await process.receive()) is not None:
-            self._last_answer, self._num_unanswered = time.monotonic(), 0
+            self._num_unanswered = 0
             match report:
                 case wire.Outputs(outputs):
                     for output in outputs:

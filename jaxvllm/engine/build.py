@@ -96,7 +96,9 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     shape = choices.cache_shape(num_pages)
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
-        return Runner(params, spec, shape, ladder, backend, mesh, leader)
+        # Where all is compiled before the first request, there are no steps to yield to: beside four
+        # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields=config.warm_up == "background")
 
     with _timed("compiling"):
         runners = _make_all(make_runner, replicas, meshes)

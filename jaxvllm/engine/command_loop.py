@@ -21,8 +21,8 @@ logger = logging.getLogger("jaxvllm.engine")
 PULSE_SECONDS = 0.5
 # Steps that break off in a row before the engine is given up. After one, host and device are made as new.
 MAX_BREAKS = 3
-# For the last words to get out.
-LINGER_MILLISECONDS = 1000
+# For the last words to get out. It is over as soon as they are out, or the client is gone.
+LINGER_MILLISECONDS = 10_000
 
 
 def serve(address: str) -> bool:

@@ -21,8 +21,12 @@ from jaxvllm.engine.admission import QueueLimits
 MAX_PATH = 108
 # After the end of the process, for what it said last.
 LAST_WORDS_SECONDS = 0.2
-# For an engine to close: it compiles what it has begun to compile.
-STOP_SECONDS = 10.0
+# The same for a process that ended by itself before it had said anything. Its only word is why it has no engine, and on
+# a busy machine the end may be noticed long before that is read.
+ONLY_WORD_SECONDS = 10.0
+# For an engine to close: it compiles what it has begun to compile, which takes 2 s for the demo model and ten times as
+# long for a large one, or on a busy machine. If it is ended before, the processes that follow it end with an error.
+STOP_SECONDS = 60.0
 
 
 class EngineProcess:
@@ -74,7 +78,7 @@ class EngineProcess:
         try:
             await asyncio.wait((said, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not said.done():
-                await asyncio.wait((said,), timeout=LAST_WORDS_SECONDS)
+                await asyncio.wait((said,), timeout=self._last_words_seconds)
             if not said.done():
                 return None
             if not self._is_connected:
@@ -84,6 +88,12 @@ class EngineProcess:
             return report
         finally:
             said.cancel()
+
+    @property
+    def _last_words_seconds(self) -> float:
+        code = self._process.returncode
+        has_ended_itself = code is not None and code >= 0
+        return ONLY_WORD_SECONDS if has_ended_itself and not self._is_connected else LAST_WORDS_SECONDS
 
     def end_text(self) -> str:
         """How it ended, for people."""

@@ -34,9 +34,13 @@ def use_persistent_cache(directory: Path) -> None:
 class Programs:
     """The step of every bucket of a ladder. Until a bucket is compiled, its plans run padded in a larger one."""
 
-    def __init__(self, ladder: BucketLadder, compile_step: Callable[[Bucket], Compiled]):
-        """Returns when the largest bucket is compiled: it holds every plan, so the engine can serve from then on."""
+    def __init__(self, ladder: BucketLadder, compile_step: Callable[[Bucket], Compiled], yields: bool = True):
+        """Returns when the largest bucket is compiled: it holds every plan, so the engine can serve from then on.
+
+        The others are compiled by a thread that `yields` to everything else on this machine, steps above all.
+        """
         self.ladder = ladder
+        self._yields = yields
         self._compile_step = compile_step
         self._closed = threading.Event()
         self._ready: dict[Bucket, Compiled] = {}
@@ -84,7 +88,7 @@ class Programs:
         self._thread.join()
 
     def _compile_rest(self) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process
+        if self._yields and sys.platform == "linux":  # elsewhere it would be the whole process
             # Steps go first: on 2 cores they ran at 609 tokens per second and not at 496 while this compiled.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         for bucket in self.ladder.compile_order():

@@ -121,10 +121,12 @@ class Runner:
         backend: Backend,
         mesh: Mesh,
         leader: Leader | None = None,
+        yields: bool = True,
     ):
         """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background.
 
-        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does.
+        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. For
+        `yields` see `Programs`.
         """
         self.shape = shape
         self._leader = leader
@@ -146,7 +148,9 @@ class Runner:
         self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(state, admissions).compile()
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self.programs = Programs(ladder, lambda bucket: compile_step(shapes, pages, spec, shape, bucket, backend, mesh))
+        self.programs = Programs(
+            ladder, lambda bucket: compile_step(shapes, pages, spec, shape, bucket, backend, mesh), yields
+        )
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""

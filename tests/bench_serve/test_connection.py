@@ -6,6 +6,7 @@ import pytest
 
 from jaxvllm.bench.connection import ConnectionPool
 from jaxvllm.bench.response import ResponseReader
+from tests.waiting import IdleClockLoop
 
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -94,13 +95,13 @@ class Peer:
 def test_connections_are_used_again_unless_they_were_closed():
     peer = Peer(CHUNKED, EMPTY, CHUNKED, SIZED, CHUNKED, UNTIL_CLOSE, EMPTY)
     hello, never, all_of_it = b"hello 0123456789", b"never", b"all of it"
-    assert asyncio.run(peer.ask(7)) == [hello, b"", hello, never, hello, all_of_it, b""]
+    assert asyncio.run(peer.ask(7), loop_factory=IdleClockLoop) == [hello, b"", hello, never, hello, all_of_it, b""]
     assert peer.num_connections == 3
 
 
 def test_a_used_connection_that_is_closed_before_an_answer_is_replaced():
     peer = Peer(CHUNKED, None, CHUNKED)
-    assert len(asyncio.run(peer.ask(2))) == 2
+    assert len(asyncio.run(peer.ask(2), loop_factory=IdleClockLoop)) == 2
     assert peer.num_connections == 2
 
 
@@ -108,5 +109,5 @@ def test_a_used_connection_that_is_closed_before_an_answer_is_replaced():
 def test_what_failed_on_a_new_connection_or_in_part_is_not_asked_again(answers):
     peer = Peer(*answers, CHUNKED)
     with pytest.raises((ConnectionError, ValueError)):
-        asyncio.run(peer.ask(len(answers)))
+        asyncio.run(peer.ask(len(answers)), loop_factory=IdleClockLoop)
     assert peer.num_connections == 1

@@ -50,4 +50,4 @@ def test_a_silent_worker_is_ended(script: Path, monkeypatch: pytest.MonkeyPatch)
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer"):
         TorchWorker().ask({"peer": "sdpa"})
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 600

@@ -13,6 +13,7 @@ from jaxvllm.cli.convert import main
 from jaxvllm.models import checkpoint, orbax_tree
 from jaxvllm.models.families import model_spec
 from tests.models.fixture import Fixture
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -90,6 +91,6 @@ def test_what_an_interrupted_run_leaves_is_no_model(
 def test_help_is_quick_and_needs_no_device() -> None:
     code = "import sys\nfrom jaxvllm.cli.convert import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert not {'jax', 'orbax'} & set(sys.modules), 'help imports them'"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "--output" in done.stdout

@@ -10,6 +10,7 @@ import pytest
 
 from jaxvllm.cli import main as jaxvllm
 from jaxvllm.cli.generate import main
+from tests.waiting import PATIENCE
 
 CLOSING_LINE = re.compile(
     r"^(\d+) requests, (\d+) tokens in, (\d+) tokens out, [\d.]+ s, [\d.]+ tokens per second; "
@@ -93,7 +94,7 @@ def test_help_is_quick_and_needs_no_device(module):
     code = "import sys, runpy; sys.argv = sys.argv[1:]\ntry: runpy.run_module(sys.argv[0], run_name='__main__')\n"
     code += "except SystemExit: pass\nassert 'jax' not in sys.modules, 'help imports jax'"
     argv = [sys.executable, "-c", code, *module, "--help"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 0, result.stderr
     assert "--max-num-seqs" in result.stdout
 
@@ -106,6 +107,6 @@ def test_a_mesh_that_is_none_is_told_before_jax_is_imported(mesh, said):
     code = "import sys; from jaxvllm.cli.generate import main; status = main(sys.argv[1:])\n"
     code += "assert 'jax' not in sys.modules, 'too late'\nsys.exit(status)"
     argv = [sys.executable, "-c", code, "a", "--mesh", mesh]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith(f"jaxvllm generate: {said}") and result.stderr.count("\n") == 1

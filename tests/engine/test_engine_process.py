@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from jaxvllm import AsyncLLM
+from jaxvllm.engine import wire
 from jaxvllm.engine.async_llm import EngineState
+from jaxvllm.engine.engine_process import EngineProcess
 from tests.processes import wait_until_gone
+from tests.waiting import IdleClockLoop
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,35 @@ def test_an_engine_that_cannot_be_built(options: dict[str, Any], message: str, m
         assert not list(Path(directory).iterdir())
 
 
+@pytest.mark.parametrize(
+    ("code", "is_heard"),
+    [(0, True), (1, True), (-signal.SIGKILL, False)],
+    ids=["it ended", "it failed", "it was killed"],
+)
+def test_the_only_word_of_a_process_may_come_late(code: int, is_heard: bool, tmp_path: Path) -> None:
+    """It says why it has no engine and ends. On a busy machine the end may be noticed long before that is read."""
+    word = wire.Failed("no such model", True)
+
+    class Ended:
+        returncode = code
+
+        async def wait(self) -> int:
+            return code
+
+    class Socket:
+        async def recv(self) -> bytes:
+            await asyncio.sleep(5)
+            return wire.encode(word)
+
+    async def run() -> tuple[wire.Report | None, float]:
+        process = EngineProcess(Ended(), Socket(), tmp_path / "none")  # type: ignore[arg-type]
+        return await process.receive(), asyncio.get_running_loop().time()
+
+    said, seconds = asyncio.run(run(), loop_factory=IdleClockLoop)
+    assert said == (word if is_heard else None)
+    assert is_heard or seconds < 1, "a process that was killed has said nothing, and is replaced at once"
+
+
 ORPHAN = """
 import asyncio, os, sys
 from jaxvllm import AsyncLLM
@@ -46,7 +78,7 @@ async def main():
     if "ready" in sys.argv:
         await llm.ready()
     print(llm.pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 asyncio.run(main())
 """
 

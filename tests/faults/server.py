@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import PATIENCE, until, wait_until
 
 KEY = "a-key-of-this-test"
 OPTIONS = {
@@ -26,7 +27,9 @@ OPTIONS = {
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
 # What no answer may hold: paths, tracebacks, addresses of memory.
 SECRET = re.compile(r"Traceback|File \"|/root|/home|/usr/|/work|/tmp|site-packages|0x[0-9a-f]{6,}|ipc://")
-READY_SECONDS = 5.0
+# After a fault the server is looked at this often, this far apart, before it must be as it was: 5 s on a quiet machine.
+# They are looks and not seconds: each goes through server and engine, and takes longer where those are slow.
+LOOKS, LOOK_SECONDS = 25, 0.2
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Server:
         await writer.drain()
         return reader, writer
 
-    async def raw(self, data: bytes, seconds: float = 20) -> Answer | None:
+    async def raw(self, data: bytes) -> Answer | None:
         """The answer to `data`; None when the server closes the connection without one."""
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             with suppress(ConnectionError):  # the answer may be there before all is sent
                 writer.write(data)
@@ -106,23 +109,46 @@ class Server:
         assert answer.status == 200, answer.body
         return sum(replica["states"].count(1) for replica in answer.json["replicas"])
 
-    async def settle(self, seconds: float = READY_SECONDS) -> None:
-        """Waits until it is ready and holds no page; that must take no longer."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                if (await self.get("/ready")).status == 200 and not await self.pages_held():
-                    return
-            except (OSError, AssertionError, json.JSONDecodeError):
-                pass
-            assert time.monotonic() < deadline, f"not as before within {seconds} s: {(await self.get('/ready')).body!r}"
-            await asyncio.sleep(0.05)
+    async def open_requests(self) -> int:
+        """Requests that it works on."""
+        return int((await self.get("/load")).json["server_load"])
+
+    async def until_open(self, count: int) -> None:
+        """Waits until it works on so many requests."""
+        async with asyncio.timeout(PATIENCE):
+            while await self.open_requests() != count:
+                await asyncio.sleep(LOOK_SECONDS / 10)
+
+    async def until_said(self, text: str) -> None:
+        """Waits until it stands in the log."""
+        await until(lambda: text in self.log.read_text())
+
+    async def is_settled(self) -> bool:
+        """Whether it is ready and holds no page."""
+        try:
+            return (await self.get("/ready")).status == 200 and not await self.pages_held()
+        except (OSError, AssertionError, json.JSONDecodeError):
+            return False
+
+    async def settle(self) -> None:
+        """Waits until it is settled; that must take no more than `LOOKS`."""
+        for _ in range(LOOKS):
+            if await self.is_settled():
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+        raise AssertionError(f"not as before after {LOOKS} looks: {(await self.get('/ready')).body!r}")
+
+    async def start_again(self) -> None:
+        """Waits until it is settled, while an engine starts."""
+        async with asyncio.timeout(PATIENCE):
+            while not await self.is_settled():
+                await asyncio.sleep(LOOK_SECONDS)
 
     def stop(self) -> int:
         """Ends it; its exit code."""
         self.process.terminate()
         try:
-            return self.process.wait(20)
+            return self.process.wait(PATIENCE)
         finally:
             self.process.kill()
 
@@ -183,27 +209,27 @@ def serving(
         try:
             server.port = _port(process, log)
             if wait:
-                asyncio.run(server.settle(60))
+                asyncio.run(server.start_again())
                 server.expected = asyncio.run(server.greedy())
             yield server
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
                 raise
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if match := re.search(r"listening on http://127\.0\.0\.1:(\d+)", log.read_text()):
-            return int(match[1])
-        if process.poll() is not None:
-            break
-        time.sleep(0.05)
-    raise AssertionError(f"the server did not listen: {log.read_text()}")
+    def listening() -> re.Match[str] | None:
+        match = re.search(r"listening on http://127\.0\.0\.1:(\d+)", log.read_text())
+        assert match or process.poll() is None, f"the server did not listen: {log.read_text()}"
+        return match
+
+    match = wait_until(listening, log.read_text)
+    assert match is not None
+    return int(match[1])
 
 
 def _command(pid: int) -> str:

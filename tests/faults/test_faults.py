@@ -1,7 +1,7 @@
 """Every row of docs/faults.md is done to a real server, and leaves it as it was.
 
-After each: a greedy request that ran meanwhile has the text it always has, the server is ready within 5 seconds, and no
-request holds a page.
+After each: a greedy request that ran meanwhile has the text it always has, the server is ready within 5 seconds of a
+quiet machine, and no request holds a page.
 """
 
 import asyncio
@@ -12,16 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.load import LOAD, LONG, MAX_FILES, pool_of_two, streaming
+from tests.faults.load import ENDLESS, LOAD, LONG, MAX_FILES, pool_of_two, streaming
 from tests.faults.requests import BODIES, COMPLETIONS, HTTP, VALUES, Fault
 from tests.faults.server import GREEDY, KEY, OPTIONS, Server, check_error, serving
-from tests.processes import wait_until_gone
+from tests.processes import stopped, wait_until_gone
+from tests.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 DOC = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -46,7 +46,7 @@ def test_costs_nobody_anything(server: Server, fault: Fault) -> None:
         assert await meanwhile == server.expected
         await server.settle()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(run())
 
 
 async def _until_taken(server: Server) -> str:
@@ -69,18 +69,20 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def _kill_busy(server: Server) -> None:
-    reader, writer = await server.send(streaming())
+    engine = server.engine_pid
+    reader, writer = await server.send(streaming(**ENDLESS))
     await reader.readuntil(b"data: ")
     waiting = asyncio.create_task(server.post(COMPLETIONS, LONG))
-    await asyncio.sleep(0.1)
-    os.kill(server.engine_pid, signal.SIGKILL)
+    await server.until_open(2)
+    os.kill(engine, signal.SIGKILL)
     rest = await reader.read()
     assert b"event: error" in rest and b"was ended by signal 9" in rest
     writer.close()
     check_error(await waiting, 500)
-    unready = await server.get("/ready")
+    with stopped(await _next_engine(server, engine)):  # while it starts
+        unready = await server.get("/ready")
+        refused = await server.post(COMPLETIONS, GREEDY)
     assert unready.status == 503 and unready.json["status"] == "restarting"
-    refused = await server.post(COMPLETIONS, GREEDY)
     check_error(refused, 503)
     assert "retry-after" in refused.headers
 
@@ -92,9 +94,13 @@ async def _kill_idle(server: Server) -> None:
 async def _kill_twice(server: Server) -> None:
     first = server.engine_pid
     os.kill(first, signal.SIGKILL)
-    while (next_ := server.find_engine()) in (None, first):
-        await asyncio.sleep(0.05)
-    os.kill(next_, signal.SIGKILL)
+    os.kill(await _next_engine(server, first), signal.SIGKILL)
+
+
+async def _next_engine(server: Server, first: int) -> int:
+    """Its process, as soon as there is one."""
+    await until(lambda: server.find_engine() not in (None, first))
+    return server.engine_pid
 
 
 async def _segfault(server: Server) -> None:
@@ -107,15 +113,13 @@ async def _terminate_engine(server: Server) -> None:
 
 async def _stop_and_go(server: Server) -> None:
     pid = server.engine_pid
-    os.kill(pid, signal.SIGSTOP)
-    waiting = asyncio.create_task(server.post(COMPLETIONS, GREEDY))
-    deadline = time.monotonic() + 10
-    while (unready := await server.get("/ready")).status == 200:
-        assert time.monotonic() < deadline, "a stopped engine is ready"
-        await asyncio.sleep(0.1)
-    assert unready.json["status"] == "stuck"
-    assert (await server.get("/health")).status == 200
-    os.kill(pid, signal.SIGCONT)
+    with stopped(pid):
+        waiting = asyncio.create_task(server.post(COMPLETIONS, GREEDY))
+        async with asyncio.timeout(PATIENCE):
+            while (unready := await server.get("/ready")).status == 200:
+                await asyncio.sleep(0.1)
+        assert unready.json["status"] == "stuck"
+        assert (await server.get("/health")).status == 200
     answer = await waiting
     assert answer.json["choices"][0]["text"] == server.expected
 
@@ -136,10 +140,10 @@ DEADLY = [
 def test_the_server_survives(mortal: Server, fault: Fault) -> None:
     async def run() -> None:
         await fault.do(mortal)
-        await mortal.settle(10)
+        await mortal.start_again()
         assert await mortal.greedy() == mortal.expected
 
-    asyncio.run(asyncio.wait_for(run(), 90))
+    asyncio.run(run())
 
 
 ENDS = {
@@ -153,16 +157,16 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_no_process_is_left(name: str, tmp_path: Path) -> None:
     number, code = ENDS[name]
-    with serving(tmp_path / "log") as server:
+    with serving(tmp_path / "log", OPTIONS, "--shutdown-timeout", "100000") as server:
         engine = server.engine_pid
 
         async def run() -> bytes:
-            reader, writer = await server.send(streaming(max_tokens=100))
+            reader, writer = await server.send(streaming())
             await reader.readuntil(b"data: ")
-            server.process.send_signal(number)
-            if number != signal.SIGKILL:
-                await asyncio.sleep(0.1)
-                with contextlib.suppress(OSError):  # it may have ended already
+            with stopped(engine):  # the request does not end yet
+                server.process.send_signal(number)
+                if number != signal.SIGKILL:
+                    await server.until_said("stopping: 1 request may finish")
                     check_error(await server.post(COMPLETIONS, GREEDY), 503)
             rest = await reader.read()
             writer.close()
@@ -171,26 +175,27 @@ def test_no_process_is_left(name: str, tmp_path: Path) -> None:
         rest = asyncio.run(run())
         if number != signal.SIGKILL:
             assert b"[DONE]" in rest and b"event: error" not in rest
-        assert server.process.wait(20) == code
+        assert server.process.wait(PATIENCE) == code
         wait_until_gone(engine)
 
 
 def test_a_second_signal(tmp_path: Path) -> None:
-    with serving(tmp_path / "log") as server:
+    with serving(tmp_path / "log", OPTIONS, "--shutdown-timeout", "100000") as server:
         engine = server.engine_pid
 
         async def run() -> None:
             reader, writer = await server.send(streaming())
             await reader.readuntil(b"data: ")
-            server.process.terminate()
-            await asyncio.sleep(0.2)
-            server.process.terminate()
-            with contextlib.suppress(ConnectionError):
-                await reader.read()
-            writer.close()
+            with stopped(engine):  # the request does not end: what ends the server is the second signal
+                server.process.terminate()
+                await server.until_said("stopping: 1 request may finish")
+                server.process.terminate()
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
+                await until(lambda: server.process.poll() is not None)
 
         asyncio.run(run())
-        server.process.wait(5)
         wait_until_gone(engine)
 
 
@@ -200,7 +205,7 @@ def start_and_fail(*flags: str, **environment: str) -> tuple[int, str]:
         [sys.executable, "-m", "jaxvllm.serve", "--port", "0", *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         env=os.environ | environment,
     )
     assert "Traceback" not in done.stderr, done.stderr
@@ -254,7 +259,7 @@ def test_no_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log", OPTIONS | {"model": checkpoint}, wait=False) as server:
 
         async def run() -> None:
-            await server.settle(60)
+            await server.start_again()
             check_error(await server.post(COMPLETIONS, GREEDY), 400)
             answer = await server.post(COMPLETIONS, GREEDY | {"prompt": [5, 6, 7]})
             assert answer.status == 200 and answer.json["choices"][0]["text"] == ""

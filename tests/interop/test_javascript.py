@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.faults.server import KEY
+from tests.waiting import PATIENCE
 
 HERE = Path(__file__).parent
 ANSWER = "The capital of France is Paris."
@@ -22,7 +23,7 @@ def results(url: str) -> dict[str, Any]:
             pytest.fail("CI installs node's packages: see .ci/run")
         pytest.skip("needs node, and `npm install --no-package-lock` in tests/interop")
     done = subprocess.run(
-        ["node", HERE / "clients.mjs", url, KEY], capture_output=True, text=True, timeout=120, check=True
+        ["node", HERE / "clients.mjs", url, KEY], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found

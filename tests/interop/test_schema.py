@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.faults.server import KEY, Server
+from tests.waiting import PATIENCE
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 15
@@ -23,7 +24,7 @@ EXAMPLES = 15
 def test_every_endpoint(server: Server, mode: GenerationMode) -> None:
     base = f"http://127.0.0.1:{server.port}"
     headers = {"authorization": f"Bearer {KEY}"}
-    schema = schemathesis.openapi.from_dict(httpx.get(f"{base}/openapi.json", headers=headers).json())
+    schema = schemathesis.openapi.from_dict(httpx.get(f"{base}/openapi.json", headers=headers, timeout=PATIENCE).json())
     schema.config.update(base_url=base)
     tried = []
     for found in schema.get_all_operations():
@@ -37,7 +38,7 @@ def test_every_endpoint(server: Server, mode: GenerationMode) -> None:
             phases=[Phase.explicit, Phase.generate],
         )
         def check(case: schemathesis.Case) -> None:
-            case.call_and_validate(checks=CHECKS, headers=headers, timeout=60)
+            case.call_and_validate(checks=CHECKS, headers=headers, timeout=PATIENCE)
 
         try:
             check()

@@ -1,15 +1,16 @@
 """Several processes run one engine: the first leads, the others follow; none hangs when another ends."""
 
 import io
+import os
 import signal
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from jaxvllm.runtime.follower import Follower
 from jaxvllm.runtime.leader import Leader
 from sharding.hosts import Hosts
 from tests.runtime import hosts_program
+from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 60
 CALLS: tuple[Call, ...] = (
     Admit(np.arange(8 * 5, dtype=np.int32).reshape(8, 5)),
     Step(Bucket(16, 4), np.arange(-3, 37, dtype=np.int32)),
@@ -65,19 +66,28 @@ def test_what_is_no_message_is_an_error() -> None:
 
 
 def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "GREETING_SECONDS", 0.1)
-    done = threading.Event()
+    """Byte by byte, a second apart, a greeting would take 36 s."""
 
-    def dribble() -> None:
-        with suppress(OSError):
-            while not done.wait(0.02):
-                slow.sendall(b"x")
+    class Dribble:
+        now, patience, is_closed = 0.0, 0.0, False
 
-    with link.listen() as server, socket.create_connection(("localhost", server.getsockname()[1])) as slow:
-        start = time.monotonic()
-        [guest, _] = in_threads(lambda: (link.accept(server, link.new_token()), done.set())[0], dribble)
-    assert guest is None
-    assert time.monotonic() - start < 0.6  # byte by byte a greeting takes 0.7 s
+        def settimeout(self, seconds: float) -> None:
+            self.patience = seconds
+
+        def recv(self, size: int) -> bytes:
+            self.now += min(self.patience, 1)
+            if self.patience < 1:
+                raise TimeoutError
+            return b"x"
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    slow = Dribble()
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: slow.now))
+    server: Any = SimpleNamespace(accept=lambda: (slow, None))
+    assert link.accept(server, link.new_token()) is None
+    assert slow.is_closed and slow.now == pytest.approx(link.GREETING_SECONDS, abs=0.01)
 
 
 def test_the_last_lines_get_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +108,13 @@ def test_the_last_lines_get_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "GREETING_SECONDS", 0.05)
     token = link.new_token()
     with link.listen() as server, socket.socket() as silent:
         address = ("localhost", server.getsockname()[1])
         silent.connect(address)
-        assert link.accept(server, token) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "GREETING_SECONDS", 0.05)
+            assert link.accept(server, token) is None
         with link.connect(address, link.new_token(), 1):
             assert link.accept(server, token) is None
         with link.connect(address, token, 1):
@@ -124,9 +135,9 @@ class FakeHosts(Hosts):
 
     def share(self, text: str, seconds: int = 0) -> tuple[str, ...]:
         self.told[self.index] = text
-        self.met.wait(SECONDS)
+        self.met.wait(PATIENCE)
         texts = tuple(self.told[index] for index in range(self.count))
-        self.met.wait(SECONDS)  # nobody says more before all have read this
+        self.met.wait(PATIENCE)  # nobody says more before all have read this
         return texts
 
 
@@ -150,7 +161,7 @@ def in_threads(*functions: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
     return results
 
@@ -186,9 +197,7 @@ class Group:
     ended: list[str]
 
     def wait_for_ends(self, count: int) -> None:
-        deadline = time.monotonic() + SECONDS
-        while len(self.ended) < count and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: len(self.ended) >= count, lambda: self.ended)
         time.sleep(0.05)  # one more would be one too many
         assert len(self.ended) == count, self.ended
 
@@ -210,8 +219,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         one.__exit__(KeyboardInterrupt)
     first.abandon()
     first._thread.shutdown()
-    while any(wire.fileno() >= 0 for wire in (*first._wires.values(), *(one._wire for one in others))):
-        time.sleep(0.005)
+    wires = (*first._wires.values(), *(one._wire for one in others))
+    wait_until(lambda: all(wire.fileno() < 0 for wire in wires))
     leader.atexit.unregister(first._leave)
 
 
@@ -231,10 +240,7 @@ def test_the_leader_knows_what_all_have_compiled(group: Group) -> None:
     for one in group.followers:
         assert not group.leader.all_have(large)
         one.follow(FakeRunner())  # type: ignore[arg-type]
-    deadline = time.monotonic() + SECONDS
-    while not group.leader.all_have(large):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: group.leader.all_have(large))
     assert not group.leader.all_have(small)
 
 
@@ -247,9 +253,7 @@ class Failed:
 
 def test_a_step_that_fails_lets_the_followers_go(group: Group) -> None:
     group.leader.call(lambda call: Failed(), CALLS[1])
-    deadline = time.monotonic() + SECONDS
-    while not group.leader._failed and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: group.leader._failed)
     group.leader.call(lambda call: None, Close())  # who waits in a collective would not hear this one
     group.wait_for_ends(2)
     with pytest.raises(RuntimeError, match="start all of them again"):
@@ -277,7 +281,7 @@ def test_a_call_is_told_before_it_is_made(group: Group) -> None:
     heard: list[Message] = []
 
     def make(call: Call) -> None:
-        heard.append(group.followers[0]._calls.get(timeout=SECONDS))
+        heard.append(group.followers[0]._calls.get(timeout=PATIENCE))
 
     group.leader.call(make, Reset())
     assert heard == [Reset()]
@@ -295,21 +299,22 @@ def test_a_call_that_fails_lets_the_followers_go(group: Group) -> None:
 
 
 def test_an_interrupted_call_is_made_all_the_same(group: Group) -> None:
-    made = threading.Event()
+    interrupted, made = threading.Event(), threading.Event()
 
     def make(call: Call) -> None:
-        threading.main_thread().join(0.1)
+        os.kill(os.getpid(), signal.SIGALRM)  # to the main thread, which waits for this call
+        assert interrupted.wait(PATIENCE)
         made.set()
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
             group.leader.call(make, Reset())
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert made.wait(SECONDS)
-    assert group.followers[1]._calls.get(timeout=SECONDS) == Reset()
+        interrupted.set()
+    assert made.wait(PATIENCE)
+    assert group.followers[1]._calls.get(timeout=PATIENCE) == Reset()
 
 
 def test_when_a_follower_ends_so_does_the_leader(group: Group) -> None:
@@ -333,14 +338,16 @@ def test_without_an_engine_the_followers_end(group: Group) -> None:
     group.wait_for_ends(2)
 
 
-def test_an_error_of_all_is_left_to_each(group: Group) -> None:
+def test_an_error_of_all_is_left_to_each(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_told = threading.Event()
+    monkeypatch.setattr(leader, "grace", lambda: has_told.wait(PATIENCE))  # that the leader has for an error of its own
     for one in group.followers:
         with pytest.raises(ValueError), one:
             raise ValueError
     for left in group.leader._left:
-        left.wait(SECONDS)
-    time.sleep(0.02)  # within the grace that the leader has for an error of its own
+        left.wait(PATIENCE)
     group.leader.abandon()
+    has_told.set()
     group.wait_for_ends(0)
 
 
@@ -372,7 +379,7 @@ def test_all_meet_when_their_runners_are_made(monkeypatch: pytest.MonkeyPatch) -
         def meet(self) -> None:
             order.append("meet")
 
-    monkeypatch.setattr(engine_build, "Runner", lambda *_: order.append("runner"))
+    monkeypatch.setattr(engine_build, "Runner", lambda *_, **__: order.append("runner"))
     engine_build.build(EngineConfig(**hosts_program.options("1x1")), Recorder())
     assert order == ["runner", "meet"]
 

@@ -1,6 +1,8 @@
 """Programs compile behind the engine's back: plans run at once in what is ready, and nothing is left running."""
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +11,12 @@ import jax
 import pytest
 
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.programs import Compiled, Programs, use_persistent_cache
+from jaxvllm.runtime.programs import COMPILE_NICENESS, Compiled, Programs, use_persistent_cache
 from tests.runtime.plans import make_plan
+from tests.waiting import PATIENCE
 
 LADDER = BucketLadder.build([1, 4], [8, 32])
 LARGEST = LADDER.largest
-SECONDS = 30  # to wait for what must come
 
 
 class Compiler:
@@ -29,7 +31,7 @@ class Compiler:
     def __call__(self, bucket: Bucket) -> Compiled:
         self.asked.append(bucket)
         self.started.release()
-        assert self.permits.acquire(timeout=SECONDS)
+        assert self.permits.acquire(timeout=PATIENCE)
         if bucket in self.failing:
             raise RuntimeError(f"no {bucket} on this chip")
         return lambda: bucket
@@ -41,7 +43,7 @@ class Compiler:
 
     def wait_until_asked(self, count: int) -> None:
         for _ in range(count):
-            assert self.started.acquire(timeout=SECONDS)
+            assert self.started.acquire(timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_who_needs_a_bucket_that_is_not_ready_waits_for_it(compiler: Compiler) -
     waiting.join(0.05)
     assert waiting.is_alive()
     compiler.compile(1)
-    waiting.join(SECONDS)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
     compiler.compile(100)
     programs.wait()
@@ -101,6 +103,24 @@ def test_each_bucket_compiles_once(compiler: Compiler) -> None:
     assert sorted(compiler.asked) == sorted(LADDER.buckets)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
+@pytest.mark.parametrize("yields", [True, False])
+def test_compiling_yields_to_steps_where_there_are_any(compiler: Compiler, yields: bool) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def compile_step(bucket: Bucket) -> Compiled:
+        nicenesses[bucket] = niceness()
+        return compiler(bucket)
+
+    nicenesses: dict[Bucket, int] = {}
+    compiler.compile(100)
+    Programs(LADDER, compile_step, yields).wait()
+    rest = {niceness for bucket, niceness in nicenesses.items() if bucket != LARGEST}
+    assert nicenesses[LARGEST] == niceness()
+    assert rest == {COMPILE_NICENESS if yields else niceness()}
+
+
 def test_close_stops_after_the_bucket_at_hand(compiler: Compiler) -> None:
     programs = Programs(LADDER, compiler)
     compiler.wait_until_asked(2)
@@ -109,7 +129,7 @@ def test_close_stops_after_the_bucket_at_hand(compiler: Compiler) -> None:
     closer.join(0.05)
     assert closer.is_alive()  # XLA cannot be interrupted
     compiler.compile(100)
-    closer.join(SECONDS)
+    closer.join(PATIENCE)
     assert not closer.is_alive()
     assert len(compiler.asked) == 2
     programs.close()  # again does no harm

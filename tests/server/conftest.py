@@ -18,6 +18,7 @@ from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.listener import listen
 from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
+from tests.waiting import PATIENCE, PAUSE
 
 # Small shapes: few programs to compile. 200 pages hold six of the longest requests.
 ENGINE: dict[str, Any] = dict(
@@ -81,13 +82,13 @@ class Server:
             assert response.headers["content-type"] == "text/event-stream"
             return list(events_of("".join(response.iter_text())))
 
-    def until_idle(self, seconds: float = 10) -> None:
+    def until_idle(self) -> None:
         """Waits until nothing is left of any request: neither in this process nor a page in the engine."""
 
         async def wait() -> None:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(PATIENCE):
                 while self.llm.num_requests or any("owned" in pool.states for pool in await self.llm.pages()):
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(PAUSE)
 
         self.portal.call(wait)
 
@@ -99,15 +100,17 @@ class Server:
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
                 return await client.request(method, path, json=body or None)
 
-        return self.portal.call(asyncio.wait_for, run(), 30)
+        return self.portal.call(asyncio.wait_for, run(), PATIENCE)
 
     def cut_stream(self, path: str, **body: Any) -> list[Event]:
         """The events of a stream that began, and was cut by a request_timeout: the shortest in which one begins."""
-        for timeout in (0.05, 0.2, 0.8):
+        timeout = 0.05
+        while timeout < PATIENCE:
             response = self.ask(ServerConfig(request_timeout=timeout), path, **body, stream=True)
             if response.status_code == 200:
                 return list(events_of(response.text))
             assert response.status_code == 504, response.text
+            timeout *= 2
         raise AssertionError(f"no stream began in {timeout} s")
 
 
@@ -137,9 +140,10 @@ def shared_server() -> Iterator[Server]:
             with listen("127.0.0.1", 0) as listener:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 app = application(llm, ServerConfig())
-                server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+                options = dict(log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=int(PATIENCE))
+                server = uvicorn.Server(uvicorn.Config(app, **options))
                 serving = portal.start_task_soon(server.serve, [listener])
-                with httpx.Client(base_url=url, timeout=60) as client:
+                with httpx.Client(base_url=url, timeout=PATIENCE) as client:
                     yield Server(url, llm, portal, client, losses)
                 server.should_exit = True
                 serving.result()

@@ -117,7 +117,7 @@ class Fake:
             yield ": keep-alive\n\n"
             if is_chat:
                 yield chunk({"delta": {"role": "assistant", "content": ""}})
-            tokens = TOKENS if prompt != "slowly" else (b" word",) * 1000
+            tokens = TOKENS if prompt != "slowly" else (b" word",) * 100_000
             if prompt.startswith("say "):
                 text = prompt.removeprefix("say ").encode()
                 tokens = tuple(text[i : i + 7] for i in range(0, len(text), 7))

@@ -1,4 +1,7 @@
-"""Clients that let a server wait, over real sockets. One server suffers all of them at once."""
+"""Clients that let a server wait, over real sockets. One server suffers all of them at once.
+
+Server and clients share a loop, and its clock stands still while any of them works: `IdleClockLoop`.
+"""
 
 import asyncio
 import errno
@@ -15,6 +18,7 @@ from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.connection import ConnectionLimits
 from jaxvllm.server.http_server import HttpServer
 from jaxvllm.server.listener import SPARE_FILES, is_open_to_strangers, listen, url_of
+from tests.waiting import IdleClockLoop
 
 GET = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
 LIMITS = ConnectionLimits(
@@ -338,7 +342,6 @@ BAD_MANNERS = (
 )
 
 
-@pytest.mark.timeout(30)
 def test_no_client_holds_a_connection_for_long(caplog):
     caplog.set_level(logging.ERROR, "uvicorn.error")  # as `jaxvllm serve` does
 
@@ -372,7 +375,7 @@ def test_no_client_holds_a_connection_for_long(caplog):
                 while server.server_state.connections:
                     await asyncio.sleep(0.1)
 
-    asyncio.run(run())
+    asyncio.run(run(), loop_factory=IdleClockLoop)
     assert not caplog.records, "what a client does wrong fills no log"
 
 
@@ -409,7 +412,7 @@ def test_too_many_requests_at_once():
             for client in (*busy, third, later):
                 client.writer.close()
 
-    asyncio.run(run())
+    asyncio.run(run(), loop_factory=IdleClockLoop)
 
 
 def test_idle_connections_make_room(caplog):

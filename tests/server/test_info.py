@@ -9,6 +9,7 @@ import pytest
 import jaxvllm
 from jaxvllm.server.routes import playground
 from jaxvllm.server.routes.info import Load, ModelCard, ModelList
+from tests.waiting import PATIENCE, wait_until
 
 PLAYGROUND = Path(playground.__file__).parents[1] / "playground"
 
@@ -52,7 +53,7 @@ def test_version(server):
 
 
 def test_load(server):
-    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 40}  # 8 at a time
     with server.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # closes the response when it is dropped
         next(lines)
@@ -136,13 +137,18 @@ def test_no_other_file_is_served(server, name):
 def test_what_the_engine_is_doing(server):
     prompt = "A frog lived in a pond. " * 12
     body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True, "request_id": "frog", "n": 2}
-    with server.client.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        next(lines)
-        for _ in range(100):  # until both completions run
-            state = server.client.get("/playground/state").json()
-            if state["stats"]["running"] == 2:
-                break
+
+    def while_both_run():
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            while server.llm.num_requests:
+                state = server.client.get("/playground/state").json()
+                if state["stats"]["running"] == 2:
+                    return state
+        return None  # they ended before this test saw them
+
+    state = wait_until(while_both_run)
     assert state["page_size"] == 16
     [replica] = state["replicas"]
     assert len(replica["states"]) == 200
@@ -172,7 +178,7 @@ def test_many_who_look_ask_the_engine_once(server, monkeypatch):
         pages = server.llm.pages
         server.llm.pages = lambda: asked.append(1) or pages()
         try:
-            async with httpx.AsyncClient(base_url=server.url) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
                 for _ in range(6):
                     assert (await client.get("/playground/state")).status_code == 200
         finally:
