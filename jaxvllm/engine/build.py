@@ -29,7 +29,7 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
 from jaxvllm.runtime.leader import Leader
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
-from jaxvllm.runtime.programs import use_persistent_cache
+from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.runner import Runner, compile_step
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts

@@ -6,10 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxvllm.core.plan import StepPlan
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
@@ -21,14 +18,6 @@ COMPILE_NICENESS = 15
 WAIT_SECONDS = 0.01
 
 type Compiled = Callable[..., Any]
-
-
-def use_persistent_cache(directory: Path) -> None:
-    """Makes jax keep compiled programs in `directory`, small ones too, unless the user has chosen a place already."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class Programs:

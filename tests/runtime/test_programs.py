@@ -5,13 +5,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
-import jax
 import pytest
 
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.programs import COMPILE_NICENESS, Compiled, Programs, use_persistent_cache
+from jaxvllm.runtime.programs import COMPILE_NICENESS, Compiled, Programs
 from tests.runtime.plans import make_plan
 from tests.waiting import PATIENCE
 
@@ -165,20 +163,3 @@ def test_a_plan_beyond_the_ladder_is_our_bug(compiler: Compiler) -> None:
     with pytest.raises(AssertionError, match="no bucket holds 33 tokens in 4 rows"):
         programs.choose(make_plan(3, [30]))
     programs.wait()
-
-
-def test_a_cache_directory_that_the_user_chose_stays(tmp_path: Path) -> None:
-    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
-    names.append("jax_persistent_cache_min_entry_size_bytes")
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        use_persistent_cache(tmp_path / "ours")
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "ours")
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-        use_persistent_cache(tmp_path / "ours")
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)

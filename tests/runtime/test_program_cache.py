@@ -1,0 +1,94 @@
+"""Compiled programs on disk: entries are whole or not there, and a damaged one is replaced."""
+
+import errno
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import compilation_cache
+
+from jaxvllm.runtime.program_cache import WholeEntries, use_persistent_cache
+
+
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    """As in a process where nobody has chosen a cache yet."""
+    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
+    names.append("jax_persistent_cache_min_entry_size_bytes")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_cache_directory_that_the_user_chose_stays(tmp_path: Path) -> None:
+    use_persistent_cache(tmp_path / "ours")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "ours")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    use_persistent_cache(tmp_path / "ours")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("kept", [0, 1, 0.5], ids=["empty", "one byte", "half"])
+def test_a_truncated_entry_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: float) -> None:
+    """With jax itself, whose own cache leaves the entry as it is and warns at each start."""
+    use_persistent_cache(tmp_path)
+
+    def run() -> float:
+        jax.clear_caches()  # as a new process
+        return float(jax.jit(lambda x: jnp.sin(x) * 3)(2.0))
+
+    expected = run()
+    entries = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert entries
+    for path, content in entries.items():
+        path.write_bytes(content[: int(kept if kept == 1 else kept * len(content))])
+    with caplog.at_level(logging.WARNING, "jaxvllm"):
+        assert run() == expected
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path} has damaged programs: they are compiled and stored again"
+    ]
+    cache = WholeEntries(tmp_path)
+    assert all(cache.get(path.name.removesuffix("-cache")) for path in entries)
+    caplog.clear()
+    assert run() == expected and not caplog.records
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = WholeEntries(tmp_path)
+    old, new = (compilation_cache.compress_executable(text * 100) for text in (b"old", b"new"))
+    cache.put("program", old)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:  # what was written so far is there, under another name
+        patch.setattr("os.replace", full)
+        cache.put("program", new)
+        cache.put("other", new)
+    assert [path.name for path in tmp_path.iterdir()] == ["program-cache"]
+    assert cache.get("program") == old and cache.get("other") is None
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "No space left on device" in record.message
+    cache.put("program", new)
+    assert cache.get("program") == new
+
+
+def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    cache = WholeEntries(tmp_path / "file" / "cache")
+    cache.put("program", b"x")
+    assert cache.get("program") is None
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
