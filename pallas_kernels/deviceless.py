@@ -3,8 +3,9 @@
 libtpu and the CUDA plugin compile without a device and without a driver. What they yield is what would run: memory,
 collectives and kernels can be read from it, and the same compiler errors are met. Nothing can be run.
 
-The process must have been started with JAX_PLATFORMS=cpu, or jax would look for a real device first. A compiler's fatal
-error ends the process: whoever must go on compiles in a subprocess.
+The process must have been started with JAX_PLATFORMS=cpu, or jax would look for a real device first. A process compiles
+for one kind of GPU only. A compiler's fatal error ends the process, so a program that must survive it compiles in a
+subprocess.
 """
 
 import math
@@ -34,6 +35,14 @@ _TPU_SLICES = {
     "v7x": ("tpu7x:1x1x1", "tpu7x:1x2x1", "tpu7x:2x2x1"),
 }
 
+# The oldest software that this CUDA plugin runs with, which is what it was built with. XLA takes a missing version for
+# version 0 and leaves out what needs a newer one: float8 matmuls by cuBLASLt (CUDA 12) and block-scaled ones by cuDNN.
+CUDA_VERSION = "13.0.0"
+CUDNN_VERSION = "9.12.0"
+# The GPU that this process compiles for, once it is known. The CUDA plugin keeps the first one's architecture for all
+# kernels of Mosaic GPU: after a B200, ptxas was given an H200's kernel for sm_100a and refused its instructions.
+_gpu_of_process: list[GpuChip] = []
+
 
 def compile_only_devices(chip: Chip, count: int) -> list[jax.Device]:
     """`count` devices, 1 to 8, of the smallest slice or machine of such chips that has them.
@@ -41,7 +50,8 @@ def compile_only_devices(chip: Chip, count: int) -> list[jax.Device]:
     Arrays described as on them (`jax.ShapeDtypeStruct` with a sharding) make `jit(f).lower(...).compile()` compile for
     the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering.
 
-    Raises ValueError for another count, RuntimeError when this process cannot compile for the chip.
+    Raises ValueError for another count, RuntimeError when this process cannot compile for the chip: it has no compiler,
+    or it compiles for another GPU already.
     """
     if not 1 <= count <= MAX_DEVICES:
         raise ValueError(f"{count} devices: between 1 and {MAX_DEVICES} can be compiled for")
@@ -78,13 +88,22 @@ def _tpu_devices(chip: TpuChip, count: int) -> list[jax.Device]:
 def _gpu_devices(chip: GpuChip, count: int) -> list[jax.Device]:
     # One slice, one process, `count` devices: all GPUs of one machine.
     size = f"1x1x{count}"
+    if chip not in (_gpu_of_process or [chip]):
+        raise RuntimeError(
+            f"a process can compile for one kind of GPU, and this one compiles for {_gpu_of_process[0].name}: "
+            f"compile for {chip.name} in a new process"
+        )
+    _gpu_of_process[:] = [chip]
     return topologies.get_topology_desc(
         size, platform="cuda", topology=size, target_config=_gpu_target_config(chip)
     ).devices
 
 
 def _gpu_target_config(chip: GpuChip) -> str:
-    """XLA's description of the GPU, a GpuTargetConfigProto as text, with what its compiler and cost model read."""
+    """XLA's description of the GPU, a GpuTargetConfigProto as text, with what its compiler and cost model read.
+
+    XLA refuses an unknown field, but drops one whose name it has retired, such as `dnn_version_info`, without a word.
+    """
     major, minor = chip.compute_capability
     # From Hopper on, instructions that only this generation has (wgmma, tcgen05), as on the real device: sm_90a.
     extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
@@ -111,8 +130,11 @@ def _gpu_target_config(chip: GpuChip) -> str:
           l2_cache_size: {chip.l2_bytes}
           memory_bandwidth: {int(chip.hbm_bandwidth)}
           device_memory_size: {chip.hbm_bytes}
+          driver_version: "{CUDA_VERSION}"
+          runtime_version: "{CUDA_VERSION}"
+          compile_time_toolkit_version: "{CUDA_VERSION}"
+          dnn_version: "{CUDNN_VERSION}"
         }}
         platform_name: "CUDA"
-        dnn_version_info {{ major: 9 minor: 10 }}
         device_description_str: "{chip.device_kind}"
     """

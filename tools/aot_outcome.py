@@ -24,6 +24,7 @@ class Outcome:
     message: str = ""  # why it is not ok
     temp_bytes: int = 0  # beside arguments and results
     alias_bytes: int = 0  # of arguments that are updated in place
+    vmem_array_bytes: int = 0  # of the largest array that a TPU's program keeps in VMEM, outside of kernels
     kernels: tuple[KernelResources, ...] = ()
 
     def to_json(self) -> str:
@@ -37,7 +38,7 @@ class Outcome:
 
     def row(self) -> str:
         """One line of the table, without the chip."""
-        memory = f"{self.temp_bytes / 2**20:9.1f}{self.alias_bytes / 2**20:9.1f}"
+        memory = f"{self.temp_bytes / 2**20:9.1f}{self.alias_bytes / 2**20:9.1f}{self.vmem_array_bytes / 2**20:9.1f}"
         used = [self._most(lambda k: k.vmem_bytes, 2**10), self._most(lambda k: k.shared_memory_bytes, 2**10)]
         used += [self._most(lambda k: k.registers), self._most(lambda k: k.spill_bytes)]
         cells = f"{self.program:<44}{self.status:>8}{self.seconds:8.1f}{memory}{''.join(f'{n:>9}' for n in used)}"
@@ -49,6 +50,17 @@ class Outcome:
         return f"{max(amounts) / unit:.0f}" if amounts else "-"
 
 
-HEADER = f"{'':<44}{'':>8}{'':>8}{'temps':>9}{'in place':>9}{'VMEM':>9}{'shared':>9}{'regis-':>9}{'spills':>9}\n" + (
-    f"{'program':<44}{'status':>8}{'s':>8}{'MiB':>9}{'MiB':>9}{'KiB':>9}{'KiB':>9}{'ters':>9}{'bytes':>9}"
+# Memory of the program, then the most that one of its kernels takes.
+_COLUMNS = {
+    "temps": "MiB",
+    "in place": "MiB",
+    "in VMEM": "MiB",
+    "VMEM": "KiB",
+    "shared": "KiB",
+    "regis-": "ters",
+    "spills": "bytes",
+}
+HEADER = (
+    f"{'':<60}{''.join(f'{name:>9}' for name in _COLUMNS)}\n"
+    f"{'program':<44}{'status':>8}{'s':>8}{''.join(f'{unit:>9}' for unit in _COLUMNS.values())}"
 )

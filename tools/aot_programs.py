@@ -9,10 +9,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import abstract_params
+from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.runner import CacheShape, compile_step
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.chips import Chip
+from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
     RaggedRows,
@@ -30,22 +31,45 @@ LAYERS = 2
 # temporaries, and small enough for every chip.
 POOL_BYTES = 2**30
 
-# A layer of Llama 3 70B. Every matrix is larger than XLA:GPU's 32 MiB of cuBLASLt workspace and a small step's
-# activations together, so temporaries below the smallest mean that none was copied.
-STEP_SPEC = model_spec(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 4096,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 8192,
-    }
-)
-SMALLEST_MATRIX_BYTES = STEP_SPEC.hidden_size * STEP_SPEC.num_heads * STEP_SPEC.head_size * DTYPE.itemsize
+
+def _llama(hidden_size: int, intermediate_size: int, num_heads: int, vocab_size: int, num_layers: int) -> ModelSpec:
+    return model_spec(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A model whose step is compiled, and how large a pool it has on each device."""
+
+    suffix: str  # of the program's name
+    spec: ModelSpec
+    pool_bytes: int
+
+    @property
+    def smallest_matrix_bytes(self) -> int:
+        """Of a layer: its output projection."""
+        return self.spec.hidden_size * self.spec.num_heads * self.spec.head_size * DTYPE.itemsize
+
+
+# The layers of Llama 3 70B. Every matrix is larger than XLA:GPU's 32 MiB of cuBLASLt workspace and a small step's
+# activations together, so temporaries below the smallest mean that none was copied within HBM.
+WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES)
+# On a TPU a copy may also go to VMEM, where it is not a temporary. This model's matrices and its pages of one layer fit
+# there: they take 8 to 32 MiB, and VMEM is 64 or 128. Whatever else XLA keeps there is smaller than any of them: the
+# activations of a mixed step and the head, which XLA fetches before its use, are 4 MiB each. So an array of 8 MiB in
+# VMEM is a copy. WIDE can hardly tell, because its matrices are 64 MiB and more.
+NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20)
 STEP_BUCKETS = {"decode": Bucket(8, 8), "mixed": Bucket(256, 8)}
 # With kernels, the step is compiled where there are any; with the reference, on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
@@ -55,12 +79,15 @@ STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 
 @dataclass(frozen=True)
 class Program:
-    """Compiles for a mesh; each device must update `pages_bytes` in place and need less than `temp_bytes` beside."""
+    """Compiles for a mesh. Each device must update `pages_bytes` in place and copy nothing of `copy_bytes` or more.
+
+    A copy would be one of its temporaries or, on a TPU, an array in VMEM.
+    """
 
     name: str
     mesh: MeshShape
     pages_bytes: int
-    temp_bytes: int
+    copy_bytes: int
     compile: Callable[[Mesh], jax.stages.Compiled]
 
 
@@ -70,12 +97,15 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "attention":
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
-    return tuple(
-        _step_program(form, bucket, backend, mesh)
+    wide = tuple(
+        _step_program(WIDE, form, bucket, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
         for form, bucket in STEP_BUCKETS.items()
         for mesh in STEP_MESHES
     )
+    if not isinstance(chip, TpuChip):
+        return wide
+    return wide + tuple(_step_program(NARROW, *form, backend, MeshShape(1, 1)) for form in STEP_BUCKETS.items())
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
@@ -154,23 +184,25 @@ def _compile_attention(
     return lowered.compile()
 
 
-def _step_program(form: str, bucket: Bucket, backend: Backend, mesh: MeshShape) -> Program:
-    page_size = 16
-    shape = CacheShape(1, page_size, num_slots=64, max_pages=STEP_SPEC.max_position // page_size, dtype=DTYPE)
+def _step_program(model: StepModel, form: str, bucket: Bucket, backend: Backend, mesh: MeshShape) -> Program:
+    page_size, spec = 16, model.spec
+    shape = CacheShape(1, page_size, num_slots=64, max_pages=spec.max_position // page_size, dtype=DTYPE)
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
-        K, D = STEP_SPEC.num_kv_heads // mesh.model, STEP_SPEC.head_size
-        return kv_pages_struct(LAYERS, num_pages, page_size, K, D, DTYPE, backend)
+        K, D = spec.num_kv_heads // mesh.model, spec.head_size
+        return kv_pages_struct(spec.num_layers, num_pages, page_size, K, D, DTYPE, backend)
 
-    shape = replace(shape, num_pages=POOL_BYTES // _num_bytes(pool(1)))
+    shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        params = abstract_params(STEP_SPEC, DTYPE, "stacked", mesh)
-        pages = shape.pages(STEP_SPEC, backend, mesh)
-        return compile_step(params, pages, STEP_SPEC, shape, bucket, backend, mesh)
+        params = abstract_params(spec, DTYPE, "stacked", mesh)
+        pages = shape.pages(spec, backend, mesh)
+        return compile_step(params, pages, spec, shape, bucket, backend, mesh)
 
-    name = f"step/{form}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
-    return Program(name, mesh, _num_bytes(pool(shape.num_pages)), SMALLEST_MATRIX_BYTES // mesh.model, compile_for)
+    name = f"step/{form}{model.suffix}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
+    pages_bytes = _num_bytes(pool(shape.num_pages))
+    copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes // spec.num_layers)
+    return Program(name, mesh, pages_bytes, copy_bytes, compile_for)
 
 
 def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from jaxvllm.planner.vmem import largest_vmem_array
 from pallas_kernels.chips import chip_named
 from pallas_kernels.deviceless import compile_only_devices
 from sharding.placement import make_mesh
@@ -63,11 +64,15 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     seconds = time.monotonic() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and hlo is not None, "every compiler of ours tells"
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    vmem_array_bytes, vmem_array = largest_vmem_array(hlo) if on_tpu else (0, "")
     message = ""
     if memory.alias_size_in_bytes < program.pages_bytes:
         message = f"{program.pages_bytes} bytes of pages are not updated in place"
-    elif memory.temp_size_in_bytes >= program.temp_bytes:
-        message = f"temporaries reach {program.temp_bytes} bytes: pages or a weight are copied"
+    elif memory.temp_size_in_bytes >= program.copy_bytes:
+        message = f"temporaries reach {program.copy_bytes} bytes: pages or a weight are copied"
+    elif vmem_array_bytes >= program.copy_bytes:
+        message = f"{vmem_array} in VMEM reaches {program.copy_bytes} bytes: pages or a weight are copied"
     return Outcome(
         program.name,
         "failed" if message else "ok",
@@ -75,6 +80,7 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
         message,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
+        vmem_array_bytes,
         read_resources(dumps, hlo),
     )
 

@@ -101,7 +101,7 @@ def _walk(
         # The result of a pair is whole at its done; its start has the operands too.
         opcode = instruction.opcode.removesuffix("-done")
         if opcode in get_args(Kind):
-            yield opcode, _num_bytes(instruction.shape), conditional, 1  # type: ignore[misc]
+            yield opcode, array_bytes(instruction.shape), conditional, 1  # type: ignore[misc]
         elif instruction.opcode == "while":
             match = _BODY.search(instruction.rest)
             assert match is not None, instruction
@@ -135,8 +135,8 @@ def _trip_count(loop: _Instruction, condition: list[_Instruction]) -> int:
     raise UnreadableHlo(f"the loop {loop.name} has collectives, and the program does not tell how often it runs")
 
 
-def _num_bytes(shape: str) -> int:
-    """Bytes of an array, or of all in a tuple; 4-bit types are two to the byte."""
+def array_bytes(shape: str) -> int:
+    """Bytes of an array as HLO text describes it, or of all in a tuple; 4-bit types are two to the byte."""
     return sum(
         math.prod(int(side) for side in sides.split(",") if side) * _num_bits(dtype) // 8
         for dtype, sides in _ARRAY.findall(shape)

@@ -17,6 +17,7 @@ class StepFindings:
     argument_bytes: int  # weights, pages and state
     step_bytes: int  # beyond arguments: `runtime.memory.step_bytes`
     temp_bytes: int  # of those, temporaries; the rest are outputs
+    vmem_array_bytes: int  # of the largest array that a TPU's program keeps in VMEM; 0 on other devices
     collectives: tuple[Collective, ...]
 
     @classmethod

@@ -16,6 +16,7 @@ from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.planner.collectives import UnreadableHlo, read_collectives
 from jaxvllm.planner.findings import Findings, Refusal, StepFindings, to_json
 from jaxvllm.planner.job import Job
+from jaxvllm.planner.vmem import largest_vmem_array
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.runner import CacheShape, compile_step
@@ -78,6 +79,7 @@ def compile_job(job: Job) -> Findings:
             argument_bytes=memory.argument_size_in_bytes,
             step_bytes=step_bytes(compiled),
             temp_bytes=memory.temp_size_in_bytes,
+            vmem_array_bytes=largest_vmem_array(hlo)[0] if job.target.platform == "tpu" else 0,
             collectives=read_collectives(hlo) if job.size > 1 else (),
         )
 

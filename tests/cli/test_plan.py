@@ -19,7 +19,7 @@ def compiled(job: Job) -> Findings:
     """What a compiler would find, without its minute."""
     shapes = {"largest": (2048, 256), "decode": (256, 256)}
     steps = {
-        name: StepFindings(tokens, rows, 12.3, 0, 300 * MIB, 290 * MIB, COLLECTIVES if job.size > 1 else ())
+        name: StepFindings(tokens, rows, 12.3, 0, 300 * MIB, 290 * MIB, 0, COLLECTIVES if job.size > 1 else ())
         for name, (tokens, rows) in shapes.items()
     }
     return Findings(**steps, pool_bytes=0, versions={"jax": "0.11.2"})

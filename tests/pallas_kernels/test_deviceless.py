@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from itertools import batched
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pallas_kernels.chips import CHIPS, TpuChip, chip_named
-from pallas_kernels.deviceless import compile_only_devices
+from pallas_kernels.chips import CHIPS, GpuChip, TpuChip, chip_named
+from pallas_kernels.deviceless import CUDA_VERSION, CUDNN_VERSION, compile_only_devices
 from tools.aot import AOT, ROOT, compile_for
-from tools.aot_outcome import Kind
+from tools.aot_outcome import Kind, Outcome
 
 
 @pytest.fixture
@@ -42,50 +44,150 @@ def test_a_process_that_looks_for_devices_is_refused(monkeypatch: pytest.MonkeyP
         compile_only_devices(chip_named("v5e"), 1)
 
 
-# Which devices there are, and on how many hosts; and the collectives of a matmul split over two of them.
-DEVICES_PROGRAM = """
-import json, jax, jax.numpy as jnp
+# For each chip: which devices there are, on how many hosts, and the collectives of a matmul split over two of them.
+# For a GPU also: the calls that XLA makes of a float8 matmul and of one whose blocks have scales; the versions that the
+# CUDA plugin was built with; and what comes of asking for another GPU.
+CHIPS_PROGRAM = """
+import json, re, sys, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from pallas_kernels.chips import CHIPS, GpuChip
+from pallas_kernels.deviceless import compile_only_devices
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+
+def hlo(function, devices, shapes, options=None, **axes):
+    mesh = make_mesh(MeshShape(1, len(devices)), devices)
+    place = lambda *names: NamedSharding(mesh, PartitionSpec(*names))
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=place(*axes.get(name, ()))) for name, shape in shapes.items()]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function, out_shardings=place()).lower(*arguments).compile(options).as_text()
+
+def calls(function, devices, **shapes):
+    # Triton would take these matmuls: the engine compiles without it.
+    text = hlo(function, devices, shapes, {"xla_gpu_enable_triton_gemm": False})
+    return re.findall(r'custom_call_target="([^"]*)"', text)
+
+def about_gpu(chip):
+    devices = compile_only_devices(chip, 1)
+    f8, e8, bf16 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu, jnp.bfloat16
+    dot = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=bf16)
+    blocks = lambda x, y, s, t: jax.nn.scaled_matmul(x, y, s, t, preferred_element_type=bf16)
+    x, y, s, t = ((1, 256, 512), f8), ((1, 1024, 512), f8), ((1, 256, 16), e8), ((1, 1024, 16), e8)
+    yield "float8", calls(dot, devices, x=((256, 512), f8), y=((1024, 512), f8))
+    yield "blocks", calls(blocks, devices, x=x, y=y, s=s, t=t)
+    from jax_cuda13_plugin import _versions
+    yield "versions", [_versions.cuda_runtime_build_version(), _versions.cudnn_build_version()]
+    compile_only_devices(chip, 2)  # the same again
+    other = next(other for other in CHIPS.values() if isinstance(other, GpuChip) and other != chip)
+    try:
+        compile_only_devices(other, 1)
+    except RuntimeError as error:
+        yield "other", str(error)
+
+for name in sys.argv[1:]:
+    chip, matrix = CHIPS[name], ((512, 512), jnp.float32)
+    groups = {count: compile_only_devices(chip, count) for count in range(1, 9)}
+    split = hlo(jnp.dot, groups[2], {"x": matrix, "y": matrix}, x=(None, "model"), y=("model",))
+    about = {
+        "counts": [len(devices) for devices in groups.values()],
+        "kinds": sorted({device.device_kind for devices in groups.values() for device in devices}),
+        "hosts": len({device.process_index for device in groups[4]}),
+        "all_reduces": split.count("all-reduce"),
+    }
+    print(json.dumps(about | (dict(about_gpu(chip)) if isinstance(chip, GpuChip) else {})))
+"""
+
+# A scan over layers, of which XLA copies each to VMEM for its `ragged_dot`: 4 MiB of experts. The worker of `make aot`
+# looks at it twice, once with a limit that the copy reaches.
+COPY_PROGRAM = """
+import sys, jax, jax.numpy as jnp
+from functools import cache
+from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.deviceless import compile_only_devices
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tools.aot_programs import Program
+from tools.aot_worker import compile_program
 
-def all_reduces(devices):
-    mesh = make_mesh(MeshShape(1, 2), devices)
-    place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
-    matrix = lambda *axes: jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=place(*axes))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(jnp.dot, out_shardings=place()).lower(matrix(None, "model"), matrix("model"))
-    return lowered.compile().as_text().count("all-reduce")
+@cache
+def compile_scan(mesh):
+    shapes = ((16, 512), jnp.bfloat16), ((4, 8, 512, 512), jnp.bfloat16), ((8,), jnp.int32)
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
+    scan = lambda x, w, sizes: jax.lax.scan(lambda x, w: (jax.lax.ragged_dot(x, w, sizes), None), x, w)[0]
+    return jax.jit(scan).lower(*arguments).compile()
 
-for name, chip in CHIPS.items():
-    groups = {count: compile_only_devices(chip, count) for count in range(1, 9)}
-    kinds = {device.device_kind for devices in groups.values() for device in devices}
-    hosts = {device.process_index for device in groups[4]}
-    counts = [len(devices) for devices in groups.values()]
-    print(json.dumps([name, counts, sorted(kinds), len(hosts), all_reduces(groups[2])]))
+one = MeshShape(1, 1)
+for name in sys.argv[1:]:
+    mesh = make_mesh(one, compile_only_devices(CHIPS[name], 1))
+    for copy_bytes in (4 * 2**20, 2**30):
+        print(compile_program(Program(name, one, 0, copy_bytes, compile_scan), mesh, Path("nowhere")).to_json())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("compilers")
-def test_every_chip_has_one_to_eight_devices() -> None:
+def run_with_compilers(program: str, *argv: str) -> list[str]:
+    """What `program` prints in a new process of the environment with the compilers, line by line."""
     done = subprocess.run(
-        [AOT / "bin" / "python", "-c", DEVICES_PROGRAM],
+        [AOT / "bin" / "python", "-c", program, *argv],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name, *_ in found] == list(CHIPS)
-    for name, counts, kinds, hosts, all_reduces in found:
-        assert counts == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert kinds == [CHIPS[name].device_kind]
-        assert hosts == 1
-        assert all_reduces >= 1
+    return done.stdout.splitlines()
+
+
+def check_devices(chip: str, about: dict[str, Any]) -> None:
+    assert about["counts"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert about["kinds"] == [CHIPS[chip].device_kind]
+    assert about["hosts"] == 1
+    assert about["all_reduces"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compilers")
+def test_every_tpu_has_one_to_eight_devices() -> None:
+    chips = [name for name, chip in CHIPS.items() if isinstance(chip, TpuChip)]
+    found = run_with_compilers(CHIPS_PROGRAM, *chips)
+    assert len(found) == len(chips)
+    for chip, line in zip(chips, found, strict=True):
+        check_devices(chip, json.loads(line))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compilers")
+@pytest.mark.parametrize("chip", [name for name, chip in CHIPS.items() if isinstance(chip, GpuChip)])
+def test_every_gpu_has_one_to_eight_devices_and_cuda(chip: str) -> None:
+    """A process for each: also that it refuses another GPU, and that XLA uses what the version of CUDA allows."""
+    [line] = run_with_compilers(CHIPS_PROGRAM, chip)
+    about = json.loads(line)
+    check_devices(chip, about)
+    facts = CHIPS[chip]
+    assert isinstance(facts, GpuChip)
+    # Matrix units for float8 came with Ada, for blocks with scales with Blackwell.
+    has_float8, has_blocks = facts.compute_capability >= (8, 9), facts.compute_capability >= (10, 0)
+    assert ("__cublas$lt$matmul$f8" in about["float8"]) == has_float8, about
+    assert ("__cudnn$blockScaledDot" in about["blocks"]) == has_blocks, about
+    runtime, cudnn = about["versions"]
+    assert f"{runtime // 1000}.{runtime % 1000 // 10}.0" == CUDA_VERSION
+    assert f"{cudnn // 10000}.{cudnn % 10000 // 100}.{cudnn % 100}" == CUDNN_VERSION
+    assert f"this one compiles for {chip}: compile for" in about["other"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compilers")
+def test_a_copy_to_vmem_is_found() -> None:
+    chips = [name for name, chip in CHIPS.items() if isinstance(chip, TpuChip)]
+    outcomes = [Outcome.from_json(line) for line in run_with_compilers(COPY_PROGRAM, *chips)]
+    assert len(outcomes) == 2 * len(chips)
+    for copied, allowed in batched(outcomes, 2):
+        # Its temporaries say nothing of it.
+        assert copied.temp_bytes < 2**18
+        assert (copied.status, allowed.status) == ("failed", "ok")
+        assert copied.vmem_array_bytes >= 4 * 2**20
+        assert "512,512] in VMEM reaches 4194304 bytes: pages or a weight are copied" in copied.message
 
 
 # A small set of what `make aot` compiles, for the compilers that differ most.
@@ -99,7 +201,7 @@ def test_every_chip_has_one_to_eight_devices() -> None:
         ("h200", "attention", ["attention/decode-gqa/gpu", "attention/mixed-sinks/gpu"]),
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/decode/reference"]),
-        ("v5e", "step", ["step/decode/tpu"]),
+        ("v5e", "step", ["step/decode/tpu", "step/decode-narrow/tpu"]),
         ("v7x", "step", ["step/decode/tpu"]),
         ("h200", "step", ["step/decode/gpu"]),
     ],

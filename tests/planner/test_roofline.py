@@ -10,8 +10,8 @@ from tests.planner.jobs import job
 
 
 def findings(*collectives: Collective) -> Findings:
-    decode = StepFindings(256, 256, 1.0, 0, 0, 0, collectives)
-    return Findings(StepFindings(2048, 256, 1.0, 0, 0, 0, collectives), decode, 0, {})
+    decode = StepFindings(256, 256, 1.0, 0, 0, 0, 0, collectives)
+    return Findings(StepFindings(2048, 256, 1.0, 0, 0, 0, 0, collectives), decode, 0, {})
 
 
 def test_decode_reads_weights_and_context():

@@ -83,6 +83,7 @@ OUTCOME = Outcome(
     "",
     3 * 2**20,
     2**30,
+    5 * 2**19,
     (KernelResources("k", vmem_bytes=6 * 2**20, spill_bytes=0),),
 )
 
@@ -92,7 +93,8 @@ def test_outcomes_survive_the_pipe() -> None:
 
 
 def test_the_table() -> None:
-    assert OUTCOME.row().split() == ["attention/some-case/tpu", "ok", "2.3", "3.0", "1024.0", "6144", "-", "-", "0"]
+    cells = ["attention/some-case/tpu", "ok", "2.3", "3.0", "1024.0", "2.5", "6144", "-", "-", "0"]
+    assert OUTCOME.row().split() == cells
     assert len(OUTCOME.row()) == max(map(len, HEADER.splitlines()))
 
 
