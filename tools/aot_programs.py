@@ -55,6 +55,11 @@ class StepModel:
     suffix: str  # of the program's name
     spec: ModelSpec
     pool_bytes: int
+    mixed_tokens: int  # of the step that is not of decoding alone
+
+    @property
+    def buckets(self) -> dict[str, Bucket]:
+        return {"decode": Bucket(8, 8), "mixed": Bucket(self.mixed_tokens, 8)}
 
     @property
     def smallest_matrix_bytes(self) -> int:
@@ -64,13 +69,13 @@ class StepModel:
 
 # The layers of Llama 3 70B. Every matrix is larger than XLA:GPU's 32 MiB of cuBLASLt workspace and a small step's
 # activations together, so temporaries below the smallest mean that none was copied within HBM.
-WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES)
+WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES, mixed_tokens=256)
 # On a TPU a copy may also go to VMEM, where it is not a temporary. This model's matrices and its pages of one layer fit
-# there: they take 8 to 32 MiB, and VMEM is 64 or 128. Whatever else XLA keeps there is smaller than any of them: the
-# activations of a mixed step and the head, which XLA fetches before its use, are 4 MiB each. So an array of 8 MiB in
-# VMEM is a copy. WIDE can hardly tell, because its matrices are 64 MiB and more.
-NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20)
-STEP_BUCKETS = {"decode": Bucket(8, 8), "mixed": Bucket(256, 8)}
+# there: they take 8 to 32 MiB, and VMEM is 64 or 128. Whatever else XLA keeps there is smaller than any of them:
+# the head, which XLA fetches before its use, is 4 MiB, and the activations of a mixed step are 1 MiB. (With 256 tokens
+# they took 10 MiB of HBM in all on v5p.) So an array of 8 MiB in VMEM is a copy. WIDE can hardly tell, because its
+# matrices are 64 MiB and more.
+NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20, mixed_tokens=64)
 # With kernels, the step is compiled where there are any; with the reference, on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
 # Spread over more devices, a weight's share is no longer larger than a workspace beside it.
@@ -100,12 +105,12 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     wide = tuple(
         _step_program(WIDE, form, bucket, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form, bucket in STEP_BUCKETS.items()
+        for form, bucket in WIDE.buckets.items()
         for mesh in STEP_MESHES
     )
     if not isinstance(chip, TpuChip):
         return wide
-    return wide + tuple(_step_program(NARROW, *form, backend, MeshShape(1, 1)) for form in STEP_BUCKETS.items())
+    return wide + tuple(_step_program(NARROW, *form, backend, MeshShape(1, 1)) for form in NARROW.buckets.items())
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
