@@ -29,9 +29,18 @@ class ContextLengthError(ParameterError):
     """A prompt leaves too little room, or none, in the model's context."""
 
     def __init__(
-        self, message: str, *, num_tokens: int, max_prompt_tokens: int, max_model_len: int, num_chars: int = 0
+        self,
+        message: str,
+        *,
+        num_tokens: int = 0,
+        max_prompt_tokens: int = 0,
+        max_model_len: int = 0,
+        num_chars: int = 0,
     ):
-        """`num_chars` is above 0 for a text that is refused before it is tokenized: it has `num_tokens` at least."""
+        """`num_chars` is above 0 for a text that is refused before it is tokenized: it has `num_tokens` at least.
+
+        The numbers have defaults because `pickle` calls this with the message alone, and restores them afterwards.
+        """
         super().__init__(message)
         self.num_tokens = num_tokens
         self.max_prompt_tokens = max_prompt_tokens  # fewer than `max_model_len` where an answer must fit too

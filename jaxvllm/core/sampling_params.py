@@ -117,6 +117,12 @@ class SamplingParams:
                 put(self, name, _integer(name, value, 0, MAX_LOGPROBS))
         if self.max_tokens is not None:
             fewest = 1 if self.prompt_logprobs is None else 0
+            if self.max_tokens == 0 < fewest:
+                raise ParameterError(
+                    f"max_tokens must be an integer from 1 to {MAX_INT32}, not 0: 0 only scores the prompt, and needs "
+                    "prompt_logprobs",
+                    "max_tokens",
+                )
             put(self, "max_tokens", _integer("max_tokens", self.max_tokens, fewest, MAX_INT32))
         put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_INT32))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

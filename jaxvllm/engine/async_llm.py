@@ -127,10 +127,15 @@ class AsyncLLM:
         await self.ready()
 
     async def close(self) -> None:
-        """Ends the engine's process. Requests that it works on fail."""
+        """Ends the engine's process. Requests that it works on fail. If this is cancelled, the process is killed."""
         if self._task is not None:
-            if self.config.has_others and self._process is not None and self.state is EngineState.READY:
-                await self._process.stop()  # the other processes must hear of it
+            process = self._process
+            if self.config.has_others and process is not None and self.state is EngineState.READY:
+                try:
+                    await process.stop()  # the other processes must hear of it
+                except asyncio.CancelledError:
+                    process.kill()
+                    raise
             self._task.cancel()
             with suppress(asyncio.CancelledError, Exception):  # `ready` and `ended` tell
                 await self._task

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxvllm.models.params import Params
+from jaxvllm.models.tiling import aligned_zeros
 from sharding.placement import mesh_of, place
 
 # What `decoder` multiplies by. The embedding is looked up by row and stays as it is, as the LM head too when tied.
@@ -34,19 +35,23 @@ def prefers_in_out() -> bool:
 
 
 def to_in_out(params: Params) -> Params:
-    """`params` of one device, in the `separate` layout, with every matrix turned round, one at a time."""
-    outer = {name: _turned(name, array) for name, array in params.items() if name != "layers"}
-    layers = params["layers"]
-    for layer in layers:
-        for name in layer:
-            layer[name] = _turned(name, layer[name])  # in place: the old array is freed before the next is made
-    return {**outer, "layers": layers}
+    """`params` of one device, in the `separate` layout, with every matrix turned round, one at a time.
+
+    Changes `params` itself, so that each old array is freed before the next one is turned.
+    """
+    outer = [name for name in params if name != "layers"]
+    for arrays, names in ((params, outer), *((layer, list(layer)) for layer in params["layers"])):
+        for name in names:
+            arrays[name] = _turned(name, arrays[name])
+    return params
 
 
 def _turned(name: str, array: jax.Array) -> jax.Array | InOut:
     if name not in MATRICES:
         return array
     *out_shape, size = array.shape
-    turned = np.ascontiguousarray(np.asarray(array).reshape(-1, size).T)
+    matrix = np.asarray(array).reshape(-1, size)
+    turned = aligned_zeros(matrix.shape[::-1], matrix.dtype)  # XLA takes it as it is
+    np.copyto(turned, matrix.T)
     [device] = array.devices()
     return InOut(jax.device_put(turned, place(mesh_of(device))((None, None))), tuple(out_shape))

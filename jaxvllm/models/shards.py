@@ -1,6 +1,5 @@
 """Each device's shard of each array, read by itself."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import jax
@@ -12,7 +11,7 @@ from jaxvllm.models.params import Layout, ParamDecl, declare, declare_layer
 from jaxvllm.models.placing import Parts, Where
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.spread_weights import tiles
-from jaxvllm.models.tiling import Box, Fill, tiled
+from jaxvllm.models.tiling import Box, Fill, aligned_zeros, tiled
 
 # What fills the array of that name of a layer, or, with None, outside the layers.
 Weights = Callable[[str, int | None], Fill]
@@ -33,7 +32,7 @@ def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLi
             def shard(index: tuple[slice, ...] | None, part: Box = part) -> np.ndarray:
                 assert index is not None
                 box = Box.of_index(index, part.shape)
-                out = _zeros(box.shape, jnp.dtype(dtype))
+                out = aligned_zeros(box.shape, jnp.dtype(dtype))
                 fill(out, box.moved(part.start).start)
                 return out
 
@@ -48,11 +47,3 @@ def _halves(decl: ParamDecl) -> Iterator[Box]:
     step = 1 if axis is None and len(decl.shape) > 1 else size
     for first in range(0, size, step):
         yield Box((first, *(0 for _ in decl.shape[1:])), (step, *decl.shape[1:]))
-
-
-def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros that begin at a multiple of 64 bytes: XLA on CPU takes such an array as it is, any other it copies."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.zeros(size + 64, np.uint8)
-    first = -buffer.ctypes.data % 64
-    return buffer[first : first + size].view(dtype).reshape(shape)

@@ -1,5 +1,6 @@
 """An array described by where each part of it comes from, so that any part can be read without the rest."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -84,3 +85,11 @@ def tiled(tiles: Sequence[Tile]) -> Fill:
 
 def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros that begin at a multiple of 64 bytes: XLA on CPU takes such an array as it is, any other it copies."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(size + 64, np.uint8)
+    first = -buffer.ctypes.data % 64
+    return buffer[first : first + size].view(dtype).reshape(shape)

@@ -2,9 +2,10 @@
 
 import logging
 import os
-import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import jax
 from jax._src import compilation_cache
@@ -12,12 +13,16 @@ from jax._src.compilation_cache_interface import CacheInterface
 
 logger = logging.getLogger(__name__)
 
+_PARTIAL = ".partial-"
+# No write of some megabytes takes as long.
+ABANDONED_SECONDS = 3600.0
+
 
 def use_persistent_cache(directory: Path) -> None:
     """Makes jax keep compiled programs in `directory`, small ones too, unless the user has chosen a place already.
 
     jax writes an entry under its final name and never replaces one. After a full disk that left truncated entries for
-    ever, which every later start failed to read. So the files are read and written by `WholeEntries` in both places.
+    ever, which every later start failed to read. So `WholeEntries` reads and writes the files, wherever they are.
     A limit of the cache's size (`jax_compilation_cache_max_size`) leaves jax's own cache in charge.
     """
     if jax.config.jax_compilation_cache_dir is None:
@@ -25,11 +30,13 @@ def use_persistent_cache(directory: Path) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     chosen = jax.config.jax_compilation_cache_dir
-    if "://" in chosen or jax.config.jax_compilation_cache_max_size != -1:
+    if not chosen or "://" in chosen or jax.config.jax_compilation_cache_max_size != -1:
         return
     # jax has no public way to say how entries are stored (0.11.2). It asks for one of these wherever there is one.
     if not isinstance(compilation_cache._cache, WholeEntries) or compilation_cache._cache.directory != Path(chosen):
-        compilation_cache._cache, compilation_cache._cache_initialized = WholeEntries(Path(chosen)), True
+        entries = WholeEntries(Path(chosen))
+        entries.clean_up()
+        compilation_cache._cache, compilation_cache._cache_initialized = entries, True
 
 
 class WholeEntries(CacheInterface):
@@ -63,18 +70,23 @@ class WholeEntries(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         """Writes the entry in one step, in place of one that jax could not use."""
-        partial = None
+        # Not by `tempfile`, whose files are for one user alone: a cache may be shared.
+        partial = self.directory / f"{_PARTIAL}{uuid4().hex}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=".partial-", delete=False) as file:
-                partial = file.name
-                file.write(value)
+            partial.write_bytes(value)
             os.replace(partial, self._file(key))
         except OSError as error:
             self._warn("written", error)
-            if partial is not None:
-                with suppress(OSError):
-                    os.unlink(partial)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def clean_up(self) -> None:
+        """Deletes what a process that was killed while it wrote has left behind."""
+        with suppress(OSError):
+            for path in self.directory.glob(f"{_PARTIAL}*"):
+                if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                    path.unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return self.directory / f"{key}-cache"

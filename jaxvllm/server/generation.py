@@ -119,9 +119,10 @@ def _bounded(params: SamplingParams, prompts: Sequence[Prompt], max_model_len: i
 
     ValueError when they are too many. Those of what streams are sent as they come, but for the prompt's.
     """
-    entries = 0
+    of_prompts = 0
     if params.prompt_logprobs is not None:
-        entries += sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1)
+        of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1)
+    entries = of_prompts
     if params.logprobs is not None and params.output_kind is not RequestOutputKind.DELTA:
         of_each = len(prompts) * params.n * (params.logprobs + 1)  # token that each completion gets
         if params.max_tokens is None:
@@ -129,6 +130,12 @@ def _bounded(params: SamplingParams, prompts: Sequence[Prompt], max_model_len: i
             most = max((MAX_LOGPROB_ENTRIES - entries) // of_each, 1)
             params = replace(params, max_tokens=min(room, most), min_tokens=min(params.min_tokens, room, most))
         entries += of_each * (params.max_tokens or 0)
+    if of_prompts > MAX_LOGPROB_ENTRIES:
+        raise ParameterError(
+            f"prompt_logprobs of up to {of_prompts} tokens are asked for, and the most is {MAX_LOGPROB_ENTRIES}: lower "
+            "prompt_logprobs, or send several requests",
+            "prompt_logprobs",
+        )
     if entries > MAX_LOGPROB_ENTRIES:
         raise ParameterError(
             f"logprobs of up to {entries} tokens are asked for, and the most is {MAX_LOGPROB_ENTRIES}: lower logprobs, "

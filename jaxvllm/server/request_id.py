@@ -39,7 +39,7 @@ class RequestId:
         """The id of the answer and that of the request in the engine. The body may have `asked` for one for both.
 
         As in vLLM the answer's id is the X-Request-Id behind `prefix`. The engine's ids must differ from each other,
-        and several requests may bring the same header: theirs have an end of their own.
+        and several requests may bring the same header: each of theirs gets a random suffix.
         """
         if asked is not None:
             return asked, asked

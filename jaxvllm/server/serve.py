@@ -64,7 +64,8 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
                 except FollowedError:
                     return 0
                 finally:
-                    await llm.close()  # requests that are left end with an error, which is still sent
+                    # Requests that are left end with an error, which is still sent.
+                    await until_first(llm.close(), stop.insisted())
                     if stop.is_urgent:
                         server.hurry()
         finally:

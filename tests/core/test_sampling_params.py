@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
+from jaxvllm.core.errors import ContextLengthError, ParameterError, UnsupportedParameterError
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -173,3 +173,20 @@ def test_one_child_scores_the_prompt_for_all() -> None:
 
 def test_seed_minus_one_is_none() -> None:
     assert SamplingParams(seed=-1).seed is None
+
+
+def test_zero_tokens_say_what_they_need() -> None:
+    with pytest.raises(ValueError, match="not 0: 0 only scores the prompt, and needs prompt_logprobs"):
+        SamplingParams(max_tokens=0)
+
+
+def test_errors_survive_pickling() -> None:
+    numbers = dict(num_tokens=9, max_prompt_tokens=7, max_model_len=8, num_chars=30)
+    errors = [
+        ContextLengthError("too long", **numbers),
+        ParameterError("wrong", "stop"),
+        UnsupportedParameterError("x", "y"),
+    ]
+    for error in errors:
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))

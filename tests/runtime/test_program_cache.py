@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,29 @@ def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog:
     cache.put("program", b"x")
     assert cache.get("program") is None
     assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_what_a_killed_process_left_is_deleted(tmp_path: Path) -> None:
+    old, new = tmp_path / ".partial-old", tmp_path / ".partial-new"
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    WholeEntries(tmp_path).clean_up()
+    assert [path.name for path in tmp_path.iterdir()] == [new.name], "the other may be under way"
+
+
+def test_entries_may_be_read_by_others_as_far_as_the_umask_says(tmp_path: Path) -> None:
+    WholeEntries(tmp_path).put("program", b"x")
+    before = os.umask(0)
+    os.umask(before)
+    assert (tmp_path / "program-cache").stat().st_mode & 0o777 == 0o666 & ~before
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_an_empty_directory_name_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    jax.config.update("jax_compilation_cache_dir", "")
+    use_persistent_cache(tmp_path / "ours")
+    jax.clear_caches()
+    jax.jit(lambda x: jnp.cos(x) * 5)(2.0)
+    assert not list(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,13 +92,20 @@ class Server:
 
         self.portal.call(wait)
 
-    def ask(self, config: ServerConfig, path: str, method: str = "POST", **body: Any) -> httpx.Response:
+    def ask(
+        self,
+        config: ServerConfig,
+        path: str,
+        method: str = "POST",
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
+    ) -> httpx.Response:
         """The answer of another server, without a socket, over the same engine."""
 
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(application(self.llm, config), raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                return await client.request(method, path, json=body or None)
+                return await client.request(method, path, json=body or None, headers=headers)
 
         return self.portal.call(asyncio.wait_for, run(), PATIENCE)
 

@@ -39,3 +39,8 @@ def test_running_requests_go_on(server):
 def joined(lines: list[str]) -> str:
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+def test_a_web_page_may_not(server):
+    response = server.ask(DEVELOPMENT, PATH, headers={"origin": "http://page.example"})
+    assert response.status_code == 403

@@ -82,3 +82,17 @@ def test_without_such_a_field_it_says_which_there_are(server: Server) -> None:
 def test_a_body_that_is_no_object(server: Server) -> None:
     response = server.client.post(PATH, json=[1])
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("name", ["query", "path", "body"])
+def test_a_wrong_field_is_named_whatever_its_name(server: Server, name: str) -> None:
+    response = server.client.post(PATH, json={"prompt": "a", name: 1})
+    error = response.json()["error"]
+    assert (
+        response.status_code == 400 and error["param"] == name and error["message"].startswith(f"{name} is not a field")
+    )
+
+
+def test_a_field_that_is_null_decides_nothing(server: Server) -> None:
+    answer = server.answer(PATH, input="Hello", prompt=None, max_output_tokens=4)
+    assert answer["object"] == "response"

@@ -12,7 +12,7 @@ from jaxvllm.server.protocol.chat import ChatRequest, ChatResponse
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.responses import ResponsesRequest, ResponsesResponse
 from jaxvllm.server.routes import chat, completions, responses
-from jaxvllm.server.routes.documented import COMMON, GENERATES, STREAMED
+from jaxvllm.server.routes.documented import COMMON, STREAMED
 from jaxvllm.server.service import Service
 
 type Answer = Callable[[Service, dict[str, Any], Request], Awaitable[Response]]
@@ -30,16 +30,19 @@ async def _responses(service: Service, body: dict[str, Any], request: Request) -
     return await responses.create(service, ResponsesRequest.model_validate(body), request)
 
 
-# The field that only one kind of request has, and what answers that kind. The first that is there decides, as in vLLM.
+# The field that only one kind of request has, and what answers that kind. The first one that is there decides.
 ANSWERS: dict[str, Answer] = {"messages": _chat, "prompt": _completions, "input": _responses}
+
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "No requests are taken now; there is no body"}}
 
 
 def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter(tags=["SageMaker"])
 
-    @routes.get("/ping", response_class=Response, responses=COMMON | {503: GENERATES[503]})
-    @routes.post("/ping", response_class=Response, responses=COMMON | {503: GENERATES[503]})
+    @routes.get("/ping", response_class=Response, responses=COMMON | _NOT_READY)
+    @routes.post("/ping", response_class=Response, responses=COMMON | _NOT_READY)
     async def ping() -> Response:
         """Whether requests are taken, by the status alone: as `/ready`."""
         return Response(status_code=200 if service.is_ready else 503)
@@ -54,11 +57,13 @@ def router(service: Service) -> APIRouter:
         and as `/v1/responses` for one with `input`.
         """
         for field, answer in ANSWERS.items():
-            if field in body:
+            if body.get(field) is not None:
                 try:
                     return await answer(service, body, request)
                 except ValidationError as error:
-                    raise RequestValidationError(error.errors()) from error
+                    # Where FastAPI says that it looked, which is no part of a field's name.
+                    errors = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
+                    raise RequestValidationError(errors) from error
         raise ApiError(400, f"the body has none of {', '.join(ANSWERS)}: give one of them")
 
     return routes
