@@ -91,4 +91,5 @@ def _set_up_logs() -> None:
     )
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about what clients send
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)

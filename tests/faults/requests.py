@@ -133,7 +133,7 @@ VALUES = [
     value("half a million prompts that are none", prompt=[{}] * 500_000, param="prompt"),
     value("a million messages that are none", path=CHAT, messages=[1] * 10**6),
     value("two million token ids that are none", allowed_token_ids=[""] * 2_000_000, param="allowed_token_ids"),
-    value("a million token ids that are none", allowed_token_ids=[""] * 1_000_000, param="allowed_token_ids"),
+    value("a million token ids that are none", allowed_token_ids=[""] * 1_000_000, param="allowed_token_ids[0]"),
     value("metadata of 200,000 names", metadata={f"k{i}": "" for i in range(200_000)}, param="metadata"),
     value("template variables of 10,000 names", path=CHAT, chat_template_kwargs=NAMES, param="chat_template_kwargs"),
     value("stream options of 10,000 names", stream=True, stream_options=NAMES, param="stream_options"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -379,7 +380,11 @@ def test_all_meet_when_their_runners_are_made(monkeypatch: pytest.MonkeyPatch) -
         def meet(self) -> None:
             order.append("meet")
 
-    monkeypatch.setattr(engine_build, "Runner", lambda *_, **__: order.append("runner"))
+    def runner(*_: Any, **__: Any) -> Mock:
+        order.append("runner")
+        return Mock()
+
+    monkeypatch.setattr(engine_build, "Runner", runner)
     engine_build.build(EngineConfig(**hosts_program.options("1x1")), Recorder())
     assert order == ["runner", "meet"]
 
