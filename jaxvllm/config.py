@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
@@ -23,36 +24,37 @@ class EngineConfig:
     tokenizer: str | None = None  # a directory or hub name; None: the model's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of the pages; auto: dtype
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
     seed: int = 0  # of dummy weights, and of the seeds of requests that give none
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: int | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
     max_num_batched_tokens: int | None = None  # tokens a step of a replica; None: 512 on CPU, 2048 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
     page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
-    num_pages: int | None = None  # of each replica; None: as many as memory_utilization leaves room for
-    memory_utilization: float = 0.9  # share of the device's free memory that weights, a step and pages may take
+    num_pages: int | None = None  # KV pages of each replica; None: as many as fit into memory_utilization
+    memory_utilization: float = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
     enable_prefix_caching: bool = True  # requests that begin alike share the pages of what they have in common
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
     mesh: str = "1x1"  # replicas of the model x devices that each is spread over
-    multihost: bool = False  # several processes make up the mesh: those that the environment or the next three tell of
+    multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
     coordinator: str | None = None  # HOST:PORT, any free port of the host of process 0
-    num_processes: int | None = None  # that make up the mesh, usually one on each host
-    process_id: int | None = None  # of this one; process 0 takes the requests, the others follow it
+    num_processes: int | None = None  # processes that make up the mesh, usually one on each host
+    process_id: int | None = None  # the number of this process; 0 takes the requests, the others follow it
     row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
-    max_outputs_per_second: int | None = None  # of all that stream, tokens of one are joined; None: each at once
+    max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
         """The config of keyword options. A TypeError names an unknown one, and what to give instead."""
         names = [field.name for field in fields(cls)]
-        for name, value in options.items():
+        for name in options:
             if name not in names:
-                raise TypeError(f"unknown option {name!r}{_instead(name, value, names)}")
+                others = {other: given for other, given in options.items() if other not in names}
+                raise TypeError(f"unknown option {name!r}{_instead(name, others, names)}")
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -106,11 +108,12 @@ class EngineConfig:
         return Path(self.compilation_cache).expanduser() if self.compilation_cache else None
 
 
-def _instead(name: str, value: Any, names: list[str]) -> str:
-    """What to give instead of an option that does not exist, to a caller from Python."""
-    advice = advice_on(name)
+def _instead(name: str, unknown: Mapping[str, Any], names: list[str]) -> str:
+    """What to give instead of the option `name`, one of those that do not exist, to a caller from Python."""
+    advice = advice_on(f"no_{name}" if unknown[name] is False else name)
     if advice is not None:
         question = f" (did you mean {advice.field!r}?)" if advice.field in names else ""
-        return f"{question}: {advice.text(value, names, '{}={!r}'.format)}"
+        given = unknown if advice.defaults else {name: unknown[name]}
+        return f"{question}: {advice.text(given, names, '{}={!r}'.format)}"
     near = difflib.get_close_matches(name, names, 1)
     return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"

@@ -14,46 +14,62 @@ ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do instead of giving an option of vLLM."""
+    """What to do instead of giving an option of vLLM, or several options of vLLM that are one option here."""
 
     why: str
     field: str | None = None  # our option that has the effect; None: there is none, and none is needed
-    value: str = "{}"  # what to give it; {} stands for the value that was given to vLLM's option
+    # What to give to our option: the value that was given to vLLM's option, or a text in which {name} stands for the
+    # value that was given to vLLM's option `name`.
+    value: str = "{}"
+    defaults: Mapping[str, str] | None = None  # by name, for those options in the text that were not given
 
     @property
     def uses_value(self) -> bool:
         """Whether the value that was given to vLLM's option matters to the advice."""
-        return self.field is not None and "{}" in self.value
+        return self.field is not None and "{" in self.value
 
-    def text(self, given: Any, known: Collection[str], write: Callable[[str, Any], str]) -> str:
-        """The advice to somebody who gave that value to vLLM's option.
+    def text(self, given: Mapping[str, Any], known: Collection[str], write: Callable[[str, Any], str]) -> str:
+        """The advice to somebody who gave these values to options of vLLM.
 
         `known` are the options that exist where it was given, and `write` says how one is written there with its value.
         """
         why = f" ({self.why})" if self.why else ""
         if self.field is None or self.field not in known:
             return f"leave it out{why}"
-        return f"use {write(self.field, given if self.value == '{}' else self.value.format(given))}{why}"
+        if self.value == "{}":
+            value = next(iter(given.values()), "")
+        else:
+            value = self.value.format_map({**(self.defaults or {}), **given})
+        return f"use {write(self.field, value)}{why}"
 
 
-_REPLICAS = "replicas of the model x devices that each is spread over"
+_MESH = Advice(
+    "replicas of the model x devices that each is spread over",
+    "mesh",
+    "{data_parallel_size}x{tensor_parallel_size}",
+    {"data_parallel_size": "1", "tensor_parallel_size": "1"},
+)
 _IN_PAGES = "keys and values stay on the device, and a request that loses its pages is computed again"
 _HOSTS = "one process a host; see docs/scaling.md"
+_COORDINATOR = Advice(
+    _HOSTS, "coordinator", "{master_addr}:{master_port}", {"master_addr": "HOST", "master_port": "PORT"}
+)
+_REQUEST_LOG = "only a server logs requests, a line for each without its text"
 
 ADVICE: Mapping[str, Advice] = {
-    "tensor_parallel_size": Advice(_REPLICAS, "mesh", "1x{}"),
-    "data_parallel_size": Advice(_REPLICAS, "mesh", "{}x1"),
+    "tensor_parallel_size": _MESH,
+    "data_parallel_size": _MESH,
     "pipeline_parallel_size": Advice(
         "every layer is spread over all M devices of --mesh 1xM, layers are never divided"
     ),
     "distributed_executor_backend": Advice("one process drives all devices of its host"),
     "nnodes": Advice(_HOSTS, "num_processes"),
     "node_rank": Advice(_HOSTS, "process_id"),
-    "master_addr": Advice(_HOSTS, "coordinator", "{}:PORT"),
-    "master_port": Advice(_HOSTS, "coordinator", "HOST:{}"),
+    "master_addr": _COORDINATOR,
+    "master_port": _COORDINATOR,
     "trust_remote_code": Advice("nothing in a checkpoint is ever executed"),
     "enforce_eager": Advice("every step is a compiled program, there is no other mode"),
-    "enable_chunked_prefill": Advice("long prompts are always computed in chunks, beside running requests"),
+    "enable_chunked_prefill": Advice("by default long prompts are computed in chunks, beside running requests"),
     "no_enable_chunked_prefill": Advice("steps then hold either prompts or answers", "scheduler", "v0"),
     "quantization": Advice("quantized checkpoints are not supported; kv_cache_dtype fp8 halves the KV cache"),
     "swap_space": Advice(_IN_PAGES),
@@ -65,13 +81,23 @@ ADVICE: Mapping[str, Advice] = {
     "max_logprobs": Advice("20 is the limit here"),
     "max_seq_len_to_capture": Advice("every step is a compiled program, whatever its lengths"),
     "disable_log_stats": Advice("only a server logs its load, every so many seconds", "log_stats_interval", "inf"),
+    "no_disable_log_stats": Advice("a server logs its load without being asked"),
     "disable_log_requests": Advice("the texts of requests are never logged"),
-    "enable_log_requests": Advice("only a server logs requests, a line for each without its text", "access_log", ""),
+    "no_disable_log_requests": Advice(_REQUEST_LOG, "access_log", ""),
+    "enable_log_requests": Advice(_REQUEST_LOG, "access_log", ""),
+    "no_enable_log_requests": Advice("requests are not logged unless --access-log asks for it"),
     "disable_uvicorn_access_log": Advice("there is none unless --access-log asks for it"),
+    "no_disable_uvicorn_access_log": Advice("", "access_log", ""),
     "uvicorn_log_level": Advice("only errors of uvicorn are logged; --access-log adds a line for each request"),
     "root_path": Advice("let the proxy in front take its prefix off the path"),
     "allowed_origins": Advice("pages of other origins get no answer to read; use a proxy of the page's own origin"),
     "disable_frontend_multiprocessing": Advice("the engine always has a process of its own"),
+    "enable_lora": Advice("LoRA adapters are not supported yet"),
+    "kv_cache_memory_bytes": Advice("memory_utilization or num_pages limits the KV cache"),
+    "chat_template": Advice("the chat template in the model's directory is used: replace it there"),
+    "enable_auto_tool_choice": Advice("tool calls are not supported yet"),
+    "tool_call_parser": Advice("tool calls are not supported yet"),
+    "reasoning_parser": Advice("answers are not divided into reasoning and the rest yet"),
 }
 
 # Short names of the command line.
@@ -84,7 +110,14 @@ SHORT_NAMES: Mapping[str, str] = {
 
 
 def advice_on(name: str) -> Advice | None:
-    """What to do instead of the option `name`, spelled with underscores; None when vLLM's is not known here."""
+    """What to do instead of the option `name`, spelled with underscores; None when vLLM's is not known here.
+
+    An option that is switched off has the name `no_...`.
+    """
     if name in ALIASES:
         return Advice("", ALIASES[name])
-    return ADVICE.get(name) or ADVICE.get(name.removeprefix("no_"))
+    if name in ADVICE:
+        return ADVICE[name]
+    opposite = ADVICE.get(name.removeprefix("no_"))
+    # Where the option has no effect here, neither has its opposite. Another option of ours would do what was not meant.
+    return opposite if opposite is not None and opposite.field is None else None

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxvllm.bench.samples import AnyDataset
     from jaxvllm.client.api import Api
 
+COMMANDS = ("serve", "sweep")
 CHAT_ROOM = 64  # tokens: more than most chat templates add to a message (36 in Llama 3.1, 4 in the demo model)
 USAGE = "%(prog)s [OPTION ...]"
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -28,7 +30,13 @@ _HIDDEN_SAMPLING = ("seed", "max_tokens", "stop")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs; exit code 0, 1 with one line on standard error when the server or a request fails, 2 for what is wrong."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        command = next((word for word in words if word in COMMANDS), COMMANDS[0])
+        options = shlex.join(word for word in words if word not in COMMANDS)
+        parser.error(f"give {' or '.join(COMMANDS)} first: {parser.prog} {command} {options}")
+    args = parser.parse_args(words)
     return exit_code("bench", lambda: _sweep(args) if args.command == "sweep" else _serve(args))
 
 

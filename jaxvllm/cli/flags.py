@@ -56,6 +56,13 @@ def given(namespace: argparse.Namespace, source: type) -> dict[str, Any]:
     return {name: tuple(_flat(value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
+def with_model(options: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """The options with the model that was given without --model, if any. ValueError when --model names another."""
+    if name is not None and options.setdefault("model", name) != name:
+        raise ValueError(f"the model is {name} and --model {options['model']}: give one")
+    return options
+
+
 def _flat(values: list[Any]) -> Iterator[Any]:
     for value in values:
         yield from value if isinstance(value, list) else [value]

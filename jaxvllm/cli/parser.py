@@ -5,12 +5,16 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn
 
 from jaxvllm.cli.flags import flag_of
-from jaxvllm.vllm_options import SHORT_NAMES, advice_on
+from jaxvllm.vllm_options import SHORT_NAMES, Advice, advice_on
 
+# How like an option another must be to be offered. --max-num-sequences and --max-num-seqs are so to 0.85; what only
+# begins alike, such as --num-warmups and --num-prompts, is below 0.7.
+_LIKENESS = 0.75
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 # What --help says at its end, where the options are those of an engine.
 ENGINE_EPILOG = (
@@ -48,20 +52,37 @@ class Parser(argparse.ArgumentParser):
         """What to do instead of each option that does not exist."""
         known = self._option_string_actions
         fields = {action.dest for action in known.values()}
+        advised: dict[str, _Advised] = {}  # by our option, of which several of vLLM's may be a part, else by the flag
+        unknown = []
         for word, following in zip_longest(words, words[1:], fillvalue="-"):
             flag, equals, value = word.partition("=")
             if not _OPTION.fullmatch(flag) or any(one.startswith(flag) for one in known):
                 continue  # argparse takes the beginning of a name, too
             if not flag.startswith("--") and flag[:2] in known:
                 continue  # -iFILE is -i FILE
-            advice = advice_on(SHORT_NAMES.get(flag, flag.strip("-").replace("-", "_")))
+            name = SHORT_NAMES.get(flag, flag.strip("-").replace("-", "_"))
+            advice = advice_on(name)
             if advice is not None and (advice.field is None or advice.field in fields):
                 value = value if equals or following.startswith("-") else following
-                named = f"{flag} {value}".rstrip() if advice.uses_value else flag
-                yield f"{named}: {advice.text(value, fields, _written)}"
+                one = advised.setdefault(advice.field or flag, _Advised(advice))
+                one.words.append(f"{flag} {value}".rstrip() if advice.uses_value else flag)
+                one.values.update({name: value} if value else {})
             else:
-                near = difflib.get_close_matches(flag, known, 1)
-                yield f"unknown option {flag}" + (f": did you mean {near[0]}?" if near else "")
+                # A short name has too few letters to guess from.
+                near = difflib.get_close_matches(flag, known, 1, _LIKENESS) if flag.startswith("--") else []
+                unknown.append(f"unknown option {flag}" + (f": did you mean {near[0]}?" if near else ""))
+        for one in advised.values():
+            yield f"{' '.join(one.words)}: {one.advice.text(one.values, fields, _written)}"
+        yield from unknown
+
+
+@dataclass(frozen=True)
+class _Advised:
+    """Options of vLLM that were given, and the one advice for all of them."""
+
+    advice: Advice
+    words: list[str] = field(default_factory=list)  # as they were given
+    values: dict[str, str] = field(default_factory=dict)  # by the names of the options
 
 
 def _written(field: str, value: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxvllm.cli.flags import add_flags, given, whole_number
+from jaxvllm.cli.flags import add_flags, given, whole_number, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 
@@ -42,12 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jaxvllm plan",
-        usage="%(prog)s --device DEVICE [OPTION ...]",
+        usage="%(prog)s [MODEL] --device DEVICE [OPTION ...]",
         description="Compile the real step for devices that are not here, and say whether the model fits, how much KV "
-        "it leaves, what the devices send each other, and how fast a step could be at best. --model may also be a "
+        "it leaves, what the devices send each other, and how fast a step could be at best. MODEL may also be a "
         "config.json or the name of a well-known model, such as Llama-3.1-8B; nothing is downloaded.",
         epilog=ENGINE_EPILOG,
     )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--device", required=True, help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu")
     parser.add_argument(
         "--request-tokens",
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = EngineConfig.from_options(**given(args, EngineConfig))
+    config = EngineConfig.from_options(**with_model(given(args, EngineConfig), args.model_name))
     # Only now: jax takes a second to import.
     from jaxvllm.planner.findings import Refusal
     from jaxvllm.planner.job import Job

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from jaxvllm.cli.flags import add_flags, flag_of, given
+from jaxvllm.cli.flags import add_flags, flag_of, given, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
@@ -57,9 +57,7 @@ def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     options = given(args, EngineConfig)
     if args.model_name is None and "model" not in options:
         _check_lists(args)
-    if args.model_name is not None:
-        if options.setdefault("model", args.model_name) != args.model_name:
-            raise ValueError(f"the model is {args.model_name} and --model {options['model']}: give one")
+    options = with_model(options, args.model_name)
     return EngineConfig.from_options(**options), ServerConfig(**given(args, ServerConfig))
 
 

@@ -35,13 +35,16 @@ class Api:
         return str(models[0]["id"])
 
     def max_model_len(self, model: str) -> int | None:
-        """Tokens that `model` takes, prompt and answer together. None where the server does not tell."""
+        """Tokens that `model` takes, prompt and answer together. None where the server does not tell.
+
+        ServerError when the server cannot be reached, or is not ready (503).
+        """
         try:
             models = self.get("/v1/models").get("data")
         except ServerError as error:
-            if error.status in (404, 405):
-                return None
-            raise
+            if error.status in (None, 503):
+                raise
+            return None  # if the requests fail as well, their own errors say why
         entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
         return next((_integer(one.get("max_model_len")) for one in entries if one.get("id") == model), None)
 
@@ -52,10 +55,8 @@ class Api:
         """
         try:
             answer = self.post("/tokenize", {"model": model, "prompt": prompt})
-        except ServerError as error:
-            if error.status is None:
-                raise
-            return None  # whatever else is wrong with the prompt, the completion's own error says better
+        except ServerError:
+            return None  # what is wrong with the prompt or with the server, the completion's own error says better
         count, most = _integer(answer.get("count")), _integer(answer.get("max_model_len"))
         return most - count if most and count and most > count else None
 
@@ -94,7 +95,9 @@ class Api:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ServerError(f"{response.url} answers no JSON object: is this an OpenAI-compatible server?")
+            raise ServerError(
+                f"{response.url} answers no JSON object: is this an OpenAI-compatible server?", response.status_code
+            )
         return value
 
 

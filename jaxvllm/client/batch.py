@@ -51,11 +51,26 @@ class BatchAnswer:
     def succeeded(self) -> bool:
         return self.error is None and self.status == 200
 
-    def tokens(self, *names: str) -> int:
-        """The figure of the answer's `usage` under one of the names that the APIs have for it; 0 without any."""
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, of which some may have been cached; 0 where the answer does not tell."""
+        usage = self._usage
+        if "prompt_tokens" in usage:
+            return usage["prompt_tokens"]
+        # Of OpenAI's input tokens the cached ones are a part. Anthropic counts them apart, under names of their own.
+        parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        return sum(usage.get(name, 0) for name in parts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer; 0 where it does not tell."""
+        return self._usage.get("completion_tokens") or self._usage.get("output_tokens", 0)
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        """The counts of the answer's `usage`."""
         usage = self.body.get("usage") if isinstance(self.body, dict) else None
-        counts = [usage.get(name) for name in names] if isinstance(usage, dict) else []
-        return next((count for count in counts if isinstance(count, int)), 0)
+        return {name: n for name, n in usage.items() if isinstance(n, int)} if isinstance(usage, dict) else {}
 
     def line(self) -> str:
         """The JSON of the line."""
@@ -144,8 +159,8 @@ class BatchRunner:
                 for index, line in numbered:
                     waiting[index] = answer = await self._answer(client, line)
                     num_failed += not answer.succeeded
-                    num_prompt_tokens += answer.tokens("prompt_tokens", "input_tokens")
-                    num_output_tokens += answer.tokens("completion_tokens", "output_tokens")
+                    num_prompt_tokens += answer.num_prompt_tokens
+                    num_output_tokens += answer.num_output_tokens
                     while next_line in waiting:
                         output.write(waiting.pop(next_line).line() + "\n")
                         next_line += 1

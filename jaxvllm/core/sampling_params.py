@@ -82,7 +82,7 @@ class SamplingParams:
     max_tokens: int | None = 16  # of the output; None = up to the model's length, 0 = none, with prompt_logprobs alone
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens; the prefix cache is not used then
+    prompt_logprobs: int | None = None  # best tokens to report beside each of the prompt's; no prefix cache then
     detokenize: bool = True
     skip_special_tokens: bool = True  # texts are without them
     spaces_between_special_tokens: bool = True

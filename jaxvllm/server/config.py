@@ -10,12 +10,12 @@ class ServerConfig:
     host: str = "127.0.0.1"  # 0.0.0.0: every network of this host; then set an api_key
     port: int = 8000  # 0: any free one, which is printed
     served_model_name: tuple[str, ...] = ()  # what clients may call the model, the first in answers; (): its own name
-    api_key: tuple[str, ...] = field(default=(), repr=False)  # each opens the server; $JAXVLLM_API_KEY too
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # keys that clients may use, beside $JAXVLLM_API_KEY
     api_key_file: str | None = None  # one key a line; lines that begin with # are comments
     allowed_host: tuple[str, ...] = ()  # names beside localhost that clients may use while there is no key, or "*"
     open_metrics: bool = False  # /metrics without a key
-    max_num_queued_requests: int | None = None  # beyond those that can run at once; more get 503. None: no limit
-    max_num_queued_tokens: int | None = None  # of prompts of requests that wait; more get 503. None: no limit
+    max_num_queued_requests: int | None = None  # requests beyond those that can run; more get 503. None: no limit
+    max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; more get 503. None: no limit
     request_timeout: float = 600.0  # seconds a request may take in all
     shutdown_timeout: float = 30.0  # seconds for running requests to finish after SIGTERM
     max_body_bytes: int = 8 * 2**20  # of a request, before it is parsed
@@ -23,7 +23,7 @@ class ServerConfig:
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
     access_log: bool = False  # a log line for each HTTP request
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
-    dev_endpoints: bool = False  # POST /reset_prefix_cache, for measurements; $VLLM_SERVER_DEV_MODE in vLLM
+    dev_endpoints: bool = False  # adds POST /reset_prefix_cache, which measurements use to empty the cache
     ssl_certfile: str | None = None  # with ssl_keyfile: https
     ssl_keyfile: str | None = None  # the private key of ssl_certfile
 

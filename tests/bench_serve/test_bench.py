@@ -136,6 +136,13 @@ def test_lengths_that_nobody_chose_fit_the_model(length, flags, lengths, said, b
     assert said in err and err.count("\n") == (1 if said else 0)
 
 
+def test_a_server_that_lists_no_models_gets_the_usual_lengths(bench, server, capsys):
+    server.odd_paths = {"/v1/models"}
+    flags = ["--model", "fake", "--num-prompts", 2, "--random-input-len", 9]
+    assert bench("serve", *flags) == 0, capsys.readouterr().err
+    assert {body["max_tokens"] for body in server.bodies} == {128}
+
+
 @pytest.mark.parametrize("command", ["serve", "sweep"])
 @pytest.mark.parametrize(
     ("flags", "said"),

@@ -82,10 +82,25 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["serve", "--trust-remote-code", "x"], ["--trust-remote-code: leave it out (nothing in a checkpoint is ever"]),
         (["bench", "serve", "--trust-remote-code"], ["--trust-remote-code: leave it out (nothing in a checkpoint"]),
         (["generate", "hi", "--no-enforce-eager"], ["--no-enforce-eager: leave it out (every step is a compiled"]),
-        (["serve", "--enable-chunked-prefill"], ["--enable-chunked-prefill: leave it out (long prompts are always"]),
+        (["serve", "--enable-chunked-prefill"], ["--enable-chunked-prefill: leave it out (by default long prompts"]),
         (["serve", "--no-enable-chunked-prefill"], ["--no-enable-chunked-prefill: use --scheduler v0 (steps"]),
         (["serve", "--disable-log-stats"], ["--disable-log-stats: use --log-stats-interval inf (only a server"]),
         (["serve", "--enable-log-requests"], ["--enable-log-requests: use --access-log (only a server"]),
+        # An option that is switched off has an advice of its own.
+        (["serve", "--no-enable-log-requests"], ["--no-enable-log-requests: leave it out (requests are not logged"]),
+        (["serve", "--no-disable-log-stats"], ["--no-disable-log-stats: leave it out (a server logs its load"]),
+        (["serve", "--no-disable-log-requests"], ["--no-disable-log-requests: use --access-log (only a server"]),
+        (["serve", "--no-disable-uvicorn-access-log"], ["--no-disable-uvicorn-access-log: use --access-log;"]),
+        # Two options of vLLM that are one here.
+        (["serve", "-tp", "2", "-dp=4"], ["-tp 2 -dp 4: use --mesh 4x2 (replicas of the model x"]),
+        (["serve", "--master-addr=a", "--master-port=9"], ["--master-addr a --master-port 9: use --coordinator a:9"]),
+        (["serve", "--master-port", "9"], ["--master-port 9: use --coordinator HOST:9 ("]),
+        (["serve", "--master-addr", "a"], ["--master-addr a: use --coordinator a:PORT ("]),
+        (["serve", "--enable-lora"], ["--enable-lora: leave it out (LoRA adapters are not supported yet)"]),
+        (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
+        (["serve", "--tool-call-parser=x"], ["--tool-call-parser: leave it out (tool calls are not"]),
+        (["chat", "hi", "-tp", "2"], ["unknown option -tp; see"]),
+        (["bench", "serve", "--num-warmups", "3"], ["unknown option --num-warmups; see"]),
         (["generate", "hi", "--disable-log-stats"], ["unknown option --disable-log-stats"]),
         (["serve", "--uvicorn-log-level", "info"], ["--uvicorn-log-level: leave it out (only errors"]),
         (["serve", "--root-path=/x"], ["--root-path: leave it out (let the proxy"]),
@@ -114,6 +129,28 @@ def test_what_only_looks_like_an_option_is_none(capsys):
     assert (code, "the base URL must be" in err) == (2, True)
     code, err = told(["complete", "--base-url", "nowhere", "--", "--no-such"], capsys)
     assert (code, "the base URL must be" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["--num-prompts", "3"], "jaxvllm bench serve --num-prompts 3"),
+        (["--num-prompts", "3", "sweep"], "jaxvllm bench sweep --num-prompts 3"),
+    ],
+)
+def test_bench_without_its_command_says_where_the_command_stands(argv, command, capsys):
+    code, err = told(["bench", *argv], capsys)
+    assert code == 2
+    assert err == f"jaxvllm bench: give serve or sweep first: {command}; see jaxvllm bench --help\n"
+
+
+def test_help_is_plain_where_it_was_a_riddle(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "auto: that of --dtype" in out
+    assert "share of a device's memory (on CPU: of the free memory)" in out
+    assert "VLLM_SERVER_DEV_MODE" not in out, "nothing here reads it"
 
 
 def test_a_wrong_value_is_one_line(capsys):
@@ -145,6 +182,18 @@ def test_the_table_of_vllms_options_is_of_options_that_exist_here_and_names_that
             {"gpu_memory_utilization": 0.5},
             "unknown option 'gpu_memory_utilization' (did you mean 'memory_utilization'?): use memory_utilization=0.5",
         ),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 4},
+            "unknown option 'tensor_parallel_size' (did you mean 'mesh'?): use mesh='4x2'",
+        ),
+        (
+            {"enable_chunked_prefill": False},
+            "unknown option 'enable_chunked_prefill' (did you mean 'scheduler'?): use scheduler='v0' (steps then hold",
+        ),
+        ({"enable_chunked_prefill": True}, "unknown option 'enable_chunked_prefill': leave it out (by default"),
+        ({"disable_log_stats": False}, "unknown option 'disable_log_stats': leave it out (a server logs its load"),
+        ({"disable_log_requests": False}, "unknown option 'disable_log_requests': leave it out (only a server logs"),
+        ({"enforce_eager": False}, "unknown option 'enforce_eager': leave it out (every step is"),
         ({"trust_remote_code": True}, "unknown option 'trust_remote_code': leave it out (nothing in a checkpoint is"),
         ({"disable_log_stats": True}, "unknown option 'disable_log_stats': leave it out (only a server logs its load"),
     ],

@@ -68,6 +68,14 @@ def test_json_has_all_of_it(capsys):
     assert plan["decode"][0]["tokens_per_second"] > 0 and plan["context"] == 100
 
 
+@pytest.mark.usefixtures("compiler")
+def test_the_model_may_stand_without_a_flag_as_in_serve(capsys):
+    assert main(["Llama-3.2-1B", "--device", "v5e"]) == 0
+    assert "Llama-3.2-1B on 1x1 v5e: fits" in capsys.readouterr().out
+    assert main(["Llama-3.2-1B", "--model", "Llama-3.1-8B", "--device", "v5e"]) == 2
+    assert "the model is Llama-3.2-1B and --model Llama-3.1-8B: give one" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_names_a_mesh_that_would(capsys):
     # Nothing is compiled: the weights alone are too many.
     assert main(["--model", "Llama-3.1-70B", "--device", "v6e"]) == 1

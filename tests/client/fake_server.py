@@ -31,6 +31,7 @@ class FakeServer:
         self.most_at_once = 0
         self.api_key: str | None = None
         self.max_model_len: int | None = None  # None: it does not tell
+        self.odd_paths: set[str] = set()  # these answer 200, and no object
         self._running = 0
         self._was_busy = False
 
@@ -39,6 +40,8 @@ class FakeServer:
         self.headers.append(headers)
         if self.api_key and headers.get("authorization") != f"Bearer {self.api_key}":
             await _json(send, 401, _error("wrong API key"))
+        elif scope["path"] == "/v1/models" and "/v1/models" in self.odd_paths:
+            await _json(send, 200, ["no object"])
         elif scope["path"] == "/v1/models":
             model = {"id": "fake", "object": "model"} | self._length()
             await _json(send, 200, {"object": "list", "data": [model]})
@@ -55,6 +58,8 @@ class FakeServer:
         return {} if self.max_model_len is None else {"max_model_len": self.max_model_len}
 
     async def _answer(self, path: str, body: dict[str, Any], receive: Any, send: Any) -> None:
+        if path in self.odd_paths:
+            return await _json(send, 200, ["no object"])
         if path == "/tokenize":
             tokens = [ord(letter) for letter in body["prompt"]]
             return await _json(send, 200, {"tokens": tokens, "count": len(tokens)} | self._length())
@@ -63,7 +68,10 @@ class FakeServer:
         self.bodies.append(body)
         self.paths.append(path)
         if path in ("/v1/responses", "/v1/messages"):
-            usage = {"input_tokens": 2, "output_tokens": 3}
+            # Anthropic's input tokens are without those of the cache, OpenAI's are with them.
+            cached = {"cache_read_input_tokens": 1, "cache_creation_input_tokens": 0}
+            of_messages = {"input_tokens": 1, "output_tokens": 3, **cached}
+            usage = of_messages if path == "/v1/messages" else {"input_tokens": 2, "output_tokens": 3}
             return await _json(send, 200, {"id": "r-1", "usage": usage})
         is_chat = path == "/v1/chat/completions"
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]

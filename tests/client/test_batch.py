@@ -7,6 +7,7 @@ import re
 import pytest
 
 from jaxvllm.cli.run_batch import main
+from jaxvllm.client.batch import BatchAnswer
 
 
 def line(custom_id, url="/v1/completions", method="POST", **body):
@@ -60,6 +61,21 @@ def test_every_endpoint_that_generates_may_be_asked(run, server, capsys):
     summary = r"5 requests, 4 ok, 1 failed, 8 tokens in, 16 tokens out, \d+\.\d\d s\n"
     assert code == 1 and re.search(summary, captured.err)
     assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("usage", "count"),
+    [
+        ({"input_tokens": 1, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 2}, 7),
+        ({"input_tokens": 5, "input_tokens_details": {"cached_tokens": 4}}, 5),
+        # As gateways write it, which put the names of both APIs into one answer.
+        ({"prompt_tokens": 5, "cache_read_input_tokens": 4}, 5),
+        ({"input_tokens": "many"}, 0),
+        (None, 0),
+    ],
+)
+def test_prompts_are_counted_with_what_was_cached(usage, count):
+    assert BatchAnswer("a", 200, "r", {"usage": usage}).num_prompt_tokens == count
 
 
 def test_answers_may_go_to_standard_output_and_nothing_else_does(server, capsys, monkeypatch, tmp_path):

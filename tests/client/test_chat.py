@@ -99,6 +99,12 @@ def test_a_completion_may_be_as_long_as_there_is_room(prompt, flags, most, serve
     assert body.get("max_tokens") == most, "OpenAI's 16 tokens are half a sentence"
 
 
+def test_a_completion_needs_no_tokenize(server, capsys):
+    server.odd_paths = {"/tokenize"}
+    assert complete.main(["hi", "--base-url", server.base_url]) == 0, capsys.readouterr().err
+    assert "max_tokens" not in server.bodies[0]
+
+
 def test_a_chat_is_as_long_as_the_server_lets_it(server):
     server.max_model_len = 100
     assert chat.main(["hi", "--base-url", server.base_url]) == 0

@@ -398,6 +398,32 @@ def test_a_reload_keeps_both_conversations(tab: Browser, fake: Fake) -> None:
     assert tab.run("return localStorage.length") == 0
 
 
+def test_a_tab_keeps_what_another_tab_saved(tab: Browser, fake: Fake) -> None:
+    ask(tab, "one")
+    wait_for_answer(tab)
+    tab.wait("!document.querySelector('.busy') && localStorage.length")
+    kept = tab.run("return localStorage.getItem('jaxvllm.conversations')")
+    tab.forget(fake.url)
+    tab.reload()  # now a tab that was open before the other one got its answer
+    tab.run("localStorage.setItem('jaxvllm.conversations', arguments[0])", kept)
+    tab.click("[value=completion] + span")
+    ask(tab, "It was ")
+    wait_for_answer(tab)
+    tab.wait("!document.querySelector('.busy')")
+    tab.reload()
+    assert tab.run("return [...document.querySelectorAll('#chat .asked')].map(asked => asked.textContent)") == ["one"]
+    assert tab.text("#completion .asked") == "It was "
+    tab.click("#clear")
+    tab.reload()
+    assert tab.run("return document.querySelectorAll('#chat .turn').length") == 1
+
+
+def test_a_reload_keeps_the_mode_before_the_first_question(tab: Browser, fake: Fake) -> None:
+    tab.click("[value=completion] + span")
+    tab.reload()
+    assert tab.run("return document.querySelector('#modes :checked').value") == "completion"
+
+
 def test_a_reload_keeps_what_came_of_an_answer(tab: Browser, fake: Fake) -> None:
     ask(tab, "slowly")
     tab.wait(f"document.querySelector('{ANSWER}')?.textContent.length > 20")
@@ -638,7 +664,8 @@ def test_answers_are_markdown(tab: Browser, fake: Fake) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["*a _b ~~c " * 4000, "> " * 20000, "[a](https://b(" * 4000, "`" * 20000, "- " * 9000, "a** " * 9000, "|-" * 9000],
+    ["*a _b ~~c " * 4000, "> " * 20000, "[a](https://b(" * 4000, "`" * 20000, "- " * 9000, "a** " * 9000, "|-" * 9000]
+    + ["~" * 9000 + "`", "~" * 20000 + " x" * 9000, " " * 20000 + "x"],
 )
 def test_no_answer_keeps_the_page_busy(tab: Browser, fake: Fake, text: str) -> None:
     script = """return import(location.href + 'playground/static/markdown.js').then(({ MarkdownText }) => {

@@ -42,7 +42,7 @@ async function run(answering) {
   const { error } = await answering(served, running.signal);
   running = null;
   showRunning();
-  save();
+  saveTurns();
   if (error?.status === 401) key.focus();
 }
 
@@ -66,7 +66,7 @@ function say(text, instead) {
 function clearConversation() {
   conversation().clear();
   showRunning();
-  save();
+  saveTurns();
   prompt.focus();
 }
 
@@ -116,7 +116,7 @@ function showMode() {
 
 modes.addEventListener("change", () => {
   showMode();
-  save();
+  saved.saveMode(currentMode());
 });
 
 probabilities.addEventListener("change", () => {
@@ -128,13 +128,11 @@ key.addEventListener("change", () => apiKey.set(key.value.trim()));
 
 // ---- what a reload finds again ----
 
-function save() {
-  const { chat, completion } = conversations;
-  saved.save({ mode: currentMode(), chat: chat.saved, completion: completion.saved });
-}
+// Only what this tab changed: the other conversation may have gone on in another tab.
+const saveTurns = () => saved.saveTurns(currentMode(), conversation().saved);
 
 // Only an answer that is being written is not saved yet. Otherwise another tab may have saved something newer.
-for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => running && save());
+for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => running && saveTurns());
 
 function restore() {
   const { mode, ...turns } = saved.load();

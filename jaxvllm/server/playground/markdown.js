@@ -6,7 +6,8 @@ import { button, make } from "./dom.js";
 const MAX_DEPTH = 8; // of lists and quotes in each other; what lies deeper is plain text
 const MAX_OPEN = 32; // emphasis that has begun and not ended; more is plain text, so that no answer can take long
 
-const FENCE = /^\s*(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
+// A mark ends where its character does, and one look ahead finds a backtick: a line is read once, however long it is.
+const FENCE = /^\s*(`{3,}(?!`)|~{3,}(?!~))(?=[^`]*$)\s*([^`\s]*)/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s+|$)/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;

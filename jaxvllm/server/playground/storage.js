@@ -50,9 +50,19 @@ export class SavedConversations {
     return { mode: MODES[0], chat: [], completion: [] };
   }
 
-  save({ mode, chat, completion }) {
-    const isEmpty = !chat.length && !completion.length;
-    this.#text.set(isEmpty ? "" : JSON.stringify({ version: VERSION, mode, chat, completion }));
+  /** The other conversation stays as it was saved last, perhaps by another tab. Nothing is kept of empty ones. */
+  saveTurns(mode, turns) {
+    const all = { ...this.load(), mode, [mode]: turns };
+    if (all.chat.length || all.completion.length) this.#write(all);
+    else this.#text.set("");
+  }
+
+  saveMode(mode) {
+    this.#write({ ...this.load(), mode });
+  }
+
+  #write({ mode, chat, completion }) {
+    this.#text.set(JSON.stringify({ version: VERSION, mode, chat, completion }));
   }
 }
 
