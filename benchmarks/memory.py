@@ -1,0 +1,141 @@
+"""Peak memory of the offline engine on CPU, and where it goes, beside another checkout in one run.
+
+A model of 0.6 billion random float32 parameters (shapes of Qwen3-0.6B, 2.2 GiB) with the engine's defaults for
+64 sequences of 1024 tokens. A process of its own loads it, waits until every bucket is compiled, and answers 64
+requests at once. Prints and writes what the process held after each stage, in MiB: all of it at most (VmHWM, the
+mapped file of weights included), and what no file is behind (RssAnon).
+
+    python -m benchmarks.memory [--other CHECKOUT] [--input-tokens 96] [--output-tokens 8]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REQUESTS = 64
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "torch_dtype": "float32",
+}
+
+
+def write_model(directory: Path) -> None:
+    """A whole checkpoint but for a tokenizer: requests are token ids."""
+    from safetensors.numpy import save_file
+
+    E, F, D = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["head_dim"]
+    H, K = MODEL["num_attention_heads"], MODEL["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": (H * D, E),
+        "self_attn.k_proj": (K * D, E),
+        "self_attn.v_proj": (K * D, E),
+        "self_attn.o_proj": (E, H * D),
+        "mlp.gate_proj": (F, E),
+        "mlp.up_proj": (F, E),
+        "mlp.down_proj": (E, F),
+        "input_layernorm": (E,),
+        "post_attention_layernorm": (E,),
+        "self_attn.q_norm": (D,),
+        "self_attn.k_norm": (D,),
+    }
+    shapes = {"model.embed_tokens.weight": (MODEL["vocab_size"], E), "model.norm.weight": (E,)}
+    for i in range(MODEL["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    save_file(
+        {name: rng.standard_normal(shape, np.float32) * np.float32(0.02) for name, shape in shapes.items()},
+        directory / "model.safetensors",
+    )
+    (directory / "config.json").write_text(json.dumps(MODEL))
+
+
+def measure(directory: Path, input_tokens: int, output_tokens: int) -> None:
+    """Prints a line of JSON for each stage of an engine in this process."""
+    start = time.monotonic()
+
+    def tell(stage: str) -> None:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        sizes = {name: int(fields[name].split()[0]) // 1024 for name in ("VmHWM", "RssAnon", "RssFile")}
+        print(json.dumps({"stage": stage, "seconds": round(time.monotonic() - start, 1)} | sizes), flush=True)
+
+    from jaxvllm import LLM, SamplingParams
+
+    tell("imported")
+    with LLM(model=str(directory), max_model_len=1024, max_num_seqs=REQUESTS, warm_up="full") as llm:
+        tell("all buckets compiled")
+        rng = np.random.default_rng(1)
+        prompts: list[Any] = [
+            {"prompt_token_ids": ids.tolist()} for ids in rng.integers(0, 100_000, (REQUESTS, input_tokens))
+        ]
+        params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+        tell("answered")
+
+
+def run(checkout: Path, directory: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The stages of an engine of `checkout`, in a process of its own and without a compile cache."""
+    lengths = [str(arguments.input_tokens), str(arguments.output_tokens)]
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, __file__, "--measure", str(directory), "--lengths", *lengths],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout), "JAX_COMPILATION_CACHE_DIR": cache},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--other", type=Path, help="another checkout, measured first")
+    parser.add_argument("--input-tokens", type=int, default=96)
+    parser.add_argument("--output-tokens", type=int, default=8)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lengths", type=int, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        measure(arguments.measure, *arguments.lengths)
+        return
+    from benchmarks.provenance import ROOT, machine, write_record
+
+    device = machine()
+    checkouts = {"here": ROOT} if arguments.other is None else {"other": arguments.other.resolve(), "here": ROOT}
+    stages = {}
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        for label, checkout in checkouts.items():
+            stages[label] = run(checkout, Path(name), arguments)
+            for stage in stages[label]:
+                print(label, json.dumps(stage), flush=True)
+    record = {"requests": REQUESTS, "input": arguments.input_tokens, "output": arguments.output_tokens}
+    print(write_record("memory", device, record | {"mebibytes": stages}))
+
+
+if __name__ == "__main__":
+    main()
