@@ -93,4 +93,4 @@ constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, ja
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .aot .uv .oracle .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .aot .uv .oracle .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

@@ -1,18 +1,17 @@
-"""Output tokens per second on two CPU cores, ours beside transformers, in one run.
+"""Measures output tokens per second on two CPU cores, of this engine and of transformers, in one run.
 
-Model S (Qwen3 architecture, 25.2M random float32 weights), 128 tokens in and 128 out, greedy, end-of-text
-ignored; one request and sixteen at once. Each round gives both engines the same token ids, never seen before
-(so no prefix is cached), and the next round swaps their order. Prints medians and ranges beside what the
-memory and the arithmetic of this machine would allow, measured here, and writes
-benchmarks/results/cpu-DATE-COMMIT.json. Other load on the machine makes such figures several times worse: the
-load average is part of the record.
+The model is S (Qwen3 architecture, 25.2M random float32 weights). One request runs, or sixteen at once, greedy, with
+128 tokens in and 128 out; the end of text is ignored. Each round gives both engines the same new token ids (so no
+prefix is cached), and the next round swaps their order. This prints medians and ranges beside the rates that the memory
+and the arithmetic of this machine would allow, measured here, and writes benchmarks/results/cpu-DATE-COMMIT.json. Other
+load on the machine makes such figures several times worse, so the load average is part of the record.
 
     python -m benchmarks.cpu [--rounds 5] [--peer-python .oracle/bin/python]
 """
 
 import os
 
-# Before any library that starts a pool of threads is imported. See THREADS.
+# This must come before any library that starts a pool of threads is imported. See THREADS.
 os.environ["OPENBLAS_NUM_THREADS"] = "2"
 os.environ["OMP_NUM_THREADS"] = "2"
 
@@ -61,7 +60,7 @@ MODEL_S: dict[str, Any] = {
 
 
 def write_model(directory: Path) -> None:
-    """Everything of a checkpoint but its weights. The tokenizer is a word a number: no text is measured."""
+    """Writes a checkpoint without weights. The tokenizer has a word for each number, because no text is measured."""
     vocabulary = {f"t{token}": token for token in range(MODEL_S["vocab_size"])}
     tokenizer = {
         "version": "1.0",
@@ -87,7 +86,7 @@ class Workload:
         return f"{self.requests} request{plural}, {self.prompt_tokens} in, {self.output_tokens} out"
 
     def prompts(self, round_: int) -> list[list[int]]:
-        """The token ids of a round. Seeded by the workload too, or two would begin with the same prompt."""
+        """Returns the token ids of a round. The workload is part of the seed, so that no two share a prompt."""
         ids = np.random.default_rng([self.requests, round_]).integers(
             3, MODEL_S["vocab_size"], (self.requests, self.prompt_tokens)
         )
@@ -99,7 +98,7 @@ WORKLOADS = (Workload(1, 128, 128), Workload(16, 128, 128))
 
 @dataclass(frozen=True)
 class Run:
-    """One workload done once: wall seconds, mean seconds to a first token, output tokens of each request."""
+    """One run of a workload: wall seconds, mean seconds to a first token, and output tokens of each request."""
 
     seconds: float
     first_token_seconds: float
@@ -143,7 +142,7 @@ class Ours:
 
 
 class Transformers:
-    """transformers in a worker process of its own environment."""
+    """transformers in a worker process with its own environment."""
 
     name = "transformers"
 
@@ -174,14 +173,14 @@ class Transformers:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What this machine does at best with THREADS threads, in bytes and float32 operations per second."""
+    """The best that this machine does with THREADS threads, in bytes and float32 operations per second."""
 
     read: float
     copy: float
     flops: float
 
     def tokens_per_second(self, load: Workload) -> float:
-        """Output tokens per second if a step read each weight and key once, and nothing else took time."""
+        """Returns the output tokens per second if a step read each weight and key once, and nothing else took time."""
         c = MODEL_S
         heads = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
         layer = c["hidden_size"] * (heads + 3 * c["intermediate_size"])
@@ -207,7 +206,7 @@ def best_seconds(work: Callable[[], object], tries: int = 7) -> float:
 
 
 def measure_roofline() -> Roofline:
-    """Reads by matrix-vector product, copies by a thread a core, computes by matrix product."""
+    """Measures reads by matrix-vector products, copies by a thread on each core, and arithmetic by matrix products."""
     matrix, vector = np.ones((8192, 8192), np.float32), np.ones(8192, np.float32)  # 256 MiB: beyond any cache
     halves = [(np.empty_like(half), half) for half in np.split(matrix, THREADS)]
     square = np.ones((2048, 2048), np.float32)
@@ -219,7 +218,7 @@ def measure_roofline() -> Roofline:
         for thread in threads:
             thread.join()
 
-    copy()  # the first one pays for the pages
+    copy()  # the first copy pays for the pages
     return Roofline(
         read=matrix.nbytes / best_seconds(lambda: matrix @ vector),
         copy=2 * matrix.nbytes / best_seconds(copy),
@@ -228,7 +227,7 @@ def measure_roofline() -> Roofline:
 
 
 def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, list[Run]]:
-    """Round 0 warms both engines up and is dropped; after that, each round swaps their order."""
+    """Measures the engines. Round 0 warms them up and is dropped; after that, each round swaps their order."""
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     for round_ in range(rounds + 1):
         prompts = load.prompts(round_)

@@ -1,9 +1,9 @@
-"""What the host does between two decode steps, without a device: schedule, choose a bucket, pack, update.
+"""Measures the host's work between two decode steps, without a device: schedule, choose a bucket, pack, update.
 
-Every request has its own prompt of 512 tokens and all of them decode; outputs lag one step behind, as in the
-engine. `streaming` requests are reported token by token, the others at their end only. Adding is making and
-queueing a request, and its share of the step that admits it (hashing its pages, taking a slot). Prints a table
-and writes benchmarks/results/host_step-DATE-COMMIT.json.
+Every request has its own prompt of 512 tokens, and all of them decode. Outputs lag one step behind, as in the
+engine. `streaming` requests are reported token by token, the others only at their end. To add a request means to
+make and queue it, and includes its share of the step that admits it (hashing its pages, taking a slot). This prints
+a table and writes benchmarks/results/host_step-DATE-COMMIT.json.
 
     python -m benchmarks.host_step [--steps 400]
 """
@@ -18,22 +18,24 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.provenance import ROOT, machine, spread, write_record
-from jaxvllm.core.page_pool import PagePool, pages_for
-from jaxvllm.core.plan import StepOutput, StepPlan
+from jaxvllm.core.kv_cache import GroupSize, KVCache
+from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.request import QueueKey, Request
+from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import BucketLadder, powers_of_two
+from jaxvllm.runtime.slot_fields import SlotSizes
 
 NUM_RUNNING = (32, 64, 128, 256, 512, 1024)
 PROMPT_TOKENS = 512
 PAGE_SIZE = 16
 BUDGET = 2048  # tokens a step
 WARM_UP = 50
-DECODE_STEPS_BETWEEN = 3  # additions; the quickest says what an admitting step would cost without its newcomer
+DECODE_STEPS_BETWEEN = 3  # additions; the quickest is the cost of an admitting step without its new request
 
 # ../shared/PEERS.md of 2026-11: the scheduler of vLLM 0.33 (schedule + update, prompts of 512, no model), measured
 # there on a machine of this kind and not in this run.
@@ -43,7 +45,7 @@ VLLM_ADD_MS = 0.44
 
 @dataclass(frozen=True)
 class Measured:
-    """One size: milliseconds of each decode step, and microseconds to add each request."""
+    """The results of one size: milliseconds of each decode step, and microseconds to add each request."""
 
     num_running: int
     streaming: bool
@@ -52,14 +54,12 @@ class Measured:
 
 
 def requests(count: int, max_tokens: int, seed: int) -> list[Request]:
-    """Requests that share no prefix, end at their limit only, and look for one stop id."""
+    """Makes requests that share no prefix, end only at their limit, and look for one stop id."""
     prompts = np.random.default_rng(seed).integers(0, 32_000, (count, PROMPT_TOKENS), np.int32)
     params = SamplingParams(max_tokens=max_tokens)
     return [
         Request(
-            request_id=f"request-{index}",
-            prompt_token_ids=prompt,
-            sampling_params=params,
+            asked=GenerationRequest(f"request-{index}", Prompt(None, prompt), params),
             seed=index,
             stop_token_ids=(32_001,),
             limit=PROMPT_TOKENS + max_tokens,
@@ -75,24 +75,31 @@ def measure(num_running: int, streaming: bool, steps: int) -> Measured:
         WARM_UP + steps + (1 + DECODE_STEPS_BETWEEN) * num_running + 2
     )  # the first ones decode while the others are added
     max_model_len = PROMPT_TOKENS + max_tokens
-    slots = SlotTable(num_running, max_model_len, PAGE_SIZE)
-    pool = PagePool(1 + num_running * pages_for(max_model_len, PAGE_SIZE), PAGE_SIZE)
-    scheduler = Scheduler(slots, pool, POLICIES["v1"], max(BUDGET, num_running + PROMPT_TOKENS))
+    budget = max(BUDGET, num_running + PROMPT_TOKENS)
+    cache = KVCache(
+        [GroupSize(1 + num_running * pages_for(max_model_len, PAGE_SIZE))],
+        num_slots=num_running,
+        max_model_len=max_model_len,
+        page_size=PAGE_SIZE,
+        max_chunk=budget,
+    )
+    scheduler = Scheduler(SlotTable(num_running, max_model_len), cache, POLICIES["v1"], budget)
+    sizes = SlotSizes(num_running, cache.max_pages, PAGE_SIZE, vocab_size=32_000, windows=(None,))
     ladder = BucketLadder.build(powers_of_two(8, num_running), powers_of_two(16, scheduler.max_num_batched_tokens))
-    token_ids = np.full(num_running, 7, np.int32)
+    tokens, counts = np.full((num_running, 1), 7, np.int32), np.ones(num_running, np.int32)
 
     def dispatch() -> StepPlan:
         plan = scheduler.schedule()
         assert plan is not None, "every request decodes to the end of the measurement"
         bucket = ladder.choose(plan, ladder.buckets)
         assert bucket is not None, "the largest bucket holds every plan"
-        pack(plan, bucket, trash_slot=num_running)
+        pack(plan, bucket, sizes)
         return plan
 
     def collect(plan: StepPlan) -> None:
-        scheduler.update(plan, StepOutput(token_ids[: plan.num_rows]))
+        scheduler.update(plan, StepOutput(tokens[: plan.num_rows], counts[: plan.num_rows]))
 
-    # A request is added when the one before it runs, so that each admitting step does the work of one.
+    # A request is added when the one before it runs, so that each admitting step admits only one.
     add_us = []
     previous: StepPlan | None = None
     for request in requests(num_running, max_tokens, seed=num_running):
@@ -124,7 +131,7 @@ def measure(num_running: int, streaming: bool, steps: int) -> Measured:
 
 
 def slope_us(results: list[Measured]) -> float:
-    """Microseconds that one more running request adds to a step: least squares through the medians."""
+    """Returns the microseconds that one more running request adds to a step: least squares through the medians."""
     sizes = [result.num_running for result in results]
     medians = [1000 * statistics.median(result.step_ms) for result in results]
     return statistics.linear_regression(sizes, medians).slope

@@ -1,9 +1,9 @@
-"""Peak memory of the offline engine on CPU, and where it goes, beside another checkout in one run.
+"""Measures the peak memory of the offline engine on CPU and its parts, beside another checkout in one run.
 
-A model of 0.6 billion random float32 parameters (shapes of Qwen3-0.6B, 2.2 GiB) with the engine's defaults for
+The model has 0.6 billion random float32 parameters (shapes of Qwen3-0.6B, 2.2 GiB), and the engine its defaults for
 64 sequences of 1024 tokens. A process of its own loads it, waits until every bucket is compiled, and answers 64
-requests at once. Prints and writes what the process held after each stage, in MiB: all of it at most (VmHWM, the
-mapped file of weights included), and what no file is behind (RssAnon).
+requests at once. This prints and writes the memory of the process after each stage, in MiB: its peak (VmHWM, with the
+mapped file of weights), and the part without a file behind it (RssAnon).
 
     python -m benchmarks.memory [--other CHECKOUT] [--input-tokens 96] [--output-tokens 8]
 """
@@ -44,7 +44,7 @@ MODEL: dict[str, Any] = {
 
 
 def write_model(directory: Path) -> None:
-    """A whole checkpoint but for a tokenizer: requests are token ids."""
+    """Writes a whole checkpoint, except for a tokenizer, because requests are token ids."""
     from safetensors.numpy import save_file
 
     E, F, D = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["head_dim"]
@@ -97,7 +97,7 @@ def measure(directory: Path, input_tokens: int, output_tokens: int) -> None:
 
 
 def run(checkout: Path, directory: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The stages of an engine of `checkout`, in a process of its own and without a compile cache."""
+    """Runs an engine of `checkout` in a process of its own, without a compile cache, and returns its stages."""
     lengths = [str(arguments.input_tokens), str(arguments.output_tokens)]
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(

@@ -1,16 +1,16 @@
-"""Output tokens per second of the embedded model on each mesh of eight virtual CPU devices, in one run.
+"""Measures output tokens per second of the embedded model on each mesh of eight virtual CPU devices, in one run.
 
-The devices share THREADS cores, so no mesh can be faster than 1x1: what is measured is the price of spreading, the
-collectives and the thinner matmuls of 1xM, the schedulers and the smaller batches of Dx1. Sixteen requests at once, 32
-tokens in and 64 out, greedy, end-of-text ignored. Each round gives every mesh the same token ids, never seen before, in
-another order of meshes. Prints medians and ranges, and writes benchmarks/results/meshes-DATE-COMMIT.json.
+The devices share THREADS cores, so no mesh can be faster than 1x1. The figures show the price of spreading: the
+collectives and thinner matmuls of 1xM, and the schedulers and smaller batches of Dx1. Sixteen greedy requests run at
+once, with 32 tokens in and 64 out, and ignore the end of text. Each round gives every mesh the same new token ids, in
+another order of meshes. This prints medians and ranges, and writes benchmarks/results/meshes-DATE-COMMIT.json.
 
     python -m benchmarks.meshes [--rounds 5]
 """
 
 import os
 
-# Before jax is imported.
+# This must come before jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 
@@ -34,7 +34,7 @@ VOCAB_SIZE = 2048  # of the embedded model
 
 
 def engine(mesh: str) -> LLM:
-    """An engine whose replicas' batches are full when the requests are shared out: no row of a step is padding."""
+    """Returns an engine whose replicas' batches are full with their share of requests, so no row is padding."""
     rows = REQUESTS // MeshShape.parse(mesh).data
     return LLM(
         mesh=mesh,
@@ -49,13 +49,13 @@ def engine(mesh: str) -> LLM:
 
 
 def prompts(round_: int) -> list[list[int]]:
-    """The token ids of a round."""
+    """Returns the token ids of a round."""
     ids = np.random.default_rng(round_).integers(3, VOCAB_SIZE, (REQUESTS, PROMPT_TOKENS))
     return [[int(token) for token in row] for row in ids]
 
 
 def run(llm: LLM, round_: int) -> float:
-    """Output tokens per second."""
+    """Completes the prompts of a round, and returns output tokens per second."""
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts(round_)], params, use_tqdm=False)

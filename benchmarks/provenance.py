@@ -1,26 +1,30 @@
-"""Where a figure comes from: machine, commit and date, in every result file."""
+"""Records the origin of a figure in every result file: machine, commit and date."""
 
 import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median and range, as the tables print them."""
+    """Returns median and range in the form of the tables."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def machine() -> dict[str, Any]:
-    """This machine, and how busy it is now: call it before measuring."""
+    """Describes this machine and its current load. Call it before measuring."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
@@ -31,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The short commit, with `-dirty` when the tree differs from it."""
+    """Returns the short commit, with `-dirty` when the tree differs from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -41,10 +45,16 @@ def commit() -> str:
 
 
 def write_record(name: str, device: dict[str, Any], record: dict[str, Any]) -> Path:
-    """Writes `record`, with its date, commit and `device`, to results/NAME-DATE-COMMIT.json."""
+    """Writes `record`, with its date, commit, `device`, command and versions, to results/NAME-DATE-COMMIT.json.
+
+    Versions that the record has itself are added to those of Python and of the packages that every benchmark uses.
+    """
     now = datetime.datetime.now(datetime.UTC)
     path = RESULTS / f"{name}-{now:%Y-%m-%d}-{commit()}.json"
-    whole = {"date": now.isoformat(timespec="seconds"), "commit": commit(), "device": device} | record
+    versions = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    origin = {"date": now.isoformat(timespec="seconds"), "commit": commit(), "device": device}
+    origin |= {"command": shlex.join(["python", *sys.orig_argv[1:]])}
+    whole = origin | record | {"versions": versions | record.get("versions", {})}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path

@@ -1,9 +1,10 @@
-"""What HTTP and the second process cost: output tokens per second of 64 streams, beside the engine alone, in one run.
+"""Measures the cost of HTTP and the second process: output tokens per second of 64 streams, and of the engine alone.
 
-The embedded model, 64 prompts of 32 tokens in and 128 out, greedy, end-of-text ignored. Each round gives the same token
-ids, never seen before, to `LLM.generate` in this process and, as 64 concurrent streams, to `python -m jaxvllm.serve` in
-another; the next round swaps their order. The reader is part of the cost: it shares the cores, so it only looks for
-the ends of events. Prints medians and ranges, and writes benchmarks/results/server-overhead-DATE-COMMIT.json.
+The embedded model answers 64 greedy prompts of 32 tokens in and 128 out, and ignores the end of text. Each round gives
+the same new token ids to `LLM.generate` in this process and, as 64 concurrent streams, to `python -m jaxvllm.serve` in
+another; the next round swaps their order. The reader is part of the cost, because it shares the cores, so it only
+looks for the ends of events. This prints medians and ranges, and writes
+benchmarks/results/server-overhead-DATE-COMMIT.json.
 
     python -m benchmarks.server_overhead [--rounds 9]
 """
@@ -43,13 +44,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def prompts(round_: int) -> list[list[int]]:
-    """The token ids of a round."""
+    """Returns the token ids of a round."""
     ids = np.random.default_rng(round_).integers(3, VOCAB_SIZE, (STREAMS, PROMPT_TOKENS))
     return [[int(token) for token in row] for row in ids]
 
 
 def offline(llm: LLM, round_: int) -> float:
-    """Output tokens per second."""
+    """Runs a round in the offline engine, and returns output tokens per second."""
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(prompts(round_), params, use_tqdm=False)
@@ -59,7 +60,7 @@ def offline(llm: LLM, round_: int) -> float:
 
 
 async def streams(port: int, round_: int) -> tuple[float, int]:
-    """Output tokens per second, and how many events came."""
+    """Runs a round as streams, and returns output tokens per second and the number of events."""
 
     async def one(prompt: list[int]) -> int:
         body = json.dumps(
@@ -85,7 +86,7 @@ async def streams(port: int, round_: int) -> tuple[float, int]:
 
 @contextmanager
 def served() -> Iterator[int]:
-    """A server; its port."""
+    """Runs a server, and yields its port."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     port = 8765
     with subprocess.Popen([sys.executable, "-m", "jaxvllm.serve", "--port", str(port), *flags]) as process:
@@ -121,7 +122,7 @@ def main() -> None:
                     num_events.append(events)
                 if round_:
                     rates[name].append(rate)
-    # Round by round: what slows the machine for a while slows both.
+    # The ratio is taken round by round, because a busy moment of the machine slows both.
     cost = 1 - statistics.median(a / b for a, b in zip(rates["server"], rates["offline"], strict=True))
     print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}\n")
     print(f"median (range) of {args.rounds} rounds\n\n| engine | output tokens/s |\n|---|---|")

@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
-    from jaxvllm.engine.async_llm import AsyncLLM as AsyncLLM
-    from jaxvllm.engine.hosts import follow as follow
     from jaxvllm.engine.llm import LLM as LLM
+    from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
     from jaxvllm.engine.outputs import RequestOutput as RequestOutput
+    from jaxvllm.worker.async_llm import AsyncLLM as AsyncLLM
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncLLM": "jaxvllm.engine.async_llm",
+    "AsyncLLM": "jaxvllm.worker.async_llm",
     "LLM": "jaxvllm.engine.llm",
-    "follow": "jaxvllm.engine.hosts",
+    "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
     "SamplingParams": "jaxvllm.core.sampling_params",
     "RequestOutputKind": "jaxvllm.core.sampling_params",

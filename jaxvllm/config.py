@@ -1,4 +1,4 @@
-"""EngineConfig: everything a user may choose about an engine, validated once, never changed."""
+"""`EngineConfig`: all options of an engine, validated once and never changed."""
 
 import difflib
 import re
@@ -14,42 +14,47 @@ from sharding.mesh import MeshShape
 
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 PAGE_SIZES = (16, 32, 64, 128)
+# A step's outputs have room for this many tokens in each row, and for their log-probabilities.
+MAX_BURST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How to build an engine. Names and meaning are vLLM's where vLLM has them; None lets the engine choose."""
+    """The options of an engine. Those that vLLM has too keep its names and meanings; None lets the engine choose."""
 
     model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
     tokenizer: str | None = None  # a directory or hub name; None: the model's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
-    seed: int = 0  # of dummy weights, and of the seeds of requests that give none
+    seed: int = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: int | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
-    max_num_batched_tokens: int | None = None  # tokens a step of a replica; None: 512 on CPU, 2048 elsewhere
+    max_num_batched_tokens: int | None = None  # tokens in a replica's step; None: 512 on CPU, 2048 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
-    page_size: int = 16  # tokens a page; small pages share prefixes more finely, large ones read faster
-    num_pages: int | None = None  # KV pages of each replica; None: as many as fit into memory_utilization
+    page_size: int = 16  # tokens in a page; small pages share prefixes more finely, large ones are faster to read
+    # KV pages of each replica; None: as many as fit into memory_utilization. Where some layers have a window, these are
+    # the pages of the layers that see most, and the others' follow.
+    num_pages: int | None = None
     memory_utilization: float = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
-    enable_prefix_caching: bool = True  # requests that begin alike share the pages of what they have in common
+    enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
-    mesh: str = "1x1"  # replicas of the model x devices that each is spread over
+    mesh: str = "1x1"  # replicas of the model x devices that each replica is spread over
     multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
-    coordinator: str | None = None  # HOST:PORT, any free port of the host of process 0
+    coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
     num_processes: int | None = None  # processes that make up the mesh, usually one on each host
-    process_id: int | None = None  # the number of this process; 0 takes the requests, the others follow it
+    process_id: int | None = None  # the number of this process; process 0 takes the requests, the others follow it
     row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
+    max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """The config of keyword options. A TypeError names an unknown one, and what to give instead."""
+        """Makes a config of keyword options. For an unknown one it raises TypeError, and says what to give instead."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
@@ -75,6 +80,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
+        if type(self.max_decode_burst) is not int or not 1 <= self.max_decode_burst <= MAX_BURST:
+            raise ValueError(f"max_decode_burst must be from 1 to {MAX_BURST}, not {self.max_decode_burst!r}")
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
         if not 0 < self.memory_utilization <= 1:
@@ -88,7 +95,7 @@ class EngineConfig:
         index, count = self.process_id, self.num_processes
         if index is not None and (type(index) is not int or index < 0 or (count is not None and index >= count)):
             raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")
-        MeshShape.parse(str(self.mesh))  # (1, 8) and 8 are told what to write, too
+        MeshShape.parse(str(self.mesh))  # `str`, so that (1, 8) and 8 get an error that says what to write
         for name in ("row_buckets", "token_buckets"):
             value = getattr(self, name)
             if value is not None and not (value and all(type(count) is int and count > 0 for count in value)):
@@ -109,7 +116,7 @@ class EngineConfig:
 
 
 def _instead(name: str, unknown: Mapping[str, Any], names: list[str]) -> str:
-    """What to give instead of the option `name`, one of those that do not exist, to a caller from Python."""
+    """Returns the end of an error message: what a caller from Python may give instead of the unknown option `name`."""
     advice = advice_on(f"no_{name}" if unknown[name] is False else name)
     if advice is not None:
         question = f" (did you mean {advice.field!r}?)" if advice.field in names else ""

@@ -1,10 +1,10 @@
-"""Options of vLLM that have another name here, or none: what to use instead of each."""
+"""Advice on options of vLLM that have another name here, or that do not exist here."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# The same option under another name. The command line takes both names, and the value means the same.
+# Options that exist here under another name. The command line takes both names, and the value means the same.
 ALIASES: Mapping[str, str] = {
     "gpu_memory_utilization": "memory_utilization",
     "block_size": "page_size",
@@ -14,14 +14,14 @@ ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do instead of giving an option of vLLM, or several options of vLLM that are one option here."""
+    """Advice on what to do instead of giving an option of vLLM, or several options that are one option here."""
 
     why: str
-    field: str | None = None  # our option that has the effect; None: there is none, and none is needed
-    # What to give to our option: the value that was given to vLLM's option, or a text in which {name} stands for the
-    # value that was given to vLLM's option `name`.
+    field: str | None = None  # our option that has the effect; None: no option is needed
+    # The value for our option. "{}" is the value that was given to vLLM's option. In a longer text, {name} stands for
+    # the value that was given to vLLM's option `name`.
     value: str = "{}"
-    defaults: Mapping[str, str] | None = None  # by name, for those options in the text that were not given
+    defaults: Mapping[str, str] | None = None  # values for options that `value` names and that were not given
 
     @property
     def uses_value(self) -> bool:
@@ -29,9 +29,9 @@ class Advice:
         return self.field is not None and "{" in self.value
 
     def text(self, given: Mapping[str, Any], known: Collection[str], write: Callable[[str, Any], str]) -> str:
-        """The advice to somebody who gave these values to options of vLLM.
+        """Returns the advice for a user who set options of vLLM to the values in `given`.
 
-        `known` are the options that exist where it was given, and `write` says how one is written there with its value.
+        `known` are the options that the user may set there, and `write` spells an option with its value.
         """
         why = f" ({self.why})" if self.why else ""
         if self.field is None or self.field not in known:
@@ -44,23 +44,23 @@ class Advice:
 
 
 _MESH = Advice(
-    "replicas of the model x devices that each is spread over",
+    "replicas of the model x devices that each replica is spread over",
     "mesh",
     "{data_parallel_size}x{tensor_parallel_size}",
     {"data_parallel_size": "1", "tensor_parallel_size": "1"},
 )
 _IN_PAGES = "keys and values stay on the device, and a request that loses its pages is computed again"
-_HOSTS = "one process a host; see docs/scaling.md"
+_HOSTS = "one process runs on each host; see docs/scaling.md"
 _COORDINATOR = Advice(
     _HOSTS, "coordinator", "{master_addr}:{master_port}", {"master_addr": "HOST", "master_port": "PORT"}
 )
-_REQUEST_LOG = "only a server logs requests, a line for each without its text"
+_REQUEST_LOG = "only a server logs requests: one line for each, without its text"
 
 ADVICE: Mapping[str, Advice] = {
     "tensor_parallel_size": _MESH,
     "data_parallel_size": _MESH,
     "pipeline_parallel_size": Advice(
-        "every layer is spread over all M devices of --mesh 1xM, layers are never divided"
+        "every layer is spread over all M devices of --mesh 1xM; the layers are never divided among devices"
     ),
     "distributed_executor_backend": Advice("one process drives all devices of its host"),
     "nnodes": Advice(_HOSTS, "num_processes"),
@@ -68,7 +68,9 @@ ADVICE: Mapping[str, Advice] = {
     "master_addr": _COORDINATOR,
     "master_port": _COORDINATOR,
     "trust_remote_code": Advice("nothing in a checkpoint is ever executed"),
-    "enforce_eager": Advice("every step is a compiled program, there is no other mode"),
+    "enforce_eager": Advice("every step is a compiled program; there is no other mode"),
+    "num_scheduler_steps": Advice("decode steps that one program takes while nothing waits", "max_decode_burst"),
+    "multi_step_stream_outputs": Advice("a stream gets tokens as they are read from the device"),
     "enable_chunked_prefill": Advice("by default long prompts are computed in chunks, beside running requests"),
     "no_enable_chunked_prefill": Advice("steps then hold either prompts or answers", "scheduler", "v0"),
     "quantization": Advice("quantized checkpoints are not supported; kv_cache_dtype fp8 halves the KV cache"),
@@ -76,28 +78,28 @@ ADVICE: Mapping[str, Advice] = {
     "cpu_offload_gb": Advice(_IN_PAGES),
     "download_dir": Advice("the environment variable HF_HOME says where downloads are kept"),
     "revision": Advice("give the directory of that revision as the model"),
-    "tokenizer_mode": Advice("a tokenizer.json is read, which is always the fast one"),
-    "generation_config": Advice("the model's generation_config.json always counts"),
-    "max_logprobs": Advice("20 is the limit here"),
+    "tokenizer_mode": Advice("the tokenizer is read from tokenizer.json, which is always the fast one"),
+    "generation_config": Advice("the model's generation_config.json is always used"),
+    "max_logprobs": Advice("the limit here is always 20"),
     "max_seq_len_to_capture": Advice("every step is a compiled program, whatever its lengths"),
     "disable_log_stats": Advice("only a server logs its load, every so many seconds", "log_stats_interval", "inf"),
-    "no_disable_log_stats": Advice("a server logs its load without being asked"),
+    "no_disable_log_stats": Advice("a server logs its load in any case"),
     "disable_log_requests": Advice("the texts of requests are never logged"),
     "no_disable_log_requests": Advice(_REQUEST_LOG, "access_log", ""),
     "enable_log_requests": Advice(_REQUEST_LOG, "access_log", ""),
-    "no_enable_log_requests": Advice("requests are not logged unless --access-log asks for it"),
-    "disable_uvicorn_access_log": Advice("there is none unless --access-log asks for it"),
+    "no_enable_log_requests": Advice("requests are not logged without --access-log"),
+    "disable_uvicorn_access_log": Advice("there is an access log only with --access-log"),
     "no_disable_uvicorn_access_log": Advice("", "access_log", ""),
     "uvicorn_log_level": Advice("only errors of uvicorn are logged; --access-log adds a line for each request"),
-    "root_path": Advice("let the proxy in front take its prefix off the path"),
-    "allowed_origins": Advice("pages of other origins get no answer to read; use a proxy of the page's own origin"),
+    "root_path": Advice("let the proxy in front remove its prefix from the path"),
+    "allowed_origins": Advice("pages of other origins cannot read our answers; use a proxy with the page's own origin"),
     "disable_frontend_multiprocessing": Advice("the engine always has a process of its own"),
     "enable_lora": Advice("LoRA adapters are not supported yet"),
     "kv_cache_memory_bytes": Advice("memory_utilization or num_pages limits the KV cache"),
     "chat_template": Advice("the chat template in the model's directory is used: replace it there"),
     "enable_auto_tool_choice": Advice("tool calls are not supported yet"),
     "tool_call_parser": Advice("tool calls are not supported yet"),
-    "reasoning_parser": Advice("answers are not divided into reasoning and the rest yet"),
+    "reasoning_parser": Advice("separating the reasoning from the rest of an answer is not supported yet"),
 }
 
 # Short names of the command line.
@@ -110,7 +112,7 @@ SHORT_NAMES: Mapping[str, str] = {
 
 
 def advice_on(name: str) -> Advice | None:
-    """What to do instead of the option `name`, spelled with underscores; None when vLLM's is not known here.
+    """Returns the advice on vLLM's option `name`, spelled with underscores, or None when there is no advice on it.
 
     An option that is switched off has the name `no_...`.
     """
@@ -119,5 +121,5 @@ def advice_on(name: str) -> Advice | None:
     if name in ADVICE:
         return ADVICE[name]
     opposite = ADVICE.get(name.removeprefix("no_"))
-    # Where the option has no effect here, neither has its opposite. Another option of ours would do what was not meant.
+    # When the option needs no option of ours, neither does its opposite. Otherwise our option would do the contrary.
     return opposite if opposite is not None and opposite.field is None else None

@@ -1,1 +1,1 @@
-"""Kernels, one folder an operation: `api` checks and picks the backend, `reference` is XLA."""
+"""Kernels, with one folder for each operation: `api` checks and picks the backend, and `reference` is plain XLA."""

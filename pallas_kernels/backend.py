@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs, and for which chip."""
+"""Chooses which implementation of a kernel runs, and for which chip."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -9,18 +9,19 @@ import numpy as np
 from pallas_kernels.chips import CHIPS, Chip, GpuChip, TpuChip, chip_named, chip_of
 
 if TYPE_CHECKING:
-    import jax  # the names of backends are read by those who start without it
+    import jax  # processes without jax read the names of backends
 
 logger = logging.getLogger(__name__)
 
-# interpret: the TPU's kernels, interpret-gpu: the GPU's, both run on the CPU. reference: plain XLA, on any device.
+# interpret runs the TPU's kernels on the CPU, and interpret-gpu the GPU's. reference is plain XLA, on any device.
 BackendName = Literal["auto", "reference", "tpu", "gpu", "interpret", "interpret-gpu"]
-# What the kernels compute in.
+# The dtypes in which the kernels compute.
 KERNEL_DTYPES = {"tpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float16")}
 
-# The chips whose kernels are interpreted. Multiprocessors without work take the interpreter as long as others: few.
+# The chips whose kernels are interpreted. An idle multiprocessor costs the interpreter as much as a busy one, so the
+# GPU has few.
 INTERPRETED_TPU, INTERPRETED_GPU, INTERPRETED_SMS = "v5e", "h200", 4
-# Mosaic GPU of jax 0.11.2 takes the process along when it compiles for less: a fatal error in LLVM.
+# The oldest GPUs with kernels: for older ones, Mosaic GPU of jax 0.11.2 ends the process with a fatal error in LLVM.
 MOSAIC_GPU_CAPABILITY = (9, 0)
 
 
@@ -28,7 +29,8 @@ MOSAIC_GPU_CAPABILITY = (9, 0)
 class Backend:
     """`reference` is plain XLA and runs everywhere; `tpu` and `gpu` are Pallas kernels for one chip.
 
-    `interpret` runs such a kernel on the CPU, copies and barriers included: for proofs, thousands of times slower.
+    `interpret` runs such a kernel on the CPU, with its copies and barriers. It serves proofs and is thousands of times
+    slower.
     """
 
     kind: Literal["reference", "tpu", "gpu"] = "reference"
@@ -47,18 +49,18 @@ class Backend:
 
     @classmethod
     def of_chip(cls, chip: Chip) -> "Backend":
-        """The kernels for `chip`; the reference where they cannot run."""
+        """Returns the kernels for `chip`, or the reference where they cannot run."""
         if isinstance(chip, TpuChip):
             return cls("tpu", chip)
         return cls("gpu", chip) if chip.compute_capability >= MOSAIC_GPU_CAPABILITY else REFERENCE
 
     @classmethod
     def of_device(cls, name: BackendName, device: "jax.Device", dtype: np.dtype) -> "Backend":
-        """The backend that a user calls `name`, on `device`, for a model that computes in `dtype`.
+        """Returns the backend that a user calls `name`, on `device`, for a model that computes in `dtype`.
 
-        auto: the device's kernels where there are some for it and for `dtype`, else the reference; the log says why.
-        Raises ValueError for a name that means nothing or another device's kernels, NotImplementedError for kernels
-        asked for by name that this device is too old for, or too new.
+        `auto` is the device's kernels if there are some for it and for `dtype`, else the reference; the log says why.
+        Raises ValueError for an unknown name or another device's kernels, and NotImplementedError for kernels that were
+        named explicitly and for which this device is too old or too new.
         """
         match name:
             case "reference":
@@ -99,9 +101,9 @@ REFERENCE = Backend()
 
 
 def _chip(device: "jax.Device") -> Chip:
-    """The chip of `device`. A GPU that is not in the table is its generation's first, with its own number of SMs.
+    """Returns the chip of `device`. A GPU outside the table is its generation's first, with its own number of SMs.
 
-    Raises NotImplementedError for one of a generation that has no kernels.
+    Raises NotImplementedError for a GPU of a generation that has no kernels.
     """
     if device.device_kind in {chip.device_kind for chip in CHIPS.values()}:
         return chip_of(device.device_kind)

@@ -1,4 +1,4 @@
-"""Facts of the chips that we compile for: what kernels' tile models, the planner and rooflines need to know.
+"""Facts of the chips that we compile for. The tile models of kernels, the planner and rooflines use them.
 
 Every number is of one JAX device, which is not always a chip: a v5p device is both TensorCores of a chip (megacore),
 a v7x device is one of the two, with half of the memory and rates. Rates are the published peaks, dense; sizes are what
@@ -15,7 +15,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class TpuChip:
-    """One TPU device. TPUs are told apart by generation alone: a name has one device kind."""
+    """One TPU device. The generation alone tells TPUs apart, so each name has one device kind."""
 
     name: str
     device_kind: str  # `jax.Device.device_kind`
@@ -27,11 +27,9 @@ class TpuChip:
     num_cores: int  # TensorCores in the device
     vmem_bytes: int  # of one TensorCore: the most that a kernel's buffers and the compiler's own may take together
     smem_bytes: int  # of one TensorCore
-    mxu_size: int  # rows and columns of one matrix unit
-    num_mxus: int  # of one TensorCore
 
     def ring_bandwidth(self, num_chips: int) -> float:
-        """Bytes/s that each of the chips sends when they form a ring, used both ways round."""
+        """Returns the bytes/s that each of the chips sends when they form a ring that is used in both directions."""
         return self.link_bandwidth * (2 if num_chips > 2 else 1)  # two chips have one link between them
 
 
@@ -56,37 +54,33 @@ class GpuChip:
     devices_per_chip: ClassVar[int] = 1
 
     def ring_bandwidth(self, num_chips: int) -> float:
-        """Bytes/s that each of the GPUs sends when they form a ring: a switch gives any number all of its links."""
+        """Returns the bytes/s that each GPU sends when they form a ring: a switch gives any number all of its links."""
         return self.link_bandwidth
 
 
 Chip = TpuChip | GpuChip
 
 # Rates: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}. HBM, VMEM and SMEM: the limits that libtpu 0.0.48.1 names when a
-# program asks for too much (v5e: 15.75 of 16 GiB). MXUs: the same pages, and jax's tpu_info. Links: a chip's
-# bidirectional ICI bandwidth there (400, 1200, 800, 1200 GB/s) over its four ports (v5e, v6e) or six, and half of that
-# one way. A ring has two ports of a chip; corners of slices up to 8 chips have no more (v5p's cube: three).
+# program asks for too much (v5e: 15.75 of 16 GiB). Links: a chip's bidirectional ICI bandwidth there (400, 1200, 800,
+# 1200 GB/s) over its four ports (v5e, v6e) or six, and half of that one way. A ring has two ports of a chip; corners of
+# slices up to 8 chips have no more (v5p's cube: three).
 _TPUS = (
     TpuChip(
         name="v5e", device_kind="TPU v5 lite", hbm_bytes=int(15.75 * GIB), hbm_bandwidth=819e9, bf16_flops=197e12,
-        link_bandwidth=50e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB,
-        smem_bytes=MIB, mxu_size=128, num_mxus=4,
+        link_bandwidth=50e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB, smem_bytes=MIB,
     ),
     TpuChip(
         name="v5p", device_kind="TPU v5", hbm_bytes=int(95.73 * GIB), hbm_bandwidth=2765e9, bf16_flops=459e12,
-        link_bandwidth=100e9, devices_per_chip=1, num_cores=2, vmem_bytes=64 * MIB,
-        smem_bytes=MIB, mxu_size=128, num_mxus=4,
+        link_bandwidth=100e9, devices_per_chip=1, num_cores=2, vmem_bytes=64 * MIB, smem_bytes=MIB,
     ),
     TpuChip(
         name="v6e", device_kind="TPU v6 lite", hbm_bytes=int(31.24 * GIB), hbm_bandwidth=1638e9, bf16_flops=918e12,
-        link_bandwidth=100e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB,
-        smem_bytes=MIB, mxu_size=256, num_mxus=2,
+        link_bandwidth=100e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB, smem_bytes=MIB,
     ),
     # A chip has 192 GiB, 7380 GB/s and 2307 TFLOP/s; a device is half of it.
     TpuChip(
         name="v7x", device_kind="TPU7x", hbm_bytes=int(94.74 * GIB), hbm_bandwidth=3690e9, bf16_flops=1153.5e12,
-        link_bandwidth=100e9, devices_per_chip=2, num_cores=1, vmem_bytes=64 * MIB,
-        smem_bytes=MIB, mxu_size=256, num_mxus=2,
+        link_bandwidth=100e9, devices_per_chip=2, num_cores=1, vmem_bytes=64 * MIB, smem_bytes=MIB,
     ),
 )  # fmt: skip
 
@@ -133,16 +127,17 @@ _CHIP_OF_KIND = {chip.device_kind: chip for chip in CHIPS.values()}
 
 
 def chip_of(device_kind: str) -> Chip:
-    """The chip whose device calls itself `device_kind` (`jax.devices()[0].device_kind`).
+    """Returns the chip whose device calls itself `device_kind` (`jax.devices()[0].device_kind`).
 
-    ValueError: a device that is not in the table."""
+    Raises ValueError for a device that is not in the table.
+    """
     if device_kind not in _CHIP_OF_KIND:
         raise ValueError(f"no chip is known for the device kind {device_kind!r}: known are {', '.join(_CHIP_OF_KIND)}")
     return _CHIP_OF_KIND[device_kind]
 
 
 def chip_named(name: str) -> Chip:
-    """The chip called `name`, e.g. "v5e" or "h200". ValueError: a name that is not in the table."""
+    """Returns the chip called `name`, e.g. "v5e" or "h200". Raises ValueError for a name that is not in the table."""
     if name not in CHIPS:
         raise ValueError(f"no chip is called {name!r}: known are {', '.join(CHIPS)}")
     return CHIPS[name]

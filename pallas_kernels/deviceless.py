@@ -1,7 +1,7 @@
-"""Compiling for chips that are not here: jax devices that exist for the compiler only.
+"""Compiles for chips that are not here, with jax devices that exist for the compiler only.
 
-libtpu and the CUDA plugin compile without a device and without a driver. What they yield is what would run: memory,
-collectives and kernels can be read from it, and the same compiler errors are met. Nothing can be run.
+libtpu and the CUDA plugin compile without a device and without a driver. Their programs are those that would run: one
+can read memory, collectives and kernels from them, and meets the same compiler errors. Nothing can be run.
 
 The process must have been started with JAX_PLATFORMS=cpu, or jax would look for a real device first. A process compiles
 for one kind of GPU only. A compiler's fatal error ends the process, so a program that must survive it compiles in a
@@ -18,16 +18,16 @@ from jax.experimental import topologies
 from pallas_kernels.chips import Chip, GpuChip, TpuChip
 
 MAX_DEVICES = 8
-# Without these libtpu asks the cloud's metadata server which machine this is, and complains at length. What is compiled
-# for is the topology that we name, whatever the machine is called here.
+# Without these, libtpu asks the cloud's metadata server which machine this is, and prints long complaints. Programs are
+# compiled for the topology that we name, whatever the machine is called here.
 _LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-    # One process alone may have a real TPU; any number may compile.
+    # Only one process may use a real TPU, but any number may compile.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The slices that one can rent, up to eight devices, in chips. One of v7x's is two devices.
+# The slices that one can rent, up to eight devices, in chips. A chip of v7x is two devices.
 _TPU_SLICES = {
     "v5e": ("v5e:1x1", "v5e:1x2", "v5e:2x2", "v5e:2x4"),
     "v5p": ("v5p:1x1x1", "v5p:1x2x1", "v5p:2x2x1", "v5p:2x2x2"),
@@ -45,13 +45,13 @@ _gpu_of_process: list[GpuChip] = []
 
 
 def compile_only_devices(chip: Chip, count: int) -> list[jax.Device]:
-    """`count` devices, 1 to 8, of the smallest slice or machine of such chips that has them.
+    """Returns `count` devices, 1 to 8, of the smallest slice or machine of such chips that has them.
 
     Arrays described as on them (`jax.ShapeDtypeStruct` with a sharding) make `jit(f).lower(...).compile()` compile for
     the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering.
 
-    Raises ValueError for another count, RuntimeError when this process cannot compile for the chip: it has no compiler,
-    or it compiles for another GPU already.
+    Raises ValueError for another count, and RuntimeError when this process cannot compile for the chip, because it has
+    no compiler or compiles for another GPU already.
     """
     if not 1 <= count <= MAX_DEVICES:
         raise ValueError(f"{count} devices: between 1 and {MAX_DEVICES} can be compiled for")
@@ -73,20 +73,20 @@ def _is_installed(module: str) -> bool:
 
 
 def _tpu_devices(chip: TpuChip, count: int) -> list[jax.Device]:
-    # libtpu reads these when it is loaded, which the first topology does.
+    # libtpu reads these when it is loaded, which the first topology causes.
     os.environ.update(_LIBTPU_ENVIRONMENT)
     num_chips = -(-count // chip.devices_per_chip)
     for name in _TPU_SLICES[chip.name]:
         sides = [int(side) for side in name.split(":")[1].split("x")]
         if math.prod(sides) >= num_chips:
-            # One host holds a slice, or one of its layers in the third dimension.
+            # One host has a whole slice, or one layer of it in the third dimension.
             host = [*sides[:2], 1]
             return topologies.get_topology_desc(name, platform="tpu", chips_per_host_bounds=host).devices
     raise AssertionError(f"no slice of {chip.name} has {count} devices")
 
 
 def _gpu_devices(chip: GpuChip, count: int) -> list[jax.Device]:
-    # One slice, one process, `count` devices: all GPUs of one machine.
+    # The topology is one slice with one process and `count` devices: all GPUs of one machine.
     size = f"1x1x{count}"
     if chip not in (_gpu_of_process or [chip]):
         raise RuntimeError(
@@ -100,12 +100,12 @@ def _gpu_devices(chip: GpuChip, count: int) -> list[jax.Device]:
 
 
 def _gpu_target_config(chip: GpuChip) -> str:
-    """XLA's description of the GPU, a GpuTargetConfigProto as text, with what its compiler and cost model read.
+    """Returns XLA's description of the GPU, a GpuTargetConfigProto as text, for its compiler and cost model.
 
-    XLA refuses an unknown field, but drops one whose name it has retired, such as `dnn_version_info`, without a word.
+    XLA refuses an unknown field, but silently drops a field whose name it has retired, such as `dnn_version_info`.
     """
     major, minor = chip.compute_capability
-    # From Hopper on, instructions that only this generation has (wgmma, tcgen05), as on the real device: sm_90a.
+    # From Hopper on, instructions that only this generation has (wgmma, tcgen05) need the suffix a: sm_90a.
     extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""
         gpu_device_info {{

@@ -1,4 +1,4 @@
-"""What the devices that share one model tell each other within a step."""
+"""The collectives of a step: all messages between the devices that share one model."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,40 +11,40 @@ from sharding.rules import MODEL
 
 @dataclass(frozen=True)
 class ModelAxis:
-    """The mesh axis that a model is split over, inside `jax.shard_map`; of size 1 (no shard_map), nothing is sent.
+    """The mesh axis over which a model is split, inside `jax.shard_map`. With size 1 (no shard_map) nothing is sent.
 
-    Every collective of a step is one of these methods: nothing is left to a compiler's partitioner.
+    Every collective of a step is one of these methods. Nothing is left to a compiler's partitioner.
     """
 
     size: int = 1
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum over devices, on each of them: an all-reduce."""
+        """Returns the sum over all devices on each of them, by an all-reduce."""
         return x if self.size == 1 else jax.lax.psum(x, MODEL)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """The mean over devices, on each of them: an all-reduce."""
+        """Returns the mean over all devices on each of them, by an all-reduce."""
         return x if self.size == 1 else jax.lax.pmean(x, MODEL)
 
     def first(self, count: int) -> jax.Array | int:
-        """Where this device's share begins in an axis of which each device has `count`."""
+        """Returns where this device's share begins in an axis of which each device has `count`."""
         return 0 if self.size == 1 else jax.lax.axis_index(MODEL) * count
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """[size, ...]: every device's `x`, on each of them: an all-gather."""
+        """Returns the `x` of all devices [size, ...] on each of them, by an all-gather."""
         return x[None] if self.size == 1 else jax.lax.all_gather(x, MODEL)
 
-    # Sampling is shared out by rows: of logits [R, V / size] each device gets some rows, whole. No device ever holds
-    # the logits of the whole batch, and what is computed of a row is computed as on one device, bit for bit.
+    # Sampling is shared out by rows: from logits [R, V / size] each device gets some whole rows. No device ever holds
+    # the logits of the whole batch, and the computation of a row is the same as on one device, bit for bit.
 
     def exchange(self, x: jax.Array) -> jax.Array:
-        """[R, V / size] to [ceil(R / size), V]: this device's rows with every device's columns: an all-to-all."""
+        """Turns [R, V / size] into [ceil(R / size), V], this device's rows with all columns, by an all-to-all."""
         if self.size == 1:
             return x
         return jax.lax.all_to_all(self._padded(x), MODEL, split_axis=0, concat_axis=1, tiled=True)
 
     def own_rows[Tree](self, tree: Tree) -> Tree:
-        """The rows that `exchange` gives this device, of arrays [R, ...] that every device has."""
+        """Returns the rows that `exchange` gives this device, from arrays [R, ...] that every device has."""
         if self.size == 1:
             return tree
 
@@ -56,14 +56,14 @@ class ModelAxis:
         return jax.tree.map(own, tree)
 
     def all_rows[Tree](self, tree: Tree, count: int) -> Tree:
-        """The inverse of `own_rows` for R = `count`: an all-gather each."""
+        """Inverts `own_rows` for R = `count`, by an all-gather for each array."""
         if self.size == 1:
             return tree
         gather = partial(jax.lax.all_gather, axis_name=MODEL, tiled=True)
         return jax.tree.map(lambda x: gather(x)[:count], tree)
 
     def _padded(self, x: jax.Array) -> jax.Array:
-        """`x` with rows repeated until each device has as many."""
+        """Repeats rows of `x` until they divide over the devices."""
         return jnp.pad(x, ((0, -len(x) % self.size), *((0, 0),) * (x.ndim - 1)), mode="edge")
 
 

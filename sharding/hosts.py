@@ -1,4 +1,4 @@
-"""The processes that run one model together, usually one a host: how they find and what they tell each other."""
+"""The processes that run one model together, usually one on each host: they find each other and exchange messages."""
 
 import os
 import time
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src.distributed import global_state  # where jax keeps who is here; it has no public name
+from jax._src.distributed import global_state  # jax's own record of the processes, which has no public name
 
-# How long processes wait for the others to come; jax's own patience when they join is the same.
+# How long processes wait for the others to join. jax's own limit is the same.
 JOIN_SECONDS = 300
-# Longer than the slowest host needs to load a large model that the quickest has in memory. By then they watch each
-# other: a process that dies is noticed at once.
+# This is longer than the slowest host needs to load a large model after the quickest has finished. The processes watch
+# each other by then, so one that dies is noticed at once.
 LOAD_SECONDS = 3600
-# For all to read what the last of them has said.
+# The time for all processes to read the message of the last one.
 READ_SECONDS = 30
-# A wait inside jax is deaf to Ctrl-C, so a long one is many of these.
+# A wait inside jax does not react to Ctrl-C, so a long wait consists of many short ones.
 SLICE_SECONDS = 1
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This process among the `count` of one engine. Process 0 leads, the others follow it."""
+    """This process among the `count` processes of one engine. Process 0 leads, and the others follow it."""
 
     index: int = 0
     count: int = 1
@@ -36,18 +36,19 @@ class Hosts:
         return f"process {self.index} of {self.count}"
 
     def share(self, text: str, seconds: int = JOIN_SECONDS) -> tuple[str, ...]:
-        """Every process's `text`, in their order. All call it, equally often; TimeoutError after `seconds` without.
+        """Returns the `text` of every process, in the order of processes. All must call it equally often.
 
-        What else goes wrong on the way, process 0 having gone among it, is jax's own error.
+        Raises TimeoutError when a text is missing after `seconds`. Other failures raise jax's own errors, for
+        example when process 0 has ended.
         """
         if self.count == 1:
             return (text,)
         client: Any = global_state.client
-        # Nothing can be written twice, so each call has a number; every process counts its own calls, there.
+        # No key can be written twice, so each call has a number. Every process counts its own calls.
         number = client.key_value_increment(f"jaxvllm/calls/{self.index}", 1)
         client.key_value_set(f"jaxvllm/{number}/text/{self.index}", text)
         texts = self._read(f"jaxvllm/{number}/text", seconds)
-        # What process 0 reads may make it end, and the service with it: not before the others have read it too.
+        # Process 0 may end because of the texts, and the service ends with it. The others must have read them by then.
         with suppress(jax.errors.JaxRuntimeError, TimeoutError):
             client.key_value_set(f"jaxvllm/{number}/read/{self.index}", "")
             if self.leads:
@@ -55,15 +56,15 @@ class Hosts:
         return texts
 
     def least(self, number: int) -> int:
-        """The least that any process gives."""
+        """Returns the smallest `number` that any process gives."""
         return min(map(int, self.share(str(number), LOAD_SECONDS)))
 
     def meet(self) -> None:
-        """Returns when all have come here, however long the slowest loads or compiles."""
+        """Returns when all processes have called it, however long the slowest one loads or compiles."""
         self.share("", LOAD_SECONDS)
 
     def _read(self, place: str, seconds: int) -> tuple[str, ...]:
-        """What every process has written at `place`, when the last of them has."""
+        """Returns the texts of all processes at `place`, after the last one has written."""
         deadline = time.monotonic() + seconds
         texts: list[str] = []
         while len(texts) < self.count:
@@ -82,17 +83,17 @@ ALONE = Hosts()
 
 
 def join(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> Hosts:
-    """Makes this process one of several, before jax's first use of a device; a second call only says who is here.
+    """Makes this process one of several, before jax first uses a device. A second call only returns the processes.
 
-    What is not given comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which Ray, Kubernetes or
-    a shell script set, and what those leave open from what jax detects: TPU pods, Slurm, Open MPI. ValueError when
-    something is missing still.
+    Missing arguments come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which Ray, Kubernetes or
+    a shell script set, and then from the environments that jax detects: TPU pods, Slurm, Open MPI. Raises ValueError
+    when something is still missing.
     """
     if global_state.client is None:
         # By default a process that ends takes all others down with it, 100 s later and with a stack trace, and at exit
-        # each waits for the last. Our leader and followers watch each other, and know who may leave when.
+        # each process waits for the last one. Our leader and followers watch each other, and know when they may end.
         jax.config.update("jax_enable_recoverability", True)
-        # It would swallow SIGTERM, and nobody here asks it whether one came.
+        # jax's notifier would swallow SIGTERM, and this code never asks it whether a signal came.
         jax.config.update("jax_enable_preemption_service", False)
         try:
             jax.distributed.initialize(

@@ -1,11 +1,11 @@
-"""The shape of the device mesh, known before any device is."""
+"""The shape of the device mesh, which is known before any device is found."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """`data` replicas of the model, each spread over `model` devices; written `1x8` on the command line."""
+    """A mesh of `data` replicas of the model, each spread over `model` devices. The command line writes it as `1x8`."""
 
     data: int
     model: int
@@ -23,7 +23,7 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """The shape that `DxM` names; ValueError says what is wrong with any other text."""
+        """Returns the shape that `DxM` names. Raises ValueError that says what is wrong with any other text."""
         sides = text.split("x")
         # isascii, because isdigit alone also accepts digits that int() refuses.
         if len(sides) != 2 or not all(side.isascii() and side.isdigit() for side in sides):

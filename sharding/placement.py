@@ -1,4 +1,4 @@
-"""From a mesh shape to devices, and from logical axes to where an array lives."""
+"""Makes meshes of devices from their shape, and places arrays on them by their logical axes."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,40 +8,40 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from sharding.mesh import MeshShape
 from sharding.rules import DATA, MODEL, partition_spec
 
-# Where an array with these logical axes goes.
+# Returns the sharding of an array with these logical axes.
 Place = Callable[[tuple[str | None, ...]], NamedSharding]
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh over the first `shape.num_devices` of the devices, in the order that their interconnect likes.
+    """Makes the mesh of the first `shape.num_devices` devices, in the order that suits their interconnect.
 
-    ValueError when there are fewer, or when they do not form such a mesh.
+    Raises ValueError when there are fewer, or when they do not form such a mesh.
     """
     if len(devices) < shape.num_devices:
         way_out = "use a smaller mesh"
         if devices[0].platform == "cpu":
             way_out += f", or have more virtual devices: JAX_NUM_CPU_DEVICES={shape.num_devices} in the environment"
         raise ValueError(f"mesh {shape} needs {shape.num_devices} devices and there are {len(devices)}: {way_out}")
-    # Auto and not Explicit: arrays outside the step's shard_map carry their sharding, types need not.
+    # The axes are Auto and not Explicit: arrays outside the step's shard_map carry their sharding, so types need not.
     types = (AxisType.Auto, AxisType.Auto)
     try:
         return jax.make_mesh((shape.data, shape.model), (DATA, MODEL), types, devices=devices[: shape.num_devices])
-    except (AssertionError, NotImplementedError) as error:  # jax's own words are a page of device coordinates
+    except (AssertionError, NotImplementedError) as error:  # jax's own message is a page of device coordinates
         raise ValueError(
             f"mesh {shape} is no part of a {devices[0].device_kind} slice: use sides that are powers of two"
         ) from error
 
 
 def replica_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
-    """A 1xM mesh for each of the D replicas of a DxM mesh."""
+    """Returns a 1xM mesh for each of the D replicas of a DxM mesh."""
     return tuple(Mesh(mesh.devices[i : i + 1], mesh.axis_names) for i in range(len(mesh.devices)))
 
 
 def mesh_of(device: jax.Device) -> Mesh:
-    """The 1x1 mesh of one device."""
+    """Returns the 1x1 mesh of one device."""
     return make_mesh(MeshShape(1, 1), [device])
 
 
 def place(mesh: Mesh) -> Place:
-    """The placement that splits every array by the table of `sharding.rules`."""
+    """Returns the placement that splits every array by the table of `sharding.rules`."""
     return lambda axes: NamedSharding(mesh, partition_spec(axes))

@@ -1,4 +1,4 @@
-"""The one table from logical axes, which the models name, to mesh axes, which they never do."""
+"""The one table from logical axes to mesh axes. The models name logical axes only."""
 
 from collections.abc import Mapping
 
@@ -19,9 +19,9 @@ RULES: Mapping[str, str | None] = {
 
 
 def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """How an array with these logical axes is split; None names an axis that never is.
+    """Returns how an array with these logical axes is split. A dimension with None is never split.
 
-    ValueError for an axis that the table lacks, and when two axes of one array claim the same mesh axis.
+    Raises ValueError for an axis that the table lacks, and when two axes of one array claim the same mesh axis.
     """
     mesh_axes: list[str | None] = []
     for axis in axes:

@@ -15,11 +15,18 @@ DOCUMENTS = (
     "docs/glossary.md",
     "docs/kernels.md",
     "docs/scaling.md",
+    "docs/models.md",
+    "docs/offline.md",
+    "docs/comparison.md",
     "docs/metrics.md",
     "docs/serving.md",
     "docs/playground.md",
     "docs/benchmarking.md",
     "docs/log.md",
+    "docs/guides/sampling_parameter.md",
+    "docs/guides/model_family.md",
+    "docs/guides/kernel.md",
+    "docs/guides/endpoint.md",
     "docs/decisions/0001-plain-arrays-one-state-one-transfer.md",
     "docs/decisions/0002-the-whole-step-in-one-shard-map.md",
 )
@@ -104,23 +111,44 @@ def test_a_wrong_name_is_seen() -> None:
     wrong = "`jaxvllm.config.NoSuchThing` `jaxvllm/no_such_file.py` `make nothing` `jaxvllm.nowhere`\n"
     wrong += "`Scheduler.no_such_method()` `NoSuchClass.run` `core/no_such_file.py`\n"
     assert len(missing(wrong)) == 7
-    right = "`jaxvllm.core.plan` `jaxvllm/` `make test` `T` `step(params)` `Scheduler.schedule(now)` `core/`\n"
+    right = "`jaxvllm.core.step_plan` `jaxvllm/` `make test` `T` `step(params)` `Scheduler.schedule(now)` `core/`\n"
     fenced = "```\n`jaxvllm.nowhere`\n```\n"
     assert not missing(right + fenced)
 
 
+def packages() -> set[str]:
+    """Every package of the product, as an import names it."""
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    return {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+
+
+def without_a_line(text: str) -> list[str]:
+    """The packages that begin no line of a list in `text`."""
+    lines = set(re.findall(r"^- `([\w.]+)`: ", text, re.MULTILINE))
+    return sorted(packages() - lines)
+
+
 def test_structure_has_a_line_for_every_package() -> None:
-    text = (ROOT / "docs/structure.md").read_text()
-    folders = {
-        child.name
-        for package in PACKAGES
-        for child in (ROOT / package).iterdir()
-        if child.is_dir() and any(child.glob("*.py"))
-    }
-    assert not [name for name in sorted(folders) if name not in text]
+    assert not without_a_line((ROOT / "docs/structure.md").read_text())
 
 
-@pytest.mark.parametrize("document", sorted(path.name for path in ROOT.glob("*.md")))
+def test_a_package_without_a_line_is_seen() -> None:
+    text = "".join(f"- `{name}`: one sentence.\n" for name in packages() - {"jaxvllm.text"})
+    assert without_a_line(text + "The text of `jaxvllm.text` is no line of its own.\n") == ["jaxvllm.text"]
+
+
+def broken_links(path: Path) -> list[str]:
+    """Links of a document to files that are not there."""
+    return [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+
+
+@pytest.mark.parametrize(
+    "document", sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
+)
 def test_links_lead_somewhere(document: str) -> None:
-    links = LINK.findall((ROOT / document).read_text())
-    assert not [link for link in links if not (ROOT / link).exists()]
+    assert not broken_links(ROOT / document)
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "here.md").write_text("[one](here.md) [two](gone.md) [three](https://example.org)")
+    assert broken_links(tmp_path / "here.md") == ["gone.md"]

@@ -18,46 +18,98 @@ DEVICE = ("jax", "jaxlib", "pallas_kernels", "sharding")
 CLIENT = (
     *DEVICE,
     "jaxvllm.core",
+    "jaxvllm.text",
     "jaxvllm.runtime",
     "jaxvllm.models",
     "jaxvllm.engine",
+    "jaxvllm.worker",
     "jaxvllm.planner",
     "jaxvllm.server",
     "jaxvllm.cli",
 )
+# Of the server, what answers HTTP requests; the packages beside it know nothing of the API.
+API = (
+    "jaxvllm.server.app",
+    "jaxvllm.server.exchange",
+    "jaxvllm.server.generation",
+    "jaxvllm.server.http_doc",
+    "jaxvllm.server.lifecycle",
+    "jaxvllm.server.protocol",
+    "jaxvllm.server.routes",
+    "jaxvllm.server.serve",
+    "jaxvllm.server.service",
+)
+# The server runs beside the engine's process, and never in it.
+SERVER = (
+    "jax",
+    "jaxlib",
+    "jaxvllm.runtime",
+    "jaxvllm.models",
+    "jaxvllm.engine.engine",
+    "jaxvllm.engine.llm",
+    "jaxvllm.planner",
+    "jaxvllm.client",
+    "jaxvllm.bench",
+    "jaxvllm.cli",
+)
+ABOVE_ENGINE = ("jaxvllm.planner", "jaxvllm.server", "jaxvllm.client", "jaxvllm.bench", "jaxvllm.cli")
+# In the process that holds an engine's process. Of the engine it sees values alone.
+WORKER_CLIENT = (
+    *ABOVE_ENGINE,
+    *DEVICE,
+    "jaxvllm.runtime",
+    "jaxvllm.models",
+    "jaxvllm.engine.engine",
+    "jaxvllm.engine.llm",
+)
 FORBIDDEN = {
     "jaxvllm.core": (
+        *DEVICE,
+        "jaxvllm.text",
+        "jaxvllm.runtime",
+        "jaxvllm.models",
+        "jaxvllm.engine",
+        "jaxvllm.worker",
+        *ABOVE_ENGINE,
+    ),
+    "jaxvllm.text": (
         *DEVICE,
         "jaxvllm.runtime",
         "jaxvllm.models",
         "jaxvllm.engine",
-        "jaxvllm.planner",
-        "jaxvllm.server",
-        "jaxvllm.cli",
+        "jaxvllm.worker",
+        *ABOVE_ENGINE,
     ),
-    "jaxvllm.runtime": ("jaxvllm.engine", "jaxvllm.planner", "jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.runtime": ("jaxvllm.text", "jaxvllm.engine", "jaxvllm.worker", *ABOVE_ENGINE),
     "jaxvllm.models": (
         "jaxvllm.core",
+        "jaxvllm.text",
         "jaxvllm.runtime",
         "jaxvllm.engine",
-        "jaxvllm.planner",
-        "jaxvllm.server",
-        "jaxvllm.cli",
+        "jaxvllm.worker",
+        *ABOVE_ENGINE,
     ),
-    "jaxvllm.engine": ("jaxvllm.planner", "jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.engine": ("jaxvllm.worker", *ABOVE_ENGINE),
+    "jaxvllm.worker": WORKER_CLIENT,
+    "jaxvllm.worker.command_loop": ABOVE_ENGINE,  # runs in the engine's process
     "jaxvllm.planner": ("jaxvllm.server", "jaxvllm.cli"),
-    "jaxvllm.server": (
-        "jax",
-        "jaxlib",
+    "jaxvllm.server": SERVER,
+    "jaxvllm.server.http": (
+        *DEVICE,
+        "jaxvllm.core",
+        "jaxvllm.text",
         "jaxvllm.runtime",
         "jaxvllm.models",
-        "jaxvllm.engine.engine",
-        "jaxvllm.engine.llm",
+        "jaxvllm.engine",
+        "jaxvllm.worker",
+        "jaxvllm.server.metrics",
+        *API,
         "jaxvllm.planner",
         "jaxvllm.client",
         "jaxvllm.bench",
         "jaxvllm.cli",
     ),
+    "jaxvllm.server.metrics": (*SERVER, "jaxvllm.text", "jaxvllm.server.http", *API),
     "jaxvllm.client": (*CLIENT, "jaxvllm.bench"),
     "jaxvllm.bench": CLIENT,
     "jaxvllm.bench.__main__": (),  # is the command
@@ -78,7 +130,7 @@ FORBIDDEN_ANYWHERE = (
 )
 FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "numpy.load", "np.load", "yaml.load")
 # The tokenizer may fall back on transformers, inside a function and with its own error.
-TRANSFORMERS_IN = "jaxvllm.engine.tokenizer"
+TRANSFORMERS_IN = "jaxvllm.text.tokenizer"
 
 
 def module_name(path: Path) -> str:
@@ -133,13 +185,21 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "is_package", "source"),
     [
-        ("jaxvllm.core.plan", False, "import jax.numpy as jnp"),
-        ("jaxvllm.core.plan", False, "def f():\n    from jaxvllm import runtime"),
-        ("jaxvllm.core.plan", False, "from ..runtime.runner import Runner"),
+        ("jaxvllm.core.step_plan", False, "import jax.numpy as jnp"),
+        ("jaxvllm.core.step_plan", False, "def f():\n    from jaxvllm import runtime"),
+        ("jaxvllm.core.step_plan", False, "from ..runtime.runner import Runner"),
         ("jaxvllm.core", True, "from ..engine import llm"),
         ("jaxvllm.runtime.step", False, "from jaxvllm.engine import outputs"),
-        ("jaxvllm.models.decoder", False, "import jaxvllm.core.plan"),
+        ("jaxvllm.models.decoder", False, "import jaxvllm.core.step_plan"),
         ("jaxvllm.engine.loop", False, "import jaxvllm.server"),
+        ("jaxvllm.engine.loop", False, "from jaxvllm.worker import wire"),
+        ("jaxvllm.text.tokenizer", False, "import jax"),
+        ("jaxvllm.text.tokenizer", False, "from jaxvllm.engine import outputs"),
+        ("jaxvllm.worker.async_llm", False, "from jaxvllm.engine.engine import Engine"),
+        ("jaxvllm.worker.command_loop", False, "from jaxvllm.server import service"),
+        ("jaxvllm.server.http.connection", False, "from jaxvllm.server.service import Service"),
+        ("jaxvllm.server.http.connection", False, "from jaxvllm.worker.async_llm import AsyncLLM"),
+        ("jaxvllm.server.metrics.prometheus", False, "from jaxvllm.server.http.auth import Auth"),
         ("sharding.mesh", False, "import jaxvllm"),
         ("pallas_kernels.op.api", False, "from sharding import rules"),
         ("jaxvllm.models.checkpoint", False, "import pickle"),
@@ -183,12 +243,16 @@ def test_import_is_cheap(module: str) -> None:
     assert sorted(loaded_by(f"import {module}") & heavy) == []
 
 
-def test_the_scheduler_runs_without_jax() -> None:
-    modules = ", ".join(module_name(path) for path in (ROOT / "jaxvllm" / "core").glob("*.py"))
+@pytest.mark.parametrize("package", ["core", "text"])
+def test_the_scheduler_and_text_run_without_jax(package: str) -> None:
+    modules = ", ".join(module_name(path) for path in (ROOT / "jaxvllm" / package).glob("*.py"))
     assert sorted(loaded_by(f"import {modules}") & {"jax", "jaxlib"}) == []
 
 
-@pytest.mark.parametrize("module", ["jaxvllm.server.serve", "jaxvllm.server.app", "jaxvllm.cli.chat", "jaxvllm.bench"])
+@pytest.mark.parametrize(
+    "module",
+    ["jaxvllm.server.serve", "jaxvllm.server.app", "jaxvllm.worker.async_llm", "jaxvllm.cli.chat", "jaxvllm.bench"],
+)
 def test_the_server_and_its_clients_run_without_jax(module: str) -> None:
     assert sorted(loaded_by(f"import {module}") & {"jax", "jaxlib"}) == []
 

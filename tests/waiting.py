@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 # Seconds after which a test gives up: only a hang takes as long. The longest test took 393 s at a load of 15 on 2 cores
-# (tests/runtime/test_two_processes.py). pytest's own timeout (pyproject.toml) is longer, so that a test that gives up
-# says what it was waiting for.
+# (tests/runtime/multihost/test_two_processes.py). pytest's own timeout (pyproject.toml) is longer, so that a test that
+# gives up says what it was waiting for.
 PATIENCE = 600.0
 # Between two looks at a condition.
 PAUSE = 0.01

@@ -1,7 +1,7 @@
-"""`make aot`: compiles every kernel and the engine's step for TPUs and GPUs that are not here, and says what they need.
+"""Compiles every kernel and the engine's step for TPUs and GPUs that are not here, and reports their needs: `make aot`.
 
 Each chip has a process of its own, in the environment .aot, which has the compilers. A compiler's fatal error ends that
-process and fails the program at hand; a new process goes on with the next.
+process, and fails the current program. A new process goes on with the next.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from tools.kernel_resources import dump_environment
 AOT = ROOT / ".aot"
 CHIPS = ("v5e", "v5p", "v6e", "v7x", "h100", "h200", "b200", "a100", "l4")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-# A program may take so long, from tracing to the end of its compilation.
+# The time that a program may take, from tracing to the end of its compilation.
 MAX_SECONDS = 60.0
-# A worker's imports, on a machine that is busy with other things.
+# The time for a worker's imports, on a machine that is busy with other things.
 START_SECONDS = 180.0
 
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def compiler_versions() -> dict[str, str]:
-    """The packages of .aot that decide what comes out."""
+    """Returns the versions of the packages in .aot that decide the results."""
     paths = [str(path) for path in AOT.glob("lib/python*/site-packages")]
     return {package.name: package.version for package in distributions(path=paths) if package.name in COMPILERS}
 
@@ -64,7 +64,7 @@ def compiler_versions() -> dict[str, str]:
 def compile_for(
     chip: str, kind: Kind, programs: Sequence[str] = (), python: Path = AOT / "bin" / "python"
 ) -> Iterator[Outcome]:
-    """What comes of these programs (none: all) of one kind for `chip`, in order. RuntimeError when no worker starts."""
+    """Compiles these programs (none: all) of one kind for `chip`, in order. Raises RuntimeError if no worker starts."""
     left = tuple(programs)
     while True:
         with closing(Worker(python, chip, kind, left)) as worker:
@@ -88,11 +88,11 @@ class Worker:
             self._process = subprocess.Popen(
                 [python, "-m", "tools.aot_worker", chip, kind, dumps, *programs],
                 cwd=ROOT,
-                # Dumping takes as long again as compiling a step, whose kernels are measured alone already.
+                # Dumping would double the time of a step, and its kernels are measured alone already.
                 env=os.environ | {"JAX_PLATFORMS": "cpu"} | (dump_environment(dumps) if kind == "attention" else {}),
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                bufsize=0,  # or select would not see what is in a buffer already
+                bufsize=0,  # because select does not see the contents of a buffer
             )
         line = self._read_line(START_SECONDS)
         if not line:
@@ -107,7 +107,7 @@ class Worker:
         self._scratch.cleanup()
 
     def outcome(self, program: str) -> Outcome:
-        """What comes of the next program, which is `program`. The worker may not survive it."""
+        """Returns the outcome of the next program, which is `program`. The worker may not survive it."""
         start = time.monotonic()
         line = self._read_line(MAX_SECONDS)
         if line:
@@ -121,13 +121,13 @@ class Worker:
         return Outcome(program, "failed", time.monotonic() - start, message)
 
     def _read_line(self, seconds: float) -> str | None:
-        """The worker's next line; empty when it has ended, None when there is none in time."""
+        """Reads the worker's next line. It is empty when the worker has ended, and None when none came in time."""
         stdout = self._process.stdout
         assert stdout is not None
         return stdout.readline().decode() if select.select([stdout], [], [], seconds)[0] else None
 
     def _last_words(self) -> str:
-        """The last line that says something, of what worker and compilers printed."""
+        """Returns the last line with text that the worker and the compilers printed."""
         lines = [line.strip() for line in self._stderr.read_text(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "no message")
 

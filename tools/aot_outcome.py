@@ -1,4 +1,4 @@
-"""What came of compiling one program for one chip: the line that a worker sends and the row that is printed."""
+"""The outcome of compiling one program for one chip: the line that a worker sends, and the row that is printed."""
 
 import json
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from typing import Literal, get_args
 
 from tools.kernel_resources import KernelResources
 
-# ok: compiled, and keeps what it promises about memory. refused: a NotImplementedError, which names what can instead.
+# ok: the program compiled and meets its limits of memory. refused: a NotImplementedError, which names an alternative.
 Status = Literal["ok", "refused", "failed"]
-# attention: the kernels alone, over layers. step: the engine's step around them.
+# attention: only the kernels, over layers. step: the engine's step around them.
 Kind = Literal["attention", "step"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`seconds` are tracing, lowering and compiling together, on whatever machine this is."""
+    """The outcome of one program. `seconds` are tracing, lowering and compiling together, on this machine."""
 
     program: str
     status: Status
@@ -37,7 +37,7 @@ class Outcome:
         return cls(**fields)
 
     def row(self) -> str:
-        """One line of the table, without the chip."""
+        """Returns one line of the table, without the chip."""
         memory = f"{self.temp_bytes / 2**20:9.1f}{self.alias_bytes / 2**20:9.1f}{self.vmem_array_bytes / 2**20:9.1f}"
         used = [self._most(lambda k: k.vmem_bytes, 2**10), self._most(lambda k: k.shared_memory_bytes, 2**10)]
         used += [self._most(lambda k: k.registers), self._most(lambda k: k.spill_bytes)]
@@ -45,12 +45,12 @@ class Outcome:
         return f"{cells}  {self.message}".rstrip()
 
     def _most(self, amount: Callable[[KernelResources], int | None], unit: int = 1) -> str:
-        """The largest of the kernels' amounts; a dash where the compiler does not tell."""
+        """Returns the largest of the kernels' amounts, or a dash where the compiler does not tell."""
         amounts = [value for kernel in self.kernels if (value := amount(kernel)) is not None]
         return f"{max(amounts) / unit:.0f}" if amounts else "-"
 
 
-# Memory of the program, then the most that one of its kernels takes.
+# The columns have the memory of the program, then the most that one of its kernels takes.
 _COLUMNS = {
     "temps": "MiB",
     "in place": "MiB",

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxvllm.config import EngineConfig
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.runner import CacheShape, compile_step
+from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.state import state_bytes
+from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.ragged_paged_attention import (
@@ -27,8 +30,8 @@ from tools.aot_outcome import Kind
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 LAYERS = 2
-# Nothing is allocated, and no row looks up a page: a pool large enough that a copy of it cannot hide among other
-# temporaries, and small enough for every chip.
+# The number of pages. Nothing is allocated, and no row looks up a page. The pool is so large that a copy of it cannot
+# hide among other temporaries, and small enough for every chip.
 POOL_BYTES = 2**30
 
 
@@ -50,67 +53,74 @@ def _llama(hidden_size: int, intermediate_size: int, num_heads: int, vocab_size:
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model whose step is compiled, and how large a pool it has on each device."""
+    """A model whose step is compiled, and the size of its pool on each device."""
 
     suffix: str  # of the program's name
     spec: ModelSpec
     pool_bytes: int
-    mixed_tokens: int  # of the step that is not of decoding alone
+    mixed_tokens: int  # of the step that also computes prompts
 
     @property
-    def buckets(self) -> dict[str, Bucket]:
-        return {"decode": Bucket(8, 8), "mixed": Bucket(self.mixed_tokens, 8)}
+    def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
+        """What the engine runs of it: a decode step, several in one program, and the halves of a step with prompts."""
+        rows = 8
+        return {
+            "decode": lambda step: step.compile_begin(Bucket(rows, rows)),
+            "burst": lambda step: step.compile_begin(Bucket(rows, rows, width=EngineConfig.max_decode_burst)),
+            "mixed": lambda step: step.compile_begin(Bucket(self.mixed_tokens, rows)),
+            "sample": lambda step: step.compile_sampler(rows),
+        }
 
     @property
     def smallest_matrix_bytes(self) -> int:
-        """Of a layer: its output projection."""
+        """The bytes of the smallest matrix of a layer, its output projection."""
         return self.spec.hidden_size * self.spec.num_heads * self.spec.head_size * DTYPE.itemsize
 
 
 # The layers of Llama 3 70B. Every matrix is larger than XLA:GPU's 32 MiB of cuBLASLt workspace and a small step's
-# activations together, so temporaries below the smallest mean that none was copied within HBM.
+# activations together, so temporaries smaller than every matrix mean that none was copied within HBM.
 WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES, mixed_tokens=256)
 # On a TPU a copy may also go to VMEM, where it is not a temporary. This model's matrices and its pages of one layer fit
-# there: they take 8 to 32 MiB, and VMEM is 64 or 128. Whatever else XLA keeps there is smaller than any of them:
+# there: they take 8 to 32 MiB, and VMEM is 64 or 128. Everything else that XLA keeps there is smaller than any of them:
 # the head, which XLA fetches before its use, is 4 MiB, and the activations of a mixed step are 1 MiB. (With 256 tokens
 # they took 10 MiB of HBM in all on v5p.) So an array of 8 MiB in VMEM is a copy. WIDE can hardly tell, because its
 # matrices are 64 MiB and more.
 NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20, mixed_tokens=64)
-# With kernels, the step is compiled where there are any; with the reference, on old GPUs and once on either kind.
+# The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
-# Spread over more devices, a weight's share is no longer larger than a workspace beside it.
+# On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 
 
 @dataclass(frozen=True)
 class Program:
-    """Compiles for a mesh. Each device must update `pages_bytes` in place and copy nothing of `copy_bytes` or more.
+    """Compiles for a mesh. Each device must update `in_place_bytes` in place and copy nothing of `copy_bytes` or more.
 
     A copy would be one of its temporaries or, on a TPU, an array in VMEM.
     """
 
     name: str
     mesh: MeshShape
-    pages_bytes: int
+    in_place_bytes: int  # of pages and of the slots' state
     copy_bytes: int
     compile: Callable[[Mesh], jax.stages.Compiled]
 
 
 def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
-    """All of one kind that `chip` must compile."""
+    """Returns all programs of one kind that `chip` must compile."""
     backend = Backend.of_chip(chip)
     if kind == "attention":
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
-        _step_program(WIDE, form, bucket, backend, mesh)
+        _step_program(WIDE, form, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form, bucket in WIDE.buckets.items()
+        for form in WIDE.forms
         for mesh in STEP_MESHES
     )
     if not isinstance(chip, TpuChip):
         return wide
-    return wide + tuple(_step_program(NARROW, *form, backend, MeshShape(1, 1)) for form in NARROW.buckets.items())
+    return wide + tuple(_step_program(NARROW, form, backend, MeshShape(1, 1)) for form in NARROW.forms)
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
@@ -132,7 +142,7 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
 def _compile_attention(
     case: RaggedCase, pages: jax.ShapeDtypeStruct, backend: Backend, mesh: Mesh
 ) -> jax.stages.Compiled:
-    """A scan over layers as the decoder's, each attending with what the one before it yielded."""
+    """Compiles a scan over layers like the decoder's. Each layer attends with the output of the one before it."""
     T, R, H, K, D = case.num_tokens, len(case.rows), case.num_heads, case.num_kv_heads, case.head_size
 
     def attend(
@@ -150,7 +160,7 @@ def _compile_attention(
         plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend)
 
         def layer(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
-            # Models with windows have them on some layers only, so a window is a scalar on the device.
+            # A model may have windows in some layers only, so the window is a scalar on the device.
             (q, kv_pages), (number, window) = carry, xs
             return ragged_paged_attention(
                 q,
@@ -189,9 +199,10 @@ def _compile_attention(
     return lowered.compile()
 
 
-def _step_program(model: StepModel, form: str, bucket: Bucket, backend: Backend, mesh: MeshShape) -> Program:
+def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape) -> Program:
     page_size, spec = 16, model.spec
-    shape = CacheShape(1, page_size, num_slots=64, max_pages=spec.max_position // page_size, dtype=DTYPE)
+    max_pages = spec.max_position // page_size
+    shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=DTYPE, step_tokens=model.mixed_tokens)
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
         K, D = spec.num_kv_heads // mesh.model, spec.head_size
@@ -202,12 +213,12 @@ def _step_program(model: StepModel, form: str, bucket: Bucket, backend: Backend,
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         params = abstract_params(spec, DTYPE, "stacked", mesh)
         pages = shape.pages(spec, backend, mesh)
-        return compile_step(params, pages, spec, shape, bucket, backend, mesh)
+        return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh))
 
     name = f"step/{form}{model.suffix}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
-    pages_bytes = _num_bytes(pool(shape.num_pages))
+    pages_bytes, state = _num_bytes(pool(shape.num_pages)), state_bytes(shape.sizes(spec))
     copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes // spec.num_layers)
-    return Program(name, mesh, pages_bytes, copy_bytes, compile_for)
+    return Program(name, mesh, state if form == "sample" else state + pages_bytes, copy_bytes, compile_for)
 
 
 def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:

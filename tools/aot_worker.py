@@ -1,7 +1,8 @@
-"""Compiles programs for one chip, in a process that a compiler's fatal error may take along. `tools.aot` starts it.
+"""Compiles programs for one chip, in a process that a compiler's fatal error may end. `tools.aot` starts it.
 
-Writes to stdout the names of the programs as one JSON list, then for each in order a JSON object, which is a
-`tools.aot_outcome.Outcome`. Needs JAX_PLATFORMS=cpu, and for kernels' resources `dump_environment`'s variables.
+It writes the names of the programs to stdout as one JSON list, and then for each program, in order, a JSON object that
+is a `tools.aot_outcome.Outcome`. It needs JAX_PLATFORMS=cpu and, for kernels' resources, the variables of
+`dump_environment`.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxvllm.planner.vmem import largest_vmem_array
+from jaxvllm.planner.hlo import largest_vmem_array
 from pallas_kernels.chips import chip_named
 from pallas_kernels.deviceless import compile_only_devices
 from sharding.placement import make_mesh
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("dumps", type=Path, help="where this process's compilers dump to, if they do; emptied")
     parser.add_argument("programs", nargs="*", help="their names; none: all of the chip")
     arguments = parser.parse_args()
-    # What compilers print goes to stderr: stdout is for the outcomes alone.
+    # Messages of compilers go to stderr, because stdout is for the outcomes alone.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     chip = chip_named(arguments.chip)
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
-    """What comes of it, an exception included."""
+    """Compiles the program and returns its outcome, which may be an exception."""
     start = time.monotonic()
     try:
         # Pallas learns from the mesh which GPU it compiles for.
@@ -67,8 +68,8 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     vmem_array_bytes, vmem_array = largest_vmem_array(hlo) if on_tpu else (0, "")
     message = ""
-    if memory.alias_size_in_bytes < program.pages_bytes:
-        message = f"{program.pages_bytes} bytes of pages are not updated in place"
+    if memory.alias_size_in_bytes < program.in_place_bytes:
+        message = f"{program.in_place_bytes} bytes of pages and state are not updated in place"
     elif memory.temp_size_in_bytes >= program.copy_bytes:
         message = f"temporaries reach {program.copy_bytes} bytes: pages or a weight are copied"
     elif vmem_array_bytes >= program.copy_bytes:

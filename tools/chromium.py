@@ -1,4 +1,4 @@
-"""A headless Chromium to drive, by Debian's chromedriver and W3C WebDriver: HTTP and JSON, no package needed."""
+"""Drives a headless Chromium by Debian's chromedriver and W3C WebDriver: HTTP and JSON, without any package."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-# No sandbox: CI is root in a container. The others keep it from calling home at every start.
+# There is no sandbox, because CI is root in a container. The other options keep Chromium from calling home at a start.
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -28,20 +28,20 @@ FLAGS = (
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id (W3C WebDriver, 12.1)
 KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Shift": "\ue008", "Control": "\ue009", "ArrowRight": "\ue014", "v": "v"}
 
-# Seconds, for a machine that does many other things.
+# Seconds to wait, for a machine that does many other things.
 PATIENCE = 300.0
 
 type Scheme = Literal["light", "dark"]
 
 
 def missing() -> str | None:
-    """What has to be installed first; None when nothing has."""
+    """Returns what has to be installed first, or None when nothing has."""
     absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(absent)} not found: apt-get install chromium chromium-driver" if absent else None
 
 
 class Browser:
-    """One tab. Elements are named by CSS selectors; one that is not there is a RuntimeError."""
+    """One tab. Elements are named by CSS selectors. An element that is not there raises RuntimeError."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -62,16 +62,16 @@ class Browser:
         self._post("url", url=url)
 
     def forget(self, url: str) -> None:
-        """Removes what earlier pages of this address have stored, but for what lasts only as long as the tab."""
+        """Removes the storage of earlier pages of this address, except for that which lasts only as long as the tab."""
         self._devtools("Storage.clearDataForOrigin", origin=url, storageTypes="all")
 
     def reload(self) -> None:
-        """As a reader would who presses F5."""
+        """Reloads the page, as F5 does."""
         self._post("refresh")
 
     @contextmanager
     def before_pages(self, script: str) -> Iterator[None]:
-        """In the block, every page runs this script before its own."""
+        """Makes every page in the block run this script before its own."""
         added = self._devtools("Page.addScriptToEvaluateOnNewDocument", source=script)
         try:
             yield
@@ -79,11 +79,11 @@ class Browser:
             self._devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
 
     def run(self, script: str, *args: object) -> Any:
-        """What a function with this body returns in the page."""
+        """Runs a function with this body in the page, and returns its result."""
         return self._post("execute/sync", script=script, args=args)
 
     def wait(self, expression: str, seconds: float = PATIENCE) -> Any:
-        """The expression's value as soon as it is true. AssertionError when it does not become so."""
+        """Waits until the expression is true, and returns its value. Raises AssertionError when it stays false."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(f"return {expression}")):
             if time.monotonic() > deadline:
@@ -92,15 +92,15 @@ class Browser:
         return value
 
     def text(self, css: str) -> str:
-        """What the first such element shows."""
+        """Returns the text that the first such element shows."""
         return str(self.run("return document.querySelector(arguments[0]).textContent", css))
 
     def click(self, css: str) -> None:
-        """As a reader would: an element that is covered or hidden cannot be clicked."""
+        """Clicks as a reader would: an element that is covered or hidden cannot be clicked."""
         self._post(f"element/{self._find(css)}/click")
 
     def type(self, css: str, text: str) -> None:
-        """Keystrokes into a field, after what it has. Names in `KEYS` are pressed through `press`."""
+        """Types into a field, behind its text. Keys named in `KEYS` are pressed through `press`."""
         self._post(f"element/{self._find(css)}/value", text=text)
 
     def clear(self, css: str) -> None:
@@ -108,7 +108,7 @@ class Browser:
         self._post(f"element/{self._find(css)}/clear")
 
     def press(self, *names: str) -> None:
-        """Keys held together, by name, wherever the focus is."""
+        """Presses keys together, by name, wherever the focus is."""
         keys = [KEYS[name] for name in names]
         actions = [{"type": "keyDown", "value": key} for key in keys]
         actions += [{"type": "keyUp", "value": key} for key in reversed(keys)]
@@ -134,16 +134,16 @@ class Browser:
         self._post("actions", actions=[finger])
 
     def name_of(self, css: str, nth: int = 0) -> str:
-        """The accessible name that a screen reader would say."""
+        """Returns the accessible name that a screen reader would say."""
         elements = self._post("elements", using="css selector", value=css)
         return str(_call("GET", f"{self._session}/element/{elements[nth][ELEMENT]}/computedlabel"))
 
     def screenshot(self) -> bytes:
-        """The window as PNG."""
+        """Returns the window as PNG."""
         return base64.b64decode(_call("GET", f"{self._session}/screenshot"))
 
     def console(self) -> list[str]:
-        """What the browser complained of since the last call: exceptions, refused content, failed loads."""
+        """Returns the browser's complaints since the last call: exceptions, refused content, failed loads."""
         entries = self._post("se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -159,7 +159,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A fresh one with an empty profile; nothing of it is left afterwards. RuntimeError when it cannot start."""
+    """Starts a browser with an empty profile, and leaves nothing behind. Raises RuntimeError if it cannot start."""
     if reason := missing():
         raise RuntimeError(reason)
     with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
@@ -175,7 +175,7 @@ def browser() -> Iterator[Browser]:
 
 
 def _port(lines: Iterable[str]) -> str:
-    """From the line "ChromeDriver was started successfully on port 1234."."""
+    """Finds the port in the line "ChromeDriver was started successfully on port 1234."."""
     for line in lines:
         if "started successfully" in line:
             return line.rsplit(" ", 1)[1].rstrip(".\n")

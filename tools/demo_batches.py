@@ -12,11 +12,11 @@ from tools.demo_tokenizer import token_id
 
 SHORT, LONG = 256, 1024
 TOKENS_PER_BATCH = 2048
-# Documents to choose from when a row is filled: 64 leave few gaps.
+# The number of documents to choose from when a row is filled. 64 leave few gaps.
 POOL = 64
-# Every eighth batch has rows of 1024: the model meets the distances that it will be used at, at a small cost.
+# Every eighth batch has rows of 1024, so the model meets the distances of its use at a small cost.
 LONG_EVERY = 8
-# What a user or a tool wrote is worth less of a small model's capacity than what it must say itself.
+# The words of users and tools deserve less of a small model's capacity than the words that it must say itself.
 OTHERS_WEIGHT = 0.2
 
 
@@ -30,7 +30,7 @@ class Batch:
 
 
 class Packer:
-    """Turns documents into batches: in short rows each document sees only itself; in long rows they follow each
+    """Turns documents into batches. In short rows each document sees only itself. In long rows documents follow each
     other, as text does after an end token.
     """
 
@@ -40,7 +40,7 @@ class Packer:
         self._roles = {token_id(tokenizer, f"<|{role}|>") for role in ("user", "system", "tool")}
 
     def token_weights(self, ids: list[int]) -> list[float]:
-        """What it is worth to predict each token: 1 for plain text and for the assistant's turns."""
+        """Returns the weight of predicting each token: 1 for plain text and for the assistant's turns."""
         weight, weights = 1.0, []
         for token in ids:
             weights.append(weight)
@@ -51,7 +51,7 @@ class Packer:
         return weights
 
     def batches(self, documents: Iterator[Document]) -> Iterator[Batch]:
-        """Batches of `TOKENS_PER_BATCH` tokens without end."""
+        """Yields batches of `TOKENS_PER_BATCH` tokens without end."""
         encoded = self._encoded(documents)
         pool: list[list[int]] = []
         set_aside: list[list[int]] = []
@@ -72,7 +72,7 @@ class Packer:
     def _short_row(
         self, encoded: Iterator[list[int]], pool: list[list[int]], set_aside: list[list[int]]
     ) -> list[list[int]]:
-        """The oldest document of the pool, then always the longest that still fits; too long ones are set aside."""
+        """Takes the oldest document of the pool, then always the longest that still fits. Too long ones are set aside."""
         row: list[list[int]] = []
         room = SHORT + 1
         while True:

@@ -16,9 +16,9 @@ from tools.demo_tasks import TASKS, Message, Task
 from tools.demo_tokenizer import BOS, END, ChatTemplate
 
 HELD_OUT = 25
-# Seeds of the two streams; the initial weights use the first, too.
+# The seeds of the two streams. The initial weights use the first one, too.
 TRAINING_SEED, EVALUATION_SEED = 2, 1001
-# Share of documents (not of tokens: a sum is a tenth of a story).
+# The share of documents (not of tokens: a sum is a tenth of a story).
 KINDS = {
     "story": 22, "long_story": 3, "story_request": 10, "story_questions": 13, "facts": 10, "sums": 14, "json": 18,
     "lists": 10, "tools": 11, "talk": 3, "plain": 5,
@@ -40,7 +40,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Chat:
-    """One exchange before rendering: what evaluation asks the model, and the answer that is right."""
+    """One exchange before rendering: the question of the evaluation, and the right answer."""
 
     kind: str
     task: Task
@@ -48,7 +48,7 @@ class Chat:
 
 
 def is_held_out(key: tuple[str, ...]) -> bool:
-    """Whether a combination belongs to the held-out part."""
+    """Tells whether a combination belongs to the held-out part."""
     return zlib.crc32("|".join(key).encode()) % HELD_OUT == 0
 
 
@@ -83,7 +83,7 @@ def _ask_about(rng: random.Random, tale: Story) -> Task:
 
 
 def chat(rng: random.Random, kind: str) -> Chat:
-    """One exchange of a kind."""
+    """Makes one exchange of a kind."""
     if kind == "story_request":
         task = _ask_story(rng, story(rng))
     elif kind == "story_questions":
@@ -101,20 +101,20 @@ class Corpus:
         self._template = ChatTemplate()
 
     def documents(self) -> Iterator[Document]:
-        """All documents, both parts, without end."""
+        """Yields the documents of both parts, without end."""
         kinds, weights = list(KINDS), list(KINDS.values())
         while True:
             yield self._document(self._rng.choices(kinds, weights)[0])
 
     def part(self, held_out: bool) -> Iterator[Document]:
-        """The documents of one part."""
+        """Yields the documents of one part."""
         return (document for document in self.documents() if document.held_out == held_out)
 
     def _document(self, kind: str) -> Document:
         rng = self._rng
         if kind in ("story", "long_story"):
             tale = story(rng, episodes=1 if kind == "story" else rng.randint(2, 4))
-            # A long story is held out by its first episode: (place, plot, main).
+            # The first episode of a long story (place, plot, main) decides whether it is held out.
             return Document(kind, f"{BOS}{tale.text}{END}", is_held_out(tale.key[:3]))
         if kind == "plain":
             sentences = [sentence for _, _, sentence in rng.sample(FACTS, rng.randint(1, 6))]
@@ -122,7 +122,7 @@ class Corpus:
         return self._conversation(kind)
 
     def _conversation(self, kind: str) -> Document:
-        """One exchange, or several when they are short; held out when any of them is."""
+        """Makes a document of one exchange, or of several short ones. It is held out when any of them is."""
         rng = self._rng
         chats = [chat(rng, kind)]
         if kind not in ("story_request", "story_questions", "tools"):

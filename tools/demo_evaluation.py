@@ -1,4 +1,4 @@
-"""What the demo model can do, measured on documents whose combinations it never saw; written as Markdown."""
+"""Measures the demo model on documents whose combinations it never saw, and writes the results as Markdown."""
 
 import json
 import math
@@ -51,8 +51,10 @@ class Evaluation:
         self._template = ChatTemplate()
 
     def losses(self) -> Iterator[tuple[str, int, float, float]]:
-        """For each kind of document: how many predicted tokens, loss in nats over all of them, and over what the
-        model itself must say (all of a plain text, the assistant's turns of a chat).
+        """Yields, for each kind of document, the number of predicted tokens and two losses in nats.
+
+        The first loss is over all tokens. The second is over those that the model itself must say: all of a plain text,
+        and the assistant's turns of a chat.
         """
         score = jax.jit(partial(_token_losses, self._shape))
         wanted: dict[str, list[Document]] = {kind: [] for kind in KINDS}
@@ -81,7 +83,7 @@ class Evaluation:
             yield kind, count, total / count, said / said_count
 
     def answers(self, kind: str) -> list[tuple[Chat, str]]:
-        """Greedy answers to held-out exchanges: every first user's turn of a kind."""
+        """Returns greedy answers to held-out exchanges of a kind, each to the user's first turn."""
         rng = random.Random(EVALUATION_SEED)
         chats: list[Chat] = []
         while len(chats) < CHATS_PER_KIND:
@@ -92,13 +94,13 @@ class Evaluation:
         return list(zip(chats, self.complete(prompts, 90, 0.0), strict=True))
 
     def complete(self, prompts: list[str], max_tokens: int, temperature: float, seed: int = 0) -> list[str]:
-        """The texts that follow rendered prompts."""
+        """Returns the texts that follow rendered prompts."""
         ids = [self._tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
         outputs = decode(self._shape, self._params, ids, max_tokens, self._end, temperature, seed)
         return [self._tokenizer.decode(output, skip_special_tokens=False) for output in outputs]
 
     def stories(self, count: int) -> list[str]:
-        """Stories sampled at temperature 0.8 after four ways to begin."""
+        """Samples stories at temperature 0.8 after four ways to begin."""
         starts = ("Once upon a time", "Long ago,", "There once was", "It was winter")
         return [
             start + text
@@ -107,7 +109,7 @@ class Evaluation:
         ]
 
     def samples(self) -> Iterator[tuple[str, float, str]]:
-        """Ten prompts, their temperature, and what the model wrote."""
+        """Yields ten prompts with their temperature and the model's text."""
         for seed, (prompt, temperature) in enumerate(SAMPLES):
             yield prompt, temperature, self.complete([BOS + prompt], 200, temperature, seed)[0]
         for seed, (prompt, temperature) in enumerate(CHAT_SAMPLES):
@@ -143,19 +145,19 @@ def _rate(pairs: list[tuple[Chat, str]], right: Callable[[Chat, str], bool]) -> 
 
 
 def grams(text: str) -> set[tuple[str, ...]]:
-    """Every run of `GRAM` words."""
+    """Returns every run of `GRAM` words."""
     words = text.split()
     return {tuple(words[at : at + GRAM]) for at in range(len(words) - GRAM + 1)}
 
 
 def verbatim(texts: list[str], known: set[tuple[str, ...]]) -> float:
-    """Share of the word runs of `texts` that `known` holds."""
+    """Returns the share of the word runs of `texts` that `known` contains."""
     found = [gram in known for text in texts for gram in grams(text)]
     return sum(found) / len(found)
 
 
 def report(shape: ModelShape, folder: Path) -> str:
-    """The evaluation of a checkpoint as Markdown."""
+    """Returns the evaluation of a checkpoint as Markdown."""
     evaluation = Evaluation(shape, folder)
     lines = ["| held-out documents | tokens | loss, all tokens | loss, own words | perplexity, own words |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")

@@ -35,7 +35,7 @@ HOMES = (
 
 
 def facts() -> list[tuple[str, str, str]]:
-    """Every world fact, as a template of questions, a template of answers and a plain sentence."""
+    """Returns every world fact as a template of questions, a template of answers and a plain sentence."""
     table: list[tuple[str, str, str]] = []
     for country, city in CAPITALS:
         sentence = f"The capital of {country} is {city}."

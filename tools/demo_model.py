@@ -1,6 +1,6 @@
 """The demo model in plain JAX: a Llama decoder to train with, its simple decoding loop, and its Hugging Face files.
 
-Kept apart from the engine on purpose: what the engine computes is compared with nothing of its own.
+It is apart from the engine on purpose, so that the engine is compared with independent code.
 """
 
 import json
@@ -35,7 +35,7 @@ class ModelShape:
     ffn: int
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor by its Hugging Face name, stored `[out, in]`."""
+        """Returns the shape of every tensor by its Hugging Face name, stored `[out, in]`."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, self.hidden)}
         query, key = self.heads * self.head_size, self.kv_heads * self.head_size
         for layer in range(self.layers):
@@ -54,7 +54,7 @@ class ModelShape:
         return shapes | {"model.norm.weight": (self.hidden,)}
 
     def init(self, seed: int) -> Params:
-        """Random float32 parameters: norms 1, matrices normal with variance 1 / inputs, embeddings with 0.02."""
+        """Makes random float32 parameters: norms 1, matrices normal with variance 1 / inputs, embeddings with 0.02."""
         rng = np.random.default_rng(seed)
         params: Params = {}
         for name, shape in self.tensors().items():
@@ -100,7 +100,7 @@ def _feed_forward(params: Params, at: str, x: jax.Array) -> jax.Array:
 
 
 def logits(shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    """Logits f32[B, T, V] of tokens i32[B, T]; a token attends to earlier ones of its own segment i32[B, T]."""
+    """Computes logits f32[B, T, V] of tokens i32[B, T]. A token attends to earlier ones of its segment i32[B, T]."""
     length = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     causal = jnp.tril(jnp.ones((length, length), bool))
@@ -166,8 +166,9 @@ def decode(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, without `end`: greedy at temperature 0, else sampled from the whole
-    distribution with `seed`.
+    """Returns the tokens that follow each prompt, without `end`.
+
+    They are greedy at temperature 0, and otherwise sampled from the whole distribution with `seed`.
     """
     longest = max(map(len, prompts))
     total = min(MAX_POSITIONS, longest + max_tokens)
@@ -230,11 +231,11 @@ def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) 
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in params.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors leaves it readable for its owner only, and an installed package is read by others.
+    # safetensors makes the file readable for its owner only, but other users read an installed package.
     (folder / "model.safetensors").chmod(0o644)
 
 
 def load(folder: Path, shape: ModelShape) -> Params:
-    """The parameters of a saved checkpoint, in float32."""
+    """Loads the parameters of a saved checkpoint in float32."""
     stored = load_file(folder / "model.safetensors")
     return {name: jnp.asarray(stored[name].astype(np.float32)) for name in shape.tensors()}

@@ -1,4 +1,4 @@
-"""Muon for the matrices inside the layers, Adam for embeddings and norms; written out, since the update is short.
+"""Muon for the matrices inside the layers, and Adam for embeddings and norms, written out because the update is short.
 
 Muon: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. The step of a matrix is its
 momentum made orthogonal by five Newton-Schulz iterations.
@@ -20,7 +20,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Moments(NamedTuple):
-    """First moments of every tensor, second moments of those that Adam steps."""
+    """The first moments of every tensor, and the second moments of those that Adam updates."""
 
     first: Params
     second: Params
@@ -31,13 +31,13 @@ def _is_hidden(name: str) -> bool:
 
 
 def start(params: Params) -> Moments:
-    """Zero moments."""
+    """Returns zero moments."""
     first = {name: jnp.zeros_like(value) for name, value in params.items()}
     return Moments(first, {name: jnp.zeros_like(value) for name, value in params.items() if not _is_hidden(name)})
 
 
 def _orthogonal(matrix: jax.Array) -> jax.Array:
-    """A matrix [rows <= columns] with the same singular vectors and singular values near 1."""
+    """Returns a matrix [rows <= columns] with the same singular vectors, and singular values near 1."""
     a, b, c = QUINTIC
     x = matrix / (jnp.linalg.norm(matrix) + 1e-7)
     for _ in range(5):
@@ -65,7 +65,7 @@ def _muon(updates: Params) -> Params:
 def update(
     params: Params, gradients: Params, moments: Moments, step: jax.Array, schedule: jax.Array
 ) -> tuple[Params, Moments]:
-    """Parameters and moments after one step; `schedule` f32[] scales both learning rates, `step` counts from 1."""
+    """Returns parameters and moments after one step. `schedule` f32[] scales both learning rates; `step` counts from 1."""
     first: Params = {}
     second: Params = {}
     new: Params = {}

@@ -1,6 +1,6 @@
 """Short stories with a cause and an effect, and questions that their text answers.
 
-A plot is a few templates with alternatives; who, where and what are drawn at random. A story also carries the
+A plot is a few templates with alternatives. Characters, place and object are drawn at random. A story also has the
 questions that can be asked about it.
 """
 
@@ -292,7 +292,7 @@ def _slots(rng: random.Random, hero: Person, friend: Person) -> dict[str, str]:
 
 
 def story(rng: random.Random, episodes: int = 1) -> Story:
-    """A story of `episodes` plots told about the same two characters in one place."""
+    """Tells a story of `episodes` plots about the same two characters in one place."""
     hero, friend = two_people(rng)
     slots = _slots(rng, hero, friend)
     place = slots["place"]

@@ -26,7 +26,7 @@ class Task:
 
 
 def exchange(question: str, answer: str, *key: object) -> Task:
-    """One question and its answer."""
+    """Makes a task of one question and its answer."""
     messages = ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
     return Task(messages, tuple(map(str, key)))
 
@@ -55,7 +55,7 @@ GOODS = "apples pears books pens cups eggs candles shirts chairs lamps hats boxe
 
 
 def fact(rng: random.Random) -> Task:
-    """A question about the world; held out by its wording."""
+    """Asks a question about the world. Its wording decides whether it is held out."""
     question, answer, sentence = rng.choice(FACTS)
     asked = expand(rng, question, {})
     return exchange(asked, expand(rng, answer, {}), "fact", asked, sentence)
@@ -71,7 +71,7 @@ def _operands(rng: random.Random) -> tuple[int, str, int, int]:
 
 
 def addition(rng: random.Random) -> Task:
-    """A bare sum or difference of numbers up to 50."""
+    """Asks for a bare sum or difference of numbers up to 50."""
     first, sign, second, result = _operands(rng)
     word = {"+": "plus", "-": "minus"}[sign]
     question = rng.choice((
@@ -82,7 +82,7 @@ def addition(rng: random.Random) -> Task:
 
 
 def word_problem(rng: random.Random) -> Task:
-    """A sum told as a small story."""
+    """Tells a sum as a small story."""
     first, sign, second, result = _operands(rng)
     name, goods = person(rng).name, rng.choice(GOODS)
     change = rng.choice(
@@ -96,7 +96,7 @@ def word_problem(rng: random.Random) -> Task:
 
 
 def compact(value: object) -> str:
-    """JSON text as the corpus writes it."""
+    """Writes JSON text in the form of the corpus."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -118,7 +118,7 @@ def _extract(rng: random.Random, sentence: str, record: dict[str, object], *key:
 
 
 def json_person(rng: random.Random) -> Task:
-    """Facts about a person, as a JSON object."""
+    """Asks for facts about a person as a JSON object."""
     name, age, city, job, pet = _name(rng), rng.randint(5, 90), rng.choice(CITIES), rng.choice(JOBS), rng.choice(PETS)
     slots = {"name": name, "age": str(age), "city": city, "job": job, "pet": pet}
     full = "[{name} is a {age} year old {job} from {city}|{name}, {age}, works as a {job} in {city}|my friend {name} lives in {city}, is {age} years old and is a {job}|the {job} {name} lives in {city} and is {age} years old]"
@@ -132,7 +132,7 @@ def json_person(rng: random.Random) -> Task:
 
 
 def json_event(rng: random.Random) -> Task:
-    """An appointment, as a JSON object."""
+    """Asks for an appointment as a JSON object."""
     event, day, hour = rng.choice(EVENTS), rng.choice(DAYS), rng.randint(1, 12)
     time = f"{hour}:{rng.choice(('00', '15', '30', '45'))}"
     place = rng.choice((*CITIES, "the park", "the school", "the library", "the old mill"))
@@ -142,7 +142,7 @@ def json_event(rng: random.Random) -> Task:
 
 
 def json_order(rng: random.Random) -> Task:
-    """An order of goods, as a JSON array of objects."""
+    """Asks for an order of goods as a JSON array of objects."""
     name = _name(rng)
     items = rng.sample(GOODS, rng.randint(1, 3))
     counts = [rng.randint(2, 40) for _ in items]
@@ -157,7 +157,7 @@ def json_order(rng: random.Random) -> Task:
 
 
 def named_list(rng: random.Random) -> Task:
-    """Some members of a category, numbered or with dashes."""
+    """Asks for some members of a category, numbered or with dashes."""
     category, count = rng.choice(list(CATEGORIES)), rng.choice(list(COUNTS))
     items = rng.sample(CATEGORIES[category], count)
     number = rng.choice((str(count), COUNTS[count]))
@@ -176,7 +176,7 @@ def named_list(rng: random.Random) -> Task:
 
 
 def copied_list(rng: random.Random) -> Task:
-    """The things that a sentence names, as a list in the same order."""
+    """Asks for the things that a sentence names, as a list in the same order."""
     name = _name(rng)
     items = rng.sample(
         [*GOODS, *(word for words in list(CATEGORIES.values())[:2] for word in words)], rng.randint(2, 5)
@@ -191,7 +191,7 @@ def copied_list(rng: random.Random) -> Task:
 
 
 def counting(rng: random.Random) -> Task:
-    """Counting up or down between two numbers."""
+    """Asks to count up or down between two numbers."""
     first, length = rng.randint(0, 40), rng.randint(3, 9)
     numbers = list(range(first, first + length))
     if rng.random() < 0.4:
@@ -222,7 +222,7 @@ TEXTS = ("I am late", "dinner is ready", "see you soon", "happy birthday", "plea
 
 
 def _call(rng: random.Random) -> tuple[str, dict[str, object], str, object, str]:
-    """A tool's name, its arguments, the request, what the tool returns, and the last answer."""
+    """Returns a tool's name, its arguments, the request, the tool's result, and the last answer."""
     name = rng.choice(list(TOOLS))
     if name == "get_weather":
         city = invented_name(rng) if rng.random() < 0.4 else rng.choice(CITIES)
@@ -280,7 +280,7 @@ def _call(rng: random.Random) -> tuple[str, dict[str, object], str, object, str]
 
 
 def tool_call(rng: random.Random) -> Task:
-    """A request that needs a tool: the call and, half of the time, the tool's result and the answer."""
+    """Makes a request that needs a tool, with the call and, half of the time, the tool's result and the answer."""
     name, arguments, asked, result, answer = _call(rng)
     others = rng.sample([other for other in TOOLS if other != name], rng.randint(0, 2))
     offered = [name, *others]
@@ -310,7 +310,7 @@ SMALL_TALK = (
 
 
 def small_talk(rng: random.Random) -> Task:
-    """A greeting or a question about the model itself."""
+    """Makes a greeting or a question about the model itself."""
     question, answer = rng.choice(SMALL_TALK)
     slots = {"a": rng.choice(("colour", "animal", "season", "game", "flower", "food"))}
     asked = expand(rng, question, slots)
@@ -318,7 +318,7 @@ def small_talk(rng: random.Random) -> Task:
 
 
 def description(rng: random.Random) -> Task:
-    """A sentence with given words in it."""
+    """Asks for a sentence with given words in it."""
     words = rng.choice(
         (
             (rng.choice(ANIMALS), rng.choice(OBJECTS)),

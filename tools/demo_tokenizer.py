@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 VOCAB_SIZE = 2048
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-# Part of the text, so not special: decoding with skip_special_tokens keeps them for a tool-call parser.
+# These are part of the text and not special, so decoding with skip_special_tokens keeps them for a tool-call parser.
 TOOL_MARKS = ("<tool_call>", "</tool_call>")
-# Hugging Face message format in; one token of role, the text, one token of end out.
+# The input has Hugging Face's message format. The output is a token for the role, the text, and an end token.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- if tools %}
@@ -52,7 +52,7 @@ class ChatTemplate:
     def __init__(self) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = self._refuse
-        # Jinja's own filter escapes for HTML; Hugging Face's is plain JSON, and that is what users will render with.
+        # Jinja's own filter escapes for HTML. Users will render with Hugging Face's filter, which writes plain JSON.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._template = environment.from_string(CHAT_TEMPLATE)
 
@@ -67,7 +67,7 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> str:
-        """The conversation as text; with `prompt`, open for the assistant's turn."""
+        """Renders the conversation as text. With `prompt` it is open for the assistant's turn."""
         return self._template.render(
             messages=list(messages),
             tools=list(tools),
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that the vocabulary holds."""
+    """Returns the id of a token in the vocabulary."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the tokenizer has no token {token}: train it again")
@@ -86,11 +86,11 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens that holds all 256 bytes, so any text round-trips."""
+    """Trains a byte-level BPE tokenizer of `VOCAB_SIZE` tokens with all 256 bytes, so that any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # One token a digit: sums are learnt digit by digit.
+            # Each digit is a token, so that sums are learnt digit by digit.
             pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]

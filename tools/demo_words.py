@@ -90,17 +90,17 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
 
 
 def an(noun: str) -> str:
-    """The noun with its indefinite article."""
+    """Returns the noun with its indefinite article."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def invented_name(rng: random.Random) -> str:
-    """A name of two or three syllables: copying it is the only way to get it right."""
+    """Makes a name of two or three syllables. A model can only get it right by copying it."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
 
 
 def person(rng: random.Random, *, animals: bool = True) -> Person:
-    """A character drawn at random, one in four with an invented name."""
+    """Draws a character at random. One in four has an invented name."""
     role = rng.choice(("girl", "boy", "animal") if animals else ("girl", "boy"))
     if role == "girl":
         name, kind, pronouns = rng.choice(GIRLS), rng.choice(GIRL_KINDS), ("she", "her", "her")
@@ -115,7 +115,7 @@ def person(rng: random.Random, *, animals: bool = True) -> Person:
 
 
 def two_people(rng: random.Random, *, animals: bool = True) -> tuple[Person, Person]:
-    """Two characters with different names."""
+    """Draws two characters with different names."""
     first = second = person(rng, animals=animals)
     while second.name == first.name:
         second = person(rng, animals=animals)
@@ -125,7 +125,7 @@ def two_people(rng: random.Random, *, animals: bool = True) -> tuple[Person, Per
 def _capitalise(match: re.Match[str]) -> str:
     before, letter = match.groups()
     rest = match.string[match.start(2) :]
-    # `"Where is it?" asked Tom`: a speech verb goes on with the sentence that the quotation belongs to.
+    # In `"Where is it?" asked Tom` the speech verb continues the sentence of the quotation.
     if before.endswith('" ') and _SPEECH_VERB.match(rest):
         return match.group(0)
     return before + letter.upper()
@@ -141,9 +141,7 @@ class _Slots(dict[str, str]):
 
 
 def expand(rng: random.Random, template: str, slots: Mapping[str, str]) -> str:
-    """The template with one alternative of each `[a|b]` taken (they nest), its `{slots}` filled and its sentences
-    capitalised.
-    """
+    """Expands the template: takes one alternative of each `[a|b]` (they nest), fills `{slots}`, capitalises sentences."""
     while found := _CHOICE.search(template):
         template = template[: found.start()] + rng.choice(found[1].split("|")) + template[found.end() :]
     return _SENTENCE_START.sub(_capitalise, template.format_map(_Slots(slots)))

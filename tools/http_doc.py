@@ -3,17 +3,17 @@
 from pathlib import Path
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.async_llm import AsyncLLM
 from jaxvllm.server.app import create_app
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http_doc import markdown
 from jaxvllm.server.service import Service
+from jaxvllm.worker.async_llm import AsyncLLM
 
 FILE = Path(__file__).parents[1] / "docs/http.md"
 
 
 def text() -> str:
-    """What the file has to say, of endpoints that are off by default too. No engine is started."""
+    """Returns the text of the file, with the endpoints that are off by default. No engine is started."""
     config = ServerConfig(enable_tokenizer_info_endpoint=True, dev_endpoints=True)
     return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig()), config)))
 

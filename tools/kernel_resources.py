@@ -1,6 +1,6 @@
-"""What a compiled Pallas kernel takes of its core, read from what the compilers dump: there is no other way to know.
+"""Reads what a compiled Pallas kernel takes of its core from the dumps of compilers, which are the only source.
 
-Best effort, for the compilers that constraints.txt pins: what is not found is None.
+This is best effort, for the compilers that constraints.txt pins. Figures that are not found are None.
 """
 
 import json
@@ -16,7 +16,7 @@ _VMEM_REPORT = "const DATA ="
 
 @dataclass(frozen=True)
 class KernelResources:
-    """Of one kernel, in bytes; on a TPU of one core, on a GPU of one thread block."""
+    """The resources of one kernel in bytes: of one core on a TPU, and of one thread block on a GPU."""
 
     name: str
     vmem_bytes: int | None = None  # the kernel's buffers, spilled registers included
@@ -26,9 +26,9 @@ class KernelResources:
 
 
 def dump_environment(directory: Path) -> dict[str, str]:
-    """What a process must start with for its compilers to write to `directory`."""
+    """Returns the environment with which a process's compilers write to `directory`."""
     return {
-        # A report on VMEM, and none of the dozens of texts of each operation.
+        # This gives a report on VMEM, without the dozens of texts of each operation.
         "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_pass_label_regex=^$",
         "MOSAIC_GPU_DUMP_TO": str(directory),
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
@@ -37,7 +37,7 @@ def dump_environment(directory: Path) -> dict[str, str]:
 
 
 def read_resources(directory: Path, hlo: str) -> tuple[KernelResources, ...]:
-    """The kernels of the one program whose dumps lie in `directory`, and whose optimized HLO this is."""
+    """Returns the kernels of the one program whose dumps lie in `directory`, and whose optimized HLO is `hlo`."""
     return (*_tpu_kernels(directory, hlo), *_gpu_kernels(directory))
 
 

@@ -1,6 +1,6 @@
 """Writes tests/fixtures: tiny random models of every family and what transformers computes with them.
 
-Run by `make fixtures` in an environment of its own (torch, transformers): neither the product nor the tests
+`make fixtures` runs it in an environment of its own (torch, transformers), because neither the product nor the tests
 import those. Weights are not stored: tests/models/seeded_weights.py makes them again from the seed.
 """
 
@@ -24,10 +24,10 @@ FIXTURES = ROOT / "tests" / "fixtures"
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 33, 64, 90)
 NUM_GREEDY = 24
 MAX_MODEL_LEN = 128
-# Two tokens closer than this could swap by rounding alone.
+# Two tokens whose logits are closer than this could swap by rounding alone.
 MIN_MARGIN = 1e-3
 
-# Odd on purpose: a vocabulary that is no multiple of 128, 7 query heads for 1 KV head, heads of 12.
+# These sizes are odd on purpose: a vocabulary that is no multiple of 128, 7 query heads for 1 KV head, heads of 12.
 ODD = {
     "vocab_size": 131,
     "hidden_size": 84,
@@ -52,7 +52,7 @@ GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 20, "hid
 LONG = [1.0, 1.3, 1.9, 2.6, 3.9, 5.2]
 SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
-# Both spellings of a config occur: that of transformers 5, and those before it.
+# Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
     "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
@@ -144,7 +144,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str) -> None:
-    """Writes one fixture: the first seed that leaves no two best tokens close to each other."""
+    """Writes one fixture, with the first seed for which the two best tokens are never close to each other."""
     family, values = CONFIGS[name]
     directory = FIXTURES / name
     directory.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def make(name: str) -> None:
 
 
 def fix_rope(model: Any) -> None:
-    """Decides once, from MAX_MODEL_LEN, what transformers would decide for each sequence anew."""
+    """Fixes the rope by MAX_MODEL_LEN, because transformers would otherwise decide for each sequence anew."""
     rotary = model.model.rotary_emb
     if rotary.rope_type in ("dynamic", "longrope"):
         make_frequencies = ROPE_INIT_FUNCTIONS[rotary.rope_type]
@@ -203,7 +203,7 @@ def fix_rope(model: Any) -> None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def expected(model: Any, prompts: list[list[int]]) -> tuple[np.ndarray, list[list[int]], float]:
-    """Logits behind each prompt, the greedy tokens, and the least distance between two best logits."""
+    """Returns the logits behind each prompt, the greedy tokens, and the least distance between two best logits."""
     first, greedy, margin = [], [], float("inf")
     for prompt in prompts:
         tokens = list(prompt)

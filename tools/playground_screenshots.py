@@ -1,4 +1,4 @@
-"""`python -m tools.playground_screenshots`: the pictures of docs/playground.md, from the real server."""
+"""Takes the pictures of docs/playground.md from the real server: `python -m tools.playground_screenshots`."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from tools.chromium import Browser, browser
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 PORT = 8765
 URL = f"http://127.0.0.1:{PORT}/"
-# Few enough pages to see each, and requests enough to fill a good part of them.
+# There are few enough pages to see each, and enough requests to fill a good part of them.
 SERVER = ("-m", "jaxvllm.serve", "--port", str(PORT), "--num-pages", "400")
 SYSTEM = "You tell stories for children. They are short, kind and quiet, and every animal in them has a name."
 ANIMALS = ("frog", "fox", "hen", "dog", "owl", "duck")
@@ -27,7 +27,7 @@ ANIMALS = ("frog", "fox", "hen", "dog", "owl", "duck")
 
 @contextmanager
 def served() -> Iterator[None]:
-    """A server that is ready, and ends with the block."""
+    """Runs a server, which is ready in the block and ends with it."""
     with subprocess.Popen([sys.executable, *SERVER]) as process:
         try:
             while not _is_ready():
@@ -49,12 +49,12 @@ def _is_ready() -> bool:
 
 @contextmanager
 def company() -> Iterator[None]:
-    """Other clients meanwhile, each asking for one story after another behind the same system prompt."""
+    """Runs other clients in the block, each of which asks for one story after another with the same system prompt."""
     done = threading.Event()
     threads = [threading.Thread(target=_ask_on, args=(animal, done)) for animal in ANIMALS]
     for thread in threads:
         thread.start()
-        time.sleep(0.15)  # not all in the same step
+        time.sleep(0.15)  # so that they do not all start in the same step
     try:
         yield
     finally:
@@ -74,23 +74,23 @@ def _ask_on(animal: str, done: threading.Event) -> None:
 
 
 def save(page: Browser, name: str) -> None:
-    """One picture into docs/images."""
+    """Saves one picture in docs/images."""
     IMAGES.mkdir(exist_ok=True)
     path = IMAGES / f"playground-{name}.png"
-    # A palette: a third of the bytes, and no difference to the eye.
+    # With a palette, a picture takes a third of the bytes and looks the same.
     Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256).save(path, optimize=True)
     print(f"{path.relative_to(IMAGES.parent.parent)}: {path.stat().st_size} bytes")
 
 
 def ask(page: Browser, text: str) -> None:
-    """Asks, and waits for the end of the answer."""
+    """Asks a question, and waits for the end of the answer."""
     page.type("#prompt", text)
     page.press("Enter")
     page.wait("document.querySelector('.turn') && !document.querySelector('.busy')", seconds=60)
 
 
 def take(page: Browser) -> None:
-    """All pictures."""
+    """Takes all pictures."""
     connected = "document.querySelector('#model').textContent"
     page.forget(URL)
     page.open(URL, 1280, 800)
@@ -99,7 +99,7 @@ def take(page: Browser) -> None:
     page.type("[name=seed]", "3")
     ask(page, "Which day comes after Friday?")
     ask(page, "Tell me a short story.")
-    # Less padding: the small buckets, which are compiled last, are ready.
+    # By now the small buckets, which are compiled last, are ready, so there is less padding.
     page.wait("parseInt(document.querySelector('#steps-summary').textContent) < 50", seconds=90)
     page.run("""const doubt = (token) => Number(token.style.getPropertyValue('--doubt'));
         const tokens = [...document.querySelectorAll('.turn:last-child .token')].slice(20);

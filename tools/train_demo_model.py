@@ -1,8 +1,8 @@
 """Trains the embedded demo model and its draft: `python -m tools.train_demo_model`.
 
-The defaults reproduce what is shipped in `jaxvllm/assets`: corpus, tokenizer and weights come from fixed seeds, and
+The defaults reproduce the files in `jaxvllm/assets`: corpus, tokenizer and weights come from fixed seeds, and
 nothing is downloaded. `--model draft` trains the draft with the tokenizer that the demo model saved.
-`--evaluate` prints held-out losses, rates and samples of what is on disk, as Markdown.
+`--evaluate` prints held-out losses, rates and samples of the models on disk, as Markdown.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WARM_UP_STEPS = 40
 
 
 def loss(shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted mean cross entropy, in nats, of tokens i32[B, T + 1] given those before them."""
+    """Computes the weighted mean cross entropy, in nats, of tokens i32[B, T + 1] given those before them."""
     scored = logits(shape, params, tokens[:, :-1], segments[:, :-1])
     chosen = jnp.take_along_axis(scored, tokens[:, 1:, None], -1)[..., 0]
     return jnp.sum((jax.nn.logsumexp(scored, -1) - chosen) * weights) / jnp.maximum(jnp.sum(weights), 1.0)
@@ -48,7 +48,7 @@ def _step(
 
 
 def schedule(step: int, steps: int) -> float:
-    """The share of the learning rate at a step: linear warm-up, then a cosine to 2%."""
+    """Returns the share of the learning rate at a step: linear warm-up, then a cosine to 2%."""
     if step < WARM_UP_STEPS:
         return (step + 1) / WARM_UP_STEPS
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS)))

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.kernels`: ragged paged attention on the device at hand, see `session`."""
+"""Runs `session`, which measures ragged paged attention on this device: `python -m benchmarks.kernels`."""
 
-# First: it sets what jax reads at import.
+# This import comes first, because it sets variables that jax reads when it is imported.
 from benchmarks.kernels.session import main
 
 main()

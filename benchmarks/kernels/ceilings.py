@@ -1,4 +1,4 @@
-"""What the device does at best, measured: the two ceilings of the roofline."""
+"""Measures the best that the device does: the two ceilings of the roofline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ MATMUL_SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached with nothing else to do. Kernels are judged by these, not by data sheets."""
+    """The rates that the device reached with nothing else to do. They are the measure of kernels, not data sheets."""
 
     copy: float  # bytes/s, read and written
     matmul: float  # FLOP/s
 
     def seconds(self, work: Work) -> float:
-        """The least time that `work` can take."""
+        """Returns the least time that `work` can take."""
         return max(work.bytes / self.copy, work.flops / self.matmul)
 
     def binding(self, work: Work) -> Literal["copy", "matmul"]:
-        """Which of the two decides that time."""
+        """Returns which of the two ceilings decides that time."""
         return "copy" if work.bytes / self.copy >= work.flops / self.matmul else "matmul"
 
 
 def measure_ceilings(device: jax.Device, dtype: jnp.dtype) -> Ceilings:
-    """Copies gigabytes (a CPU: some times its last cache) and multiplies large matrices of `dtype`, all random data."""
+    """Copies gigabytes (on a CPU, a few times its last cache) and multiplies large matrices of `dtype`, all random."""
     return Ceilings(copy=_copy_bandwidth(device), matmul=_matmul_rate(device, dtype))
 
 
 class _Chain:
-    """A jitted function, applied to its own output by every call."""
+    """A jitted function that every call applies to its own output."""
 
     def __init__(self, step: Callable[[jax.Array], jax.Array], start: jax.Array) -> None:
         self.step, self.array = step, start
@@ -60,7 +60,7 @@ def _matmul_rate(device: jax.Device, dtype: jnp.dtype) -> float:
     size = MATMUL_SIZE[device.platform]
     keys = jax.random.split(jax.random.key(1))
     x = jax.random.normal(keys[0], (size, size), dtype)
-    # Of variance 1 / size, so that a chain of products neither grows nor fades.
+    # The variance is 1 / size, so that a chain of products neither grows nor fades.
     weight = (jax.random.normal(keys[1], (size, size), jnp.float32) * size**-0.5).astype(dtype)
     multiply = jax.jit(jnp.matmul)
     return 2 * size**3 / time_calls(_Chain(lambda x: multiply(x, weight), x), 1).median

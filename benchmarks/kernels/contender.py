@@ -1,4 +1,4 @@
-"""Who is measured, and what became of it: the shape that ours, the reference and every peer have."""
+"""The contenders of a measurement and their outcomes: ours, the reference and every peer have this form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ import numpy as np
 from benchmarks.kernels.timing import Timing
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
-# Of the worst head of a token, relative to attention in float32 on the same values. NaN passes no comparison.
+# The largest error of a token's head, relative to attention in float32 on the same values. NaN passes no comparison.
 MAX_ERROR = {jnp.dtype(jnp.bfloat16): 2e-2, jnp.dtype(jnp.float16): 1e-2, jnp.dtype(jnp.float32): 1e-3}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A time of one layer's call and how wrong its numbers were, or why there is no time."""
+    """The time of one layer's call and the error of its numbers, or the reason why there is no time."""
 
     timing: Timing | None
     error: float | None  # None: nothing could be compared
@@ -30,7 +30,7 @@ class Outcome:
 
 
 class Contender(Protocol):
-    """`run` raises NotImplementedError, with the reason, for a case or a machine that it cannot serve."""
+    """A contender. `run` raises NotImplementedError, with the reason, for a case or a machine that it cannot serve."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class Contender(Protocol):
 
 
 def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
-    """The worst relative error of a token's head, of [T, H, D]; NaN counts as infinite."""
+    """Returns the largest relative error of a token's head, of [T, H, D]. NaN counts as infinite."""
     difference = out.astype(np.float64) - expected.astype(np.float64)
     errors = np.linalg.norm(difference, axis=-1) / np.linalg.norm(expected.astype(np.float64), axis=-1)
     return float(np.nan_to_num(errors, nan=np.inf).max())

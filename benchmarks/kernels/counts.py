@@ -1,4 +1,4 @@
-"""What a case of attention must move and compute at least: its place on the roofline, whatever implements it."""
+"""Counts what a case of attention must move and compute at least: its place on the roofline."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,18 @@ from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to and from the device's memory, and floating-point operations, of one layer's call."""
+    """The bytes to and from the device's memory, and the floating-point operations, of one layer's call."""
 
     bytes: int
     flops: int
 
     @classmethod
     def of(cls, case: RaggedCase, dtype: np.dtype) -> "Work":
-        """The least that `case` takes with queries of `dtype`.
+        """Returns the least work of `case` with queries of `dtype`.
 
-        Bytes: the keys and values that any query of a row sees, once, this step's among them; this step's again,
-        written; queries and outputs. Operations: two matrix products over the pairs of query and position that are
-        seen, so neither the masked half of a tile nor the softmax. Padding, of heads or tokens, counts nothing.
+        The bytes are those of all keys and values that any query of a row sees, read once; of this step's keys and
+        values, written; and of queries and outputs. The operations are two matrix products over the pairs of query and
+        position that are seen, without the masked half of a tile and without the softmax. Padding counts nothing.
         """
         kv_itemsize = np.dtype(case.kv_dtype or dtype).itemsize
         token_kv_bytes = 2 * case.num_kv_heads * case.head_size * kv_itemsize
@@ -35,12 +35,12 @@ class Work:
 
 
 def _positions_seen(row: RowCase, window: int) -> int:
-    """Positions that at least one query of the row sees: all since the first one's window begins."""
+    """Counts the positions that any query of the row sees: all from the begin of the first query's window on."""
     return min(row.kv_len, row.query_len + window - 1) if row.query_len else 0
 
 
 def _pairs_seen(row: RowCase, window: int) -> int:
-    """The query at position p sees min(p + 1, window) positions."""
+    """Counts pairs: the query at position p sees min(p + 1, window) positions."""
     first, end = row.kv_len - row.query_len, row.kv_len
     whole = min(max(window, first), end)  # queries from here on see a full window
     return (whole * (whole + 1) - first * (first + 1)) // 2 + (end - whole) * window

@@ -1,4 +1,4 @@
-"""What peers without raggedness can do: rows of one length, as dense arrays."""
+"""Dense batches for peers without ragged rows: all rows have one length."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 
 def require_plain(case: RaggedCase) -> None:
-    """NotImplementedError for a case of more than causal attention."""
+    """Raises NotImplementedError for a case of more than causal attention."""
     if case.window != NO_WINDOW or case.soft_cap is not None or case.sinks or case.kv_dtype is not None:
         raise NotImplementedError("plain causal attention only: no window, soft cap, sinks or quantized KV")
 
@@ -22,12 +22,12 @@ class DenseBatch:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a mask is needed: the one query of a decode row sees everything."""
+        """Whether a mask is needed. The one query of a decode row sees everything."""
         return self.query_len > 1
 
     @classmethod
     def of(cls, case: RaggedCase) -> "DenseBatch":
-        """NotImplementedError: its rows differ, or it needs more than causal attention."""
+        """Makes the batch. Raises NotImplementedError if rows differ or more than causal attention is needed."""
         require_plain(case)
         first = case.rows[0]
         if set(case.rows) != {first} or first.query_len not in (1, first.kv_len):

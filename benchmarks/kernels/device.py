@@ -1,4 +1,4 @@
-"""The device under test: what it is called, how large its caches and memory are, and the software on it."""
+"""Describes the device under test: its name, the sizes of its caches and memory, and its software."""
 
 import importlib.metadata
 import platform
@@ -12,7 +12,7 @@ from pallas_kernels.chips import CHIPS, MIB, TpuChip
 
 
 def cache_bytes(device: jax.Device) -> int:
-    """The last cache before the device's memory: an L2, a TPU's VMEM, a CPU's L3."""
+    """Returns the bytes of the last cache before the device's memory: an L2, a TPU's VMEM, a CPU's L3."""
     if device.platform == "cpu":
         levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
         sizes = [int(level.read_text().strip().removesuffix("K")) * 1024 for level in levels]
@@ -25,7 +25,7 @@ def cache_bytes(device: jax.Device) -> int:
 
 
 def memory_bytes(device: jax.Device) -> int:
-    """What arrays on the device can take together; on a CPU, what is free now."""
+    """Returns the bytes that arrays on the device can take together; on a CPU, those that are free now."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
         return int(stats["bytes_limit"])
@@ -34,7 +34,7 @@ def memory_bytes(device: jax.Device) -> int:
 
 
 def describe(device: jax.Device) -> dict[str, Any]:
-    """What a record says about the device and the software on it."""
+    """Returns a record's entries about the device and its software."""
     return {
         "device_kind": device.device_kind,
         "platform": device.platform,

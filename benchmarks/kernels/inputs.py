@@ -1,4 +1,4 @@
-"""The arrays of a case: random, of the sizes that a serving engine has, the same for every paged contender."""
+"""Makes the arrays of a case: random, with the sizes of a serving engine, and the same for every paged contender."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from pallas_kernels.chips import GIB
 from pallas_kernels.ragged_paged_attention import RaggedRows, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
-# Random pages are made once and repeated through the pool, tens of gigabytes at times. Prime: every layer and row has
-# them in another order.
+# Random pages are made once and repeated through the pool, which may have tens of gigabytes. Their number is prime, so
+# that every layer and row has them in another order.
 RANDOM_PAGES = 61
 MAX_LAYERS = 128
 LAYERS_BYTES = {"cpu": 0, "gpu": 2 * GIB, "tpu": 2 * GIB}  # half a millisecond or more of work a dispatch
@@ -26,7 +26,7 @@ QUANTIZED_SCALE = 0.02  # keys and values of int8 and float8 pages then have abo
 
 
 def layers_of(case: RaggedCase, dtype: jnp.dtype, device: jax.Device) -> int:
-    """How many layers' KV to go through in turn, so that none is in a cache when its turn comes.
+    """Returns how many layers' KV to go through in turn, so that none is in a cache when its turn comes.
 
     Together they are several times the cache, as far as the device's memory goes.
     """
@@ -43,7 +43,7 @@ def layers_of(case: RaggedCase, dtype: jnp.dtype, device: jax.Device) -> int:
 )
 @dataclass(frozen=True)
 class Inputs:
-    """What a layer of `case` is called with beside its pages."""
+    """The arguments of a layer of `case`, beside its pages."""
 
     case: RaggedCase
     q: jax.Array  # f[T, H, D]
@@ -58,7 +58,7 @@ class Inputs:
 
     @classmethod
     def random(cls, case: RaggedCase, dtype: jnp.dtype) -> Self:
-        """Normal values; rows own pages from anywhere in the pool."""
+        """Makes normal values. Rows own pages from anywhere in the pool."""
         T, H, K, D = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size
         keys = jax.random.split(jax.random.key(2), 4)
         pages = np.random.default_rng(3).permutation(np.arange(1, case.num_pages, dtype=np.int32))
@@ -82,12 +82,12 @@ class Inputs:
         return RaggedRows.build(self.page_table, self.starts, self.query_lens, self.case.num_tokens)
 
     def in_float32(self) -> Self:
-        """The same values, exactly."""
+        """Returns exactly the same values in float32."""
         return replace(self, **{name: getattr(self, name).astype(jnp.float32) for name in "qkv"})
 
 
 def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backend) -> jax.Array:
-    """[L, P, K, S, 2 * padded D]: the same keys and values however `backend` pads them."""
+    """Makes pages [L, P, K, S, 2 * padded D], with the same keys and values however `backend` pads them."""
     stored = jnp.dtype(case.kv_dtype or dtype)
     struct = kv_pages_struct(layers, case.num_pages, case.page_size, case.num_kv_heads, case.head_size, stored, backend)
     page = _random_page_values(struct.shape[2:4], case.head_size, struct.shape[4], stored)
@@ -95,10 +95,10 @@ def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backe
     return pages
 
 
-# Apart from the pool, whose shape is another in every case: the generator takes the longest to compile.
+# This is apart from the pool, whose shape differs in every case, because the generator takes the longest to compile.
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _random_page_values(page: tuple[int, ...], head_size: int, width: int, dtype: jnp.dtype) -> jax.Array:
-    """RANDOM_PAGES of them, [.., K, S, width], zeros where a head is padded."""
+    """Makes the values of RANDOM_PAGES pages, [.., K, S, width], with zeros where a head is padded."""
     values = jax.random.normal(jax.random.key(4), (RANDOM_PAGES, *page, 2, head_size), jnp.float32)
     if dtype.itemsize == 1:
         values = values / QUANTIZED_SCALE

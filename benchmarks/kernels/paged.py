@@ -18,15 +18,15 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows, plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 
-# A contender slower than this over all layers goes through fewer of them, and one that is slower over a single layer
-# is left: a lent device is lent for minutes.
+# A contender that is slower than this over all layers runs fewer of them. One that is slower over a single layer is
+# left out, because a device is lent only for minutes.
 CALL_SECONDS = 0.5
 LAYER_SECONDS = 20.0
 COMPARED_TOKENS = 256
 
 
 class Attend(Protocol):
-    """One layer: attention over the pages with this step's KV in them, and those pages."""
+    """Runs one layer: returns attention over the pages with this step's KV in them, and those pages."""
 
     def __call__(
         self, inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
@@ -98,10 +98,10 @@ class PagedContender:
         )
 
 
-# Large cases of one kind have the same small one, and contenders the same expectations.
+# Large cases of one kind have the same small case, and all contenders have the same expected values.
 @cache
 def _error(attend: Attend, backend: Backend, case: RaggedCase, dtype: jnp.dtype) -> float:
-    """Of `attend` against the reference in float32 on the same values."""
+    """Returns the error of `attend` against the reference in float32 on the same values."""
     inputs = Inputs.random(case, dtype)
     out = _attend_once(attend, inputs, random_pages(case, dtype, 1, backend))
     real = np.asarray(inputs.rows().is_real())
@@ -113,7 +113,7 @@ def _expected(case: RaggedCase, dtype: jnp.dtype) -> np.ndarray:
     pages = random_pages(case, dtype, 1, REFERENCE)
     if case.kv_dtype is None:
         pages = pages.astype(jnp.float32)
-    # By default GPUs and TPUs multiply float32 with fewer bits.
+    # GPUs and TPUs multiply float32 with fewer bits by default.
     with jax.default_matmul_precision("highest"):
         return _attend_once(OurAttention(REFERENCE), Inputs.random(case, dtype).in_float32(), pages)
 
@@ -124,7 +124,7 @@ def _attend_once(attend: Attend, inputs: Inputs, kv_pages: jax.Array) -> np.ndar
 
 
 def small(case: RaggedCase) -> RaggedCase:
-    """A case of the same kind that any device attends to in float32 at once, with contexts of all lengths."""
+    """Returns a case of the same kind that any device can compute in float32 at once, with contexts of all lengths."""
     rows = []
     for index, row in enumerate(case.rows[:8]):
         query_len = min(row.query_len, 450 - 50 * index)
@@ -137,17 +137,17 @@ def small(case: RaggedCase) -> RaggedCase:
 
 @dataclass(frozen=True)
 class _State:
-    """What one call hands to the next."""
+    """The arrays that one call passes to the next."""
 
     kv_pages: jax.Array  # [L, P, K, S, 2 D]
     out: jax.Array  # f[T, H, D]
 
 
 class _LayerLoop:
-    """One dispatch: attention in one layer after the other, the first layer last, whatever their number.
+    """One dispatch: attention in one layer after the other, with the first layer last.
 
-    As in an engine's step, the next layer waits for the last one's output, its arguments being made from that, and
-    the pages are updated in place: state is donated.
+    As in an engine's step, each layer's arguments are made from the output of the layer before, so it waits for that.
+    State is donated, so the pages are updated in place.
     """
 
     def __init__(self, compiled: jax.stages.Compiled, state: _State, inputs: Inputs) -> None:
@@ -165,7 +165,7 @@ class _LayerLoop:
 
             def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 kv_pages, out = carry
-                # Costs nothing and makes the arguments depend on the last output.
+                # This costs nothing and makes the arguments depend on the last output.
                 q, k, v, _ = lax.optimization_barrier((inputs.q, inputs.k, inputs.v, out))  # type: ignore[no-untyped-call]
                 number = lax.rem(iterations - 1 - index, layers)
                 out, kv_pages = attend(replace(inputs, q=q, k=k, v=v, plan=plan), kv_pages, number, rows)

@@ -1,4 +1,4 @@
-"""What a run of `benchmarks.kernels` says: figures of each case, goals met or not, a table and a record."""
+"""Reports a run of `benchmarks.kernels`: the figures of each case, whether goals were met, a table and a record."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from benchmarks.kernels.contender import Outcome
 from benchmarks.kernels.counts import Work
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
-# Issue 3, for 32 query heads of 128.
+# The goals of issue 3, for 32 query heads of 128.
 DECODE_GOAL, DECODE_FROM_TOKENS = 0.90, 64 * 4096  # of the copy bandwidth, at so many tokens of context together
 PREFILL_GOAL, PREFILL_FROM_TOKENS = 0.65, 2048  # of the matmul rate
 GOAL_HEADS, GOAL_HEAD_SIZE = 32, 128
@@ -26,7 +26,7 @@ class Goal:
 
     @classmethod
     def of(cls, case: RaggedCase) -> "Goal | None":
-        """What is asked of `case`, if anything is."""
+        """Returns the goal of `case`, if it has one."""
         if (case.num_heads, case.head_size) != (GOAL_HEADS, GOAL_HEAD_SIZE):
             return None
         context = sum(row.kv_len for row in case.rows)
@@ -39,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """All contenders' outcomes in one case, ours first."""
+    """The outcomes of all contenders in one case, ours first."""
 
     case: RaggedCase
     work: Work
@@ -47,7 +47,7 @@ class CaseResult:
     outcomes: Mapping[str, Outcome]
 
     def share(self, seconds: float, ceiling: str) -> float:
-        """How much of a ceiling a layer's call reaches in `seconds`."""
+        """Returns the share of a ceiling that a layer's call reaches in `seconds`."""
         if ceiling == "copy":
             return self.work.bytes / seconds / self.ceilings.copy
         return self.work.flops / seconds / self.ceilings.matmul
@@ -57,7 +57,7 @@ class CaseResult:
         return next(iter(self.outcomes.values()))
 
     def verdict(self) -> str:
-        """Whether ours reached the goal of the case, in a word or two; empty without a goal."""
+        """Returns, in a word or two, whether ours reached the goal of the case. It is empty without a goal."""
         goal = Goal.of(self.case)
         if goal is None:
             return ""
@@ -67,7 +67,7 @@ class CaseResult:
         return f"{'pass' if share >= goal.share else 'FAIL'} ({share:.0%} of {goal.ceiling}, goal {goal.share:.0%})"
 
     def line(self) -> str:
-        """One line for a person who watches; the table has the rest."""
+        """Returns one line for a person who watches. The table has the rest."""
         parts = []
         for name, outcome in self.outcomes.items():
             if outcome.timing is not None:
@@ -104,7 +104,7 @@ class CaseResult:
 
 
 def _microseconds(outcome: Outcome) -> str:
-    """Median (range), with as many digits as mean something."""
+    """Returns median (range), with only the digits that mean something."""
     assert outcome.timing is not None
     values = [1e6 * seconds for seconds in (outcome.timing.median, outcome.timing.best, outcome.timing.worst)]
     median, best, worst = (np.format_float_positional(v, 4, fractional=False, trim="-") for v in values)
@@ -112,7 +112,7 @@ def _microseconds(outcome: Outcome) -> str:
 
 
 def markdown(results: Sequence[CaseResult]) -> str:
-    """A row a case: ours in full, the others by their times; below it, who could not run what, and why."""
+    """Returns a table with a row for each case: ours in full, others by their times. Failures and reasons follow."""
     if not results:
         return "no case was measured"
     names = list(results[0].outcomes)
@@ -143,7 +143,7 @@ def _own_cells(result: CaseResult) -> list[str]:
 
 
 def _problems(results: Sequence[CaseResult]) -> Iterator[str]:
-    """One line for each contender and reason, with the cases that it concerns."""
+    """Yields one line for each contender and reason, with the cases that it concerns."""
     cases: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for name, outcome in result.outcomes.items():

@@ -1,19 +1,19 @@
-"""Ragged paged attention on the device at hand: time, bandwidth and FLOP/s beside measured ceilings and peers.
+"""Measures ragged paged attention on this device: time, bandwidth and FLOP/s beside measured ceilings and peers.
 
-For each case: our kernel as `auto` picks it, the XLA reference, and the peers that the machine has, on the same shapes
-and types of random data. Each is compared with attention in float32 first and not timed when it is wrong. A layer's
-call counts whole: the metadata of the rows once for all layers, the write of this step's keys and values where there
-is one, and whatever copies XLA adds. Ceilings are measured first, on the same device.
+Each case runs our kernel as `auto` picks it, the XLA reference, and the peers that the machine has, on the same shapes
+and types of random data. Each is compared with attention in float32 first, and not timed when it is wrong. A layer's
+call counts as a whole: the metadata of the rows (once for all layers), the write of this step's keys and values if
+there is one, and any copies that XLA adds. Ceilings are measured first, on the same device.
 
-Writes benchmarks/results/kernels-DATE-COMMIT.json after every case and prints a Markdown table last. The cases that
-have goals come first, so that a run cut short by --minutes, or by the end of a lease, has them.
+This writes benchmarks/results/kernels-DATE-COMMIT.json after every case, and prints a Markdown table at the end. The
+cases that have goals come first, so that a run cut short by --minutes, or by the end of a lease, has them.
 
     python -m benchmarks.kernels [--cases REGEX] [--dtype bfloat16] [--minutes 9]
 """
 
 import os
 
-# Before jax is imported: peers in another process need memory of the same card.
+# This must come before jax is imported, because peers in another process need memory of the same card.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import argparse
@@ -47,7 +47,7 @@ GOALS_FIRST = tuple(
 
 
 def chosen(pattern: str | None) -> list[RaggedCase]:
-    """The serving cases, or those of all cases in whose name `pattern` is found; those with goals first."""
+    """Returns the serving cases, or all cases whose name matches `pattern`, with those that have goals first."""
     cases = SERVING if pattern is None else [case for case in (*SERVING, *CASES) if re.search(pattern, case.name)]
 
     def place(case: RaggedCase) -> tuple[int, bool, bool]:
@@ -58,7 +58,7 @@ def chosen(pattern: str | None) -> list[RaggedCase]:
 
 
 def contenders(device: jax.Device, dtype: jnp.dtype, worker: TorchWorker) -> list[Contender]:
-    """Ours first."""
+    """Returns the contenders, ours first."""
     backend = Backend.of_device("auto", device, dtype)
     ours = PagedContender(f"ours ({backend.kind})", OurAttention(backend), backend, device)
     reference = PagedContender("reference", OurAttention(REFERENCE), REFERENCE, device)
@@ -75,7 +75,7 @@ def contenders(device: jax.Device, dtype: jnp.dtype, worker: TorchWorker) -> lis
 
 
 def measure(case: RaggedCase, dtype: jnp.dtype, field: Sequence[Contender]) -> Iterator[tuple[str, Outcome]]:
-    """Every contender's outcome, whatever it raises: a crash of one is a result."""
+    """Yields every contender's outcome. An exception is an outcome, too."""
     for contender in field:
         try:
             outcome = contender.run(case, dtype)
@@ -83,7 +83,7 @@ def measure(case: RaggedCase, dtype: jnp.dtype, field: Sequence[Contender]) -> I
             outcome = Outcome.without(_first_line(error))
         except Exception as error:
             outcome = Outcome.without(f"{type(error).__name__}: {_first_line(error)}")
-        gc.collect()  # arrays that an exception's frames held
+        gc.collect()  # frees arrays that an exception's frames held
         yield contender.name, outcome
 
 
@@ -92,7 +92,7 @@ def _first_line(error: Exception) -> str:
 
 
 def agreeing(outcomes: dict[str, Outcome], dtype: jnp.dtype) -> dict[str, Outcome]:
-    """Ours fails when the reference, at full size, came to another result."""
+    """Marks ours as failed when the reference had another result at full size."""
     name, outcome = next(iter(outcomes.items()))
     reference = outcomes.get("reference")
     if reference is None or reference.outputs is None or outcome.outputs is None:

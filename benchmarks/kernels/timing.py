@@ -1,4 +1,4 @@
-"""How long a call takes on a device: warmed up, many times, with the host out of the way."""
+"""Measures how long a call takes on a device: warmed up, many times, without waiting for the host."""
 
 import math
 import statistics
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import jax
 
 SAMPLES = 11
-# A sample is as many calls as this takes, dispatched back to back and waited for once: the device is never idle while
-# the host prepares the next call, and what the host's clock and the wait cost (0.1 ms) is below a percent.
+# A sample is as many calls as take this long, dispatched back to back and waited for once. The device is never idle
+# while the host prepares the next call, and the cost of the host's clock and the wait (0.1 ms) is below a percent.
 SAMPLE_SECONDS = 0.03
 MAX_CALLS = 200
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one unit (a layer's call, a copy), one figure a sample."""
+    """The seconds of one unit (a layer's call, a copy), with one figure for each sample."""
 
     samples: tuple[float, ...]
 
@@ -35,7 +35,7 @@ class Timing:
 
 
 class TooSlow(Exception):
-    """One call took longer than the caller wants to repeat. `seconds` is what it took."""
+    """Raised when one call took longer than the caller wants to repeat. `seconds` is its time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"one call took {seconds:.2f} s")
@@ -43,12 +43,13 @@ class TooSlow(Exception):
 
 
 def time_calls(call: Callable[[], jax.Array], units: int, max_call_seconds: float = math.inf) -> Timing:
-    """Seconds a unit of `call`, which dispatches `units` of them and returns the array to wait for.
+    """Times a unit of `call`, which dispatches `units` of them and returns the array to wait for.
 
-    The first call warms up and the second says how many make a sample. TooSlow: one takes over `max_call_seconds`.
+    The first call warms up, and the second decides how many make a sample. Raises TooSlow if one takes longer than
+    `max_call_seconds`.
     """
     first = _seconds(call, 1)
-    # Far above the limit, a warm one will be above it too.
+    # If the cold call is far above the limit, a warm one will be above it too.
     one = first if first > 4 * max_call_seconds else _seconds(call, 1)
     if one > max_call_seconds:
         raise TooSlow(one)

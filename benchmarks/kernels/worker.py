@@ -1,4 +1,4 @@
-"""Contenders in a process of their own, which has torch and what builds on it: see peers/attention_torch.py."""
+"""Contenders in a process of their own, which has torch and the packages on top of it: see peers/attention_torch.py."""
 
 import json
 import select
@@ -20,30 +20,30 @@ from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 WORKER = ROOT / "benchmarks" / "peers" / "attention_torch.py"
 MAX_LAYERS = 16
-# Starting can mean importing vLLM; a case that hangs must not take a lent device's minutes.
+# A start may import vLLM. A case that hangs must not use up the minutes of a lent device.
 START_SECONDS = 180.0
 CASE_SECONDS = 60.0
 
 
 class TorchWorker:
-    """The process, started when it is first asked and started anew after it died or hung."""
+    """The process. It starts with the first question, and starts again after it died or hung."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._here: dict[str, Any] | None = None
 
     def versions(self) -> dict[str, str]:
-        """Of the peers that are here."""
+        """Returns the versions of the peers that are here."""
         return dict(self._who_is_here()["versions"])
 
     def missing(self, peer: str) -> str | None:
-        """Why `peer` is not here, unless it is."""
+        """Returns why `peer` is not here, or None if it is."""
         here = self._who_is_here()
         reason: str | None = here["missing"].get(peer, here.get("problem"))
         return reason
 
     def _who_is_here(self) -> dict[str, Any]:
-        """Asked once; a worker that cannot even say that has nobody."""
+        """Asks once which peers are here. A worker that cannot answer has none."""
         if self._here is None:
             try:
                 self._here = self.ask({})
@@ -52,7 +52,7 @@ class TorchWorker:
         return self._here
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """RuntimeError when it dies, TimeoutError when it hangs."""
+        """Asks the worker. Raises RuntimeError when it dies, and TimeoutError when it hangs."""
         timeout = CASE_SECONDS
         if self._process is None:
             command = [sys.executable, str(WORKER)]
@@ -82,7 +82,7 @@ class TorchWorker:
 
 @dataclass(frozen=True)
 class TorchContender:
-    """One peer of the worker, by the worker's own name for it."""
+    """One peer of the worker, under the worker's name for it."""
 
     name: str
     peer: str

@@ -1,7 +1,7 @@
 """cuDNN's fused attention through JAX, on contiguous KV and on pages of its own.
 
-`jax.nn.dot_product_attention` knows no pages: each row's keys and values lie together here, which is the easier
-problem, and nothing is written. cuDNN's paged form has a wrapper in JAX that is not public; its pages hold keys and
+`jax.nn.dot_product_attention` has no pages. Each row's keys and values lie together here, which is the easier
+problem, and nothing is written. cuDNN's paged form has a wrapper in JAX that is not public. Its pages hold keys and
 values apart, and all of them belong to some row.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.kernels.inputs import layers_of
 from benchmarks.kernels.timing import time_calls
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
-# Layers are arrays of their own here and the loop over them is unrolled, so that no slice of a stack is copied.
+# Each layer has its own arrays here and the loop over layers is unrolled, so that no slice of a stack is copied.
 MAX_LAYERS = 16
 
 # (q, keys, values) of one layer -> output [B, N, H, D]
@@ -113,7 +113,7 @@ def _measure(
     device: jax.Device,
     table: jax.Array | None = None,
 ) -> Outcome:
-    """Keys and values lie as `stored`; through `table` they are those of every row, `contiguous`."""
+    """Measures attention over keys and values that lie as `stored`; `contiguous` has those of every row."""
     dense = DenseBatch.of(case)
     layers = min(layers_of(case, dtype, device), MAX_LAYERS)
     keys = iter(jax.random.split(jax.random.key(6), 1 + 2 * layers))
@@ -143,7 +143,7 @@ def _error(
     case: RaggedCase,
     table: jax.Array | None,
 ) -> float:
-    """Of the last queries of the first row, against float64."""
+    """Returns the error of the last queries of the first row against float64."""
     dense = DenseBatch.of(case)
     group = case.num_heads // case.num_kv_heads
 

@@ -1,4 +1,4 @@
-"""Paged attention as one writes it first, in plain JAX: pages gathered into dense keys and values, then attention."""
+"""The simplest paged attention in plain JAX: it gathers pages into dense keys and values, and then attends."""
 
 import jax
 
@@ -11,7 +11,7 @@ from pallas_kernels.ragged_paged_attention.write import write_kv
 def attend(
     inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer, with this step's KV written as ours is, for decode rows or one whole prompt.
+    """Runs one layer for decode rows or one whole prompt, and writes this step's KV as ours does.
 
     Raises NotImplementedError for other rows, and for more than causal attention.
     """

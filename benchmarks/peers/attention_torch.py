@@ -1,14 +1,15 @@
-"""Attention of torch, FlashInfer and vLLM on CUDA as a worker: JSON requests on stdin, one answer a line on stdout.
+"""Runs attention of torch, FlashInfer and vLLM on CUDA as a worker: JSON requests on stdin, answers on stdout.
 
-A process of its own, since JAX and torch both take the card's memory; it imports nothing of this repository, so that
-any environment can run it. An empty request asks who is here: `{"versions": {...}, "missing": {peer: reason}}`. Others
-name a peer and a case of even rows, and are answered with seconds a layer and the error of one output, or a problem:
+It is a process of its own, because JAX and torch both take the card's memory. It imports nothing of this repository, so
+that any environment can run it. An empty request asks which peers are here: `{"versions": {...}, "missing": {peer:
+reason}}`. Others name a peer and a case of even rows. Their answer, in one line, has seconds a layer and the error of
+one output, or a problem:
 
     sdpa         torch.nn.functional.scaled_dot_product_attention, contiguous KV: the fastest of its implementations
     flashinfer   BatchDecodeWithPagedKVCacheWrapper and BatchPrefillWithPagedKVCacheWrapper
     vllm         vLLM's build of FlashAttention over its paged cache
 
-Layers take turns, so that none is in the cache, and are captured in one CUDA graph: no launch gap counts.
+Layers take turns, so that none is in the cache. They are captured in one CUDA graph, so that no launch gap counts.
 """
 
 import gc
@@ -33,7 +34,7 @@ Layer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Even rows of random keys and values for some layers, in pages that lie anywhere: `[pages, S, K, D]`."""
+    """Even rows of random keys and values for some layers, in pages `[pages, S, K, D]` that lie anywhere."""
 
     batch: int
     query_len: int
@@ -64,14 +65,14 @@ class Batch:
         return [(self.random(*shape), self.random(*shape)) for _ in range(self.layers)]
 
     def table(self) -> Any:
-        """i32[R, pages of a row]"""
+        """Returns the page table i32[R, pages of a row]."""
         import torch
 
         order = torch.randperm(self.batch * self.row_pages, device=self.device, dtype=torch.int32)
         return order.reshape(self.batch, self.row_pages)
 
     def starts(self, step: int) -> Any:
-        """i32[R + 1]: 0, step, 2 step, ..."""
+        """Returns i32[R + 1]: 0, step, 2 step, ..."""
         import torch
 
         return torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * step
@@ -79,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A peer ready for a batch: its layers, and what the first row's last query attends to in the last layer."""
+    """A peer that is ready for a batch: its layers, and the keys and values of the first row in the last layer."""
 
     layers: list[Layer]
     query: Any  # [H, D]
@@ -152,7 +153,7 @@ def prepare_vllm(batch: Batch, _: str) -> Prepared:
 
 
 def _first_row(batch: Batch, kv: tuple[Any, Any], table: Any) -> tuple[Any, Any]:
-    """[kv_len, K, D] twice"""
+    """Returns keys and values [kv_len, K, D] of the first row."""
     k, v = (x[table[0].long()].reshape(-1, batch.num_kv_heads, batch.head_size)[: batch.kv_len] for x in kv)
     return k, v
 
@@ -182,7 +183,7 @@ def who_is_here() -> dict[str, Any]:
 
 
 def error_of(prepared: Prepared, out: Any, batch: Batch) -> float:
-    """The worst relative error of a head of the first row's last query, against float64."""
+    """Returns the largest relative error of a head of the first row's last query, against float64."""
     import torch
 
     group = batch.num_heads // batch.num_kv_heads
@@ -194,14 +195,14 @@ def error_of(prepared: Prepared, out: Any, batch: Batch) -> float:
 
 
 def capture(layers: list[Layer]) -> tuple[Callable[[], object], str]:
-    """All layers as one call: a CUDA graph, or one by one where a peer cannot be captured."""
+    """Makes one call of all layers: a CUDA graph, or one layer after the other if a peer cannot be captured."""
     import torch
 
     def eager() -> None:
         for layer in layers:
             layer()
 
-    eager()  # warms up: compiles, chooses, allocates
+    eager()  # the warm-up compiles, chooses and allocates
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
@@ -245,7 +246,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             measured = measure(peer, variant, batch)
         except Exception as error:
-            # Out of memory, or an implementation that does not take this case.
+            # Memory may be short, or an implementation may not take this case.
             measured = {"problem": f"{variant} {type(error).__name__}: {error}".strip().split("\n")[0]}
         gc.collect()
         torch.cuda.empty_cache()
@@ -259,7 +260,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Libraries print what they like: answers have a descriptor of their own.
+    # Libraries may print anything, so answers have a descriptor of their own.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""transformers on CPU as a worker: JSON requests on stdin, one JSON answer a line on stdout.
+"""Runs transformers on CPU as a worker: JSON requests on stdin, one JSON answer a line on stdout.
 
-Runs in the environment of `make oracle` (Python 3.11, torch), and imports nothing of this repository.
+It runs in the environment of `make oracle` (Python 3.11, torch), and imports nothing of this repository.
 Requests: `{"load": DIR, "threads": N}` builds the model of DIR/config.json with random float32 weights and
 answers with versions; `{"prompts": [[id, ...], ...], "max_tokens": N}` generates greedily, end-of-text
 ignored, and answers with seconds, seconds to the first token and the output count of each prompt. Prompts are
@@ -17,7 +17,7 @@ import transformers
 
 
 class FirstTokenClock:
-    """A stopping criterion that never stops, and remembers when it was first asked."""
+    """A stopping criterion that never stops generation, and remembers the time of its first call."""
 
     def __init__(self) -> None:
         self.first: float | None = None

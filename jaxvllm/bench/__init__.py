@@ -1,1 +1,1 @@
-"""Load on a server, and what came of it: `jaxvllm bench`."""
+"""`jaxvllm bench`: puts load on a server and measures the answers."""

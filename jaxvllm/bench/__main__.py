@@ -1,4 +1,4 @@
-"""`python -m jaxvllm.bench` is `jaxvllm bench`."""
+"""`python -m jaxvllm.bench` does the same as `jaxvllm bench`."""
 
 from jaxvllm.cli.bench import main
 

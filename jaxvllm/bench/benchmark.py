@@ -1,33 +1,36 @@
-"""One benchmark: what is asked, how fast, of whom; and running it."""
+"""`Benchmark`: one benchmark with its requests, their times and the server, and the code that runs it."""
 
 import asyncio
+import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxvllm.bench.limits import allow_connections
 from jaxvllm.bench.load import Target, run_load
-from jaxvllm.bench.metrics import Goodput, measure
-from jaxvllm.bench.readiness import patiently
 from jaxvllm.bench.report import Run
 from jaxvllm.bench.samples import Dataset, Sample
+from jaxvllm.bench.summary import Goodput, measure
 from jaxvllm.bench.traffic import Traffic
 from jaxvllm.bench.vocabulary import Vocabulary
 from jaxvllm.client.api import Api
+from jaxvllm.client.errors import ServerError
 
-# Beyond this share of a core, chunks wait for this program and their times are partly its own. A run shorter than a
-# second is mostly its own beginning, and tells little either way.
+# Above this share of a core, chunks wait for this program, so that it adds to the measured times. A run shorter than a
+# second is mostly startup, and its share says little.
 BUSY = 0.7
 SHORT = 1.0
+PAUSE = 1.0  # seconds between two tries to reach a server that is still starting
+SPARE_FILES = 64  # open files that are not connections
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Everything that a run depends on: the same value and the same server give the same requests at the same times."""
+    """All settings of a run. The same value with the same server gives the same requests at the same times."""
 
     target: Target
     traffic: Traffic
@@ -42,7 +45,7 @@ class Benchmark:
     shows_progress: bool
 
     def run(self, api: Api) -> Run:
-        """Tries one request, then sends all. ServerError when the trial fails; later failures are counted."""
+        """Tries one request, then sends all. Raises ServerError when the trial fails; later failures are counted."""
         samples_rng, arrivals_rng = np.random.default_rng(self.seed).spawn(2)
         samples = self.dataset.sample(self.traffic.num_prompts, self.vocabulary, self.dataset_path, samples_rng)
         patiently(lambda: self._try(api, samples[0].stranger), self.patience)
@@ -68,6 +71,34 @@ class Benchmark:
         share = run.outcome.cpu_seconds / run.outcome.duration
         if share > BUSY and run.outcome.duration > SHORT:
             print(
-                f"this program took {share:.0%} of a core, so latencies are partly its own: send less at a time",
+                f"this program took {share:.0%} of a core, so latencies are partly its own: send fewer at a time",
                 file=sys.stderr,
             )
+
+
+def patiently[T](call: Callable[[], T], patience: float) -> T:
+    """Returns `call()`, and repeats it for `patience` seconds while no server answers or it is not ready (503).
+
+    Raises the ServerError of the last try. Any other failure is raised at once.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return call()
+        except ServerError as error:
+            if error.status not in (None, 503) or time.monotonic() + PAUSE > deadline:
+                raise
+        time.sleep(PAUSE)
+
+
+def allow_connections(count: int) -> None:
+    """Raises the limit of open files, usually 1024, for `count` connections. Raises ValueError if it cannot."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"{count} connections at a time exceed the {hard} files that may be open: give --max-concurrency"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

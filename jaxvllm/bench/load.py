@@ -1,4 +1,4 @@
-"""The load itself: requests sent at their times, every response listened to."""
+"""Produces the load: it sends requests at their times and records all responses."""
 
 import asyncio
 import gc
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from jaxvllm.bench.connection import ConnectionPool
+from jaxvllm.bench.http_client import ConnectionPool
 from jaxvllm.bench.recording import Record, Recorder
 from jaxvllm.bench.samples import Sample
 from jaxvllm.client.server import Server
@@ -19,16 +19,16 @@ from jaxvllm.client.server import Server
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked of the server beside the prompt. `endpoint` is a path of its OpenAI interface."""
+    """The parts of a request that do not depend on its sample. `endpoint` is a path of the OpenAI interface."""
 
     server: Server
     model: str
     endpoint: str
     is_chat: bool
-    fields: dict[str, Any]  # sampling, and whatever else every body holds
+    fields: dict[str, Any]  # sampling parameters, and other fields of every body
 
     def body(self, sample: Sample) -> dict[str, Any]:
-        """The request's JSON object."""
+        """Returns the request's JSON object."""
         body: dict[str, Any] = {"model": self.model}
         if self.is_chat:
             body |= {
@@ -40,7 +40,7 @@ class Target:
         return body | {"stream": True, "stream_options": {"include_usage": True}, **self.fields}
 
     def request(self, sample: Sample) -> bytes:
-        """The whole HTTP request. Made before the run: during it, nothing is encoded."""
+        """Returns the whole HTTP request. It is made before the run, so that nothing is encoded during the run."""
         content = msgspec.json.encode(self.body(sample))
         address = urlsplit(self.server.base_url)
         headers = {
@@ -56,11 +56,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All requests, in the order of sending."""
+    """The records of all requests, in the order of sending."""
 
     records: tuple[Record, ...] = field(repr=False)  # asyncio.run takes the repr of what it returns
     duration: float  # seconds from the first request to the last response
-    cpu_seconds: float  # that this program computed meanwhile
+    cpu_seconds: float  # CPU time of this program meanwhile
 
 
 async def run_load(
@@ -70,7 +70,7 @@ async def run_load(
     max_concurrency: int | None,
     when_done: Callable[[], object],
 ) -> Outcome:
-    """Sends each sample at its arrival (seconds, ascending) and listens until all are answered."""
+    """Sends each sample at its arrival (seconds, ascending) and waits until all are answered."""
     requests = [target.request(sample) for sample in samples]
     pool = ConnectionPool(target.server.base_url)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
@@ -88,7 +88,7 @@ async def run_load(
         when_done()
         return recorder.record(error)
 
-    # The prompts are many objects that stay: the collector would visit them again and again.
+    # The prompts are many long-lived objects, which the garbage collector would visit again and again.
     gc.collect()
     gc.freeze()
     cpu, start = time.process_time(), time.perf_counter()

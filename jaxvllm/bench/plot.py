@@ -1,4 +1,4 @@
-"""Latency over throughput as a picture. Needs matplotlib, from the extra `plot`."""
+"""Draws latency over throughput. It needs matplotlib, from the extra `plot`."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ _COLORS = {"median": "#4269d0", "P99": "#efb118"}
 
 
 def check_plot(path: Path) -> None:
-    """ValueError when a picture could not be written there: told before the sweep, not after."""
+    """Raises ValueError when a picture could not be written to `path`. Call it before the sweep."""
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install jaxvllm[plot]")
     if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
@@ -20,15 +20,15 @@ def check_plot(path: Path) -> None:
 
 def draw_sweep(points: Sequence[Point], title: str, path: Path) -> None:
     """Writes two panels, TTFT and TPOT over output tokens per second; each point is named by its load."""
-    # No display is needed, and no state of pyplot's is left behind.
+    # Without pyplot, no display is needed and no global state is left behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    throughputs = [point.run.metrics.output_throughput for point in points]
+    throughputs = [point.run.summary.output_throughput for point in points]
     for axes, (name, label) in zip(figure.subplots(1, 2), _PANELS.items(), strict=True):
-        latencies = [point.run.metrics.latencies[name] for point in points]
+        latencies = [point.run.summary.latencies[name] for point in points]
         curves = {
             "median": [latency.median for latency in latencies],
             "P99": [latency.percentiles[99.0] for latency in latencies],

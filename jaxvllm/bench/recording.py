@@ -1,22 +1,21 @@
-"""What one request under load experienced."""
+"""Records the times and tokens of one request under load."""
 
 from dataclasses import dataclass
 
-from jaxvllm.client.chunks import DONE, error_text, read_chunk
-from jaxvllm.client.sse import EventReader
+from jaxvllm.client.event_stream import DONE, EventReader, error_text, read_chunk
 
 
 @dataclass(frozen=True)
 class Record:
-    """Times in seconds; `start` is a time.perf_counter(). A request that failed has an error and no times."""
+    """The measurements of one request, in seconds. A failed request has an error and no times."""
 
-    start: float  # when it was sent
-    queued: float  # how long it waited in this program for --max-concurrency
+    start: float  # time.perf_counter() when it was sent
+    queued: float  # time that it waited in this program because of --max-concurrency
     num_prompt_tokens: int
     num_output_tokens: int = 0
-    ttft: float = 0.0  # from sending to the first chunk with a token
-    latency: float = 0.0  # from sending to the last chunk
-    itl: tuple[float, ...] = ()  # between chunks, which hold a token each, or several when the server joins them
+    ttft: float = 0.0  # time from sending to the first chunk with a token
+    latency: float = 0.0  # time from sending to the last chunk
+    itl: tuple[float, ...] = ()  # times between chunks, which have one token, or several when the server joins them
     text: str = ""
     error: str = ""
 
@@ -26,17 +25,17 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token behind the first; None where there is none."""
+        """The seconds per output token after the first, or None when there is no second token."""
         if self.num_output_tokens < 2:
             return None
         return (self.latency - self.ttft) / (self.num_output_tokens - 1)
 
 
 class Recorder:
-    """Listens to one response and notes when its tokens came.
+    """Reads one response and records when its tokens came.
 
-    The message's role, sent before there is a token, starts no clock. A last chunk that only names the reason ends
-    the request and is no token.
+    A chunk with only the message's role, before the first token, does not count as a token. Nor does a last chunk with
+    only the finish reason, but it ends the request.
     """
 
     def __init__(self, start: float, queued: float, num_prompt_tokens: int | None):
@@ -53,7 +52,7 @@ class Recorder:
         self._refusal = b""
 
     def receive(self, status: int, data: bytes, now: float) -> None:
-        """Part of the body. ServerError for an error within the stream."""
+        """Takes a part of the body. Raises ServerError for an error in the stream."""
         self._status = status
         if status != 200:
             self._refusal += data
@@ -77,7 +76,7 @@ class Recorder:
                 self._texts.append(text)
 
     def record(self, error: Exception | None = None) -> Record:
-        """What was noted, once the response is whole or has failed."""
+        """Returns the measurements, once the response is complete or has failed."""
         reason = self._failure(error)
         if reason:
             return Record(self._start, self._queued, self._num_prompt_tokens, error=reason)
@@ -85,7 +84,7 @@ class Recorder:
             self._start,
             self._queued,
             self._num_prompt_tokens,
-            # A server without usage is believed to have sent a token a chunk.
+            # If the server sends no usage, each chunk is counted as one token.
             self._num_output_tokens or len(self._texts),
             self._first - self._start,
             self._last - self._start,

@@ -1,4 +1,4 @@
-"""A run as vLLM reports it: the table that people know, and the keys that their scripts read."""
+"""Reports a run as vLLM does: with the same table, and with JSON under the keys that people's scripts read."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from jaxvllm.bench.load import Outcome
-from jaxvllm.bench.metrics import LATENCIES, Metrics
+from jaxvllm.bench.summary import LATENCIES, Summary
 from jaxvllm.bench.traffic import Traffic
 
 WIDTH = 50
@@ -15,46 +15,46 @@ WIDTH = 50
 
 @dataclass(frozen=True)
 class Run:
-    """One run and what was asked for in it."""
+    """One run, with its traffic and its results."""
 
     traffic: Traffic
     outcome: Outcome
-    metrics: Metrics
-    shown: Sequence[str]  # latencies of the table and of the JSON, by their names in it
+    summary: Summary
+    shown: Sequence[str]  # the latencies in the table and in the JSON, by their names in the JSON
 
     def table(self) -> str:
-        """The table, 50 columns wide."""
-        metrics, traffic = self.metrics, self.traffic
+        """Returns the table, 50 columns wide."""
+        summary, traffic = self.summary, self.traffic
         lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
-        lines += [_line("Successful requests:", metrics.completed), _line("Failed requests:", metrics.failed)]
+        lines += [_line("Successful requests:", summary.completed), _line("Failed requests:", summary.failed)]
         if traffic.max_concurrency is not None:
             lines.append(_line("Maximum request concurrency:", traffic.max_concurrency))
         if not math.isinf(traffic.request_rate):
             lines.append(_line("Request rate configured (RPS):", float(traffic.request_rate)))
         lines += [
-            _line("Benchmark duration (s):", metrics.duration),
-            _line("Total input tokens:", metrics.total_input),
-            _line("Total generated tokens:", metrics.total_output),
-            _line("Request throughput (req/s):", metrics.request_throughput),
+            _line("Benchmark duration (s):", summary.duration),
+            _line("Total input tokens:", summary.total_input),
+            _line("Total generated tokens:", summary.total_output),
+            _line("Request throughput (req/s):", summary.request_throughput),
         ]
-        if metrics.request_goodput is not None:
-            lines.append(_line("Request goodput (req/s):", metrics.request_goodput))
+        if summary.request_goodput is not None:
+            lines.append(_line("Request goodput (req/s):", summary.request_goodput))
         lines += [
-            _line("Output token throughput (tok/s):", metrics.output_throughput),
-            _line("Peak output token throughput (tok/s):", metrics.peak_output_tokens),
-            _line("Peak concurrent requests:", float(metrics.peak_concurrency)),
-            _line("Total token throughput (tok/s):", metrics.total_token_throughput),
+            _line("Output token throughput (tok/s):", summary.output_throughput),
+            _line("Peak output token throughput (tok/s):", summary.peak_output_tokens),
+            _line("Peak concurrent requests:", float(summary.peak_concurrency)),
+            _line("Total token throughput (tok/s):", summary.total_token_throughput),
         ]
         for name in self.shown:
             short, headline = LATENCIES[name]
-            latency = metrics.latencies[name]
+            latency = summary.latencies[name]
             lines.append(f"{headline:-^{WIDTH}}")
             lines += [_line(f"Mean {short} (ms):", latency.mean), _line(f"Median {short} (ms):", latency.median)]
             lines += [_line(f"P{_number(p)} {short} (ms):", value) for p, value in latency.percentiles.items()]
         return "\n".join([*lines, "=" * WIDTH])
 
     def details(self) -> dict[str, Any]:
-        """vLLM's lists with an entry a request."""
+        """Returns vLLM's lists that have an entry for each request."""
         records = self.outcome.records
         return {
             "input_lens": [record.num_prompt_tokens for record in records],
@@ -69,27 +69,27 @@ class Run:
         }
 
     def figures(self) -> dict[str, Any]:
-        """All others under vLLM's keys."""
-        metrics = self.metrics
+        """Returns all other results under vLLM's keys."""
+        summary = self.summary
         result: dict[str, Any] = {
             "request_rate": "inf" if math.isinf(self.traffic.request_rate) else self.traffic.request_rate,
             "burstiness": self.traffic.burstiness,
             "max_concurrency": self.traffic.max_concurrency,
-            "duration": metrics.duration,
-            "completed": metrics.completed,
-            "failed": metrics.failed,
-            "total_input_tokens": metrics.total_input,
-            "total_output_tokens": metrics.total_output,
-            "request_throughput": metrics.request_throughput,
-            "request_goodput": metrics.request_goodput,
-            "output_throughput": metrics.output_throughput,
-            "total_token_throughput": metrics.total_token_throughput,
-            "max_output_tokens_per_s": metrics.peak_output_tokens,
-            "max_concurrent_requests": metrics.peak_concurrency,
+            "duration": summary.duration,
+            "completed": summary.completed,
+            "failed": summary.failed,
+            "total_input_tokens": summary.total_input,
+            "total_output_tokens": summary.total_output,
+            "request_throughput": summary.request_throughput,
+            "request_goodput": summary.request_goodput,
+            "output_throughput": summary.output_throughput,
+            "total_token_throughput": summary.total_token_throughput,
+            "max_output_tokens_per_s": summary.peak_output_tokens,
+            "max_concurrent_requests": summary.peak_concurrency,
             "client_cpu_seconds": self.outcome.cpu_seconds,
         }
         for name in self.shown:
-            latency = metrics.latencies[name]
+            latency = summary.latencies[name]
             result |= {
                 f"mean_{name}_ms": latency.mean,
                 f"median_{name}_ms": latency.median,
@@ -100,7 +100,7 @@ class Run:
 
 
 def file_name(label: str, traffic: Traffic, model: str, now: datetime) -> str:
-    """Where vLLM would save the result."""
+    """Returns the name of the file that vLLM would save the result to."""
     at_most = "" if traffic.max_concurrency is None else f"-concurrency{traffic.max_concurrency}"
     return f"{label}-{traffic.request_rate}qps{at_most}-{model.rstrip('/').split('/')[-1]}-{now:%Y%m%d-%H%M%S}.json"
 

@@ -1,4 +1,4 @@
-"""What is asked under load: prompts and the lengths of their answers, from data sets under vLLM's names."""
+"""The requests of a load: prompts and the lengths of their answers, from data sets under vLLM's names."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from jaxvllm.bench.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. `prompt_len` in tokens, None where only the server can tell."""
+    """One request. `prompt_len` is in tokens, or None when only the server knows it."""
 
     prompt: str | list[int]
     prompt_len: int | None
@@ -22,26 +22,26 @@ class Sample:
 
     @property
     def stranger(self) -> "Sample":
-        """As long a request whose prompt begins otherwise: to try the server and leave its prefix cache alone."""
+        """A request of the same length that begins differently, so that a trial does not fill the prefix cache."""
         return Sample(self.prompt[::-1], self.prompt_len, self.output_len) if isinstance(self.prompt, list) else self
 
 
 class Dataset(Protocol):
-    """Where prompts come from. The same seed gives the same samples."""
+    """A source of prompts. The same seed gives the same samples."""
 
     @property
     def longest(self) -> int:
-        """Tokens that a request may have at most, prompt and answer together, as far as the options tell."""
+        """The most tokens that a request may have, prompt and answer together, as far as the options determine it."""
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
-        """`count` samples. ValueError for a file, or settings, that cannot give them."""
+        """Returns `count` samples. Raises ValueError when the file or the settings cannot provide them."""
 
 
 @dataclass(frozen=True)
 class Random:
-    """Random tokens of given lengths: nothing repeats but the common prefix."""
+    """Random tokens of given lengths. Prompts share nothing but the common prefix."""
 
-    random_input_len: int = 1024  # tokens of a prompt behind the prefix
+    random_input_len: int = 1024  # tokens of a prompt after the prefix
     random_output_len: int = 128  # tokens of an answer
     random_range_ratio: float = 0.0  # lengths vary by this share, both ways; in [0, 1)
     random_prefix_len: int = 0  # tokens that all prompts begin with
@@ -69,7 +69,7 @@ class Random:
 
     @property
     def longest(self) -> int:
-        """As `Dataset.longest`."""
+        """Implements `Dataset.longest`."""
         return self.random_prefix_len + self._most(self.random_input_len) + self._most(self.random_output_len)
 
     def _lengths(self, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -82,11 +82,11 @@ class Random:
 
 @dataclass(frozen=True)
 class PrefixRepetition:
-    """A few prefixes, each shared by many prompts: what a prefix cache is for."""
+    """Prompts with a few prefixes, each shared by many prompts, which is the purpose of a prefix cache."""
 
     prefix_repetition_prefix_len: int = 256  # tokens that the prompts of a group share
-    prefix_repetition_suffix_len: int = 256  # tokens of each prompt's own
-    prefix_repetition_num_prefixes: int = 10  # groups
+    prefix_repetition_suffix_len: int = 256  # tokens that each prompt has for itself
+    prefix_repetition_num_prefixes: int = 10  # number of groups
     prefix_repetition_output_len: int = 128  # tokens of an answer
 
     PROMPT: ClassVar = ("prefix_repetition_prefix_len", "prefix_repetition_suffix_len")
@@ -97,7 +97,7 @@ class PrefixRepetition:
 
     @property
     def longest(self) -> int:
-        """As `Dataset.longest`."""
+        """Implements `Dataset.longest`."""
         return sum(getattr(self, name) for name in (*self.PROMPT, *self.ANSWER))
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
@@ -125,7 +125,7 @@ class ShareGpt:
 
     PROMPT: ClassVar = ("sharegpt_max_total_len",)
     ANSWER: ClassVar = ()
-    # The other limits of vLLM's benchmark, in tokens: shorter conversations and longer questions are left out, too.
+    # The other limits of vLLM's benchmark, in tokens: shorter conversations and longer questions are left out as well.
     LEAST: ClassVar = 4
     MOST_PROMPT: ClassVar = 1024
 
@@ -136,7 +136,7 @@ class ShareGpt:
 
     @property
     def longest(self) -> int:
-        """As `Dataset.longest`."""
+        """Implements `Dataset.longest`."""
         return max(self.sharegpt_max_total_len, self.LEAST + (self.sharegpt_output_len or self.LEAST))
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
@@ -165,7 +165,7 @@ class ShareGpt:
 
 @dataclass(frozen=True)
 class Custom:
-    """Prompts of your own, sent as they are: a JSON object a line, with `prompt` and perhaps `output_tokens`."""
+    """Prompts from the user's file, sent unchanged: a line is a JSON object with `prompt` and maybe `output_tokens`."""
 
     custom_output_len: int = 256  # tokens of an answer; -1: the `output_tokens` of each line
 
@@ -178,7 +178,7 @@ class Custom:
 
     @property
     def longest(self) -> int:
-        """As `Dataset.longest`, with a prompt of one token: the server refuses those that leave no room."""
+        """Implements `Dataset.longest` for prompts of one token. The server refuses prompts that leave no room."""
         return max(self.custom_output_len, 1) + 1
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
@@ -213,13 +213,12 @@ DATASETS: Mapping[str, type[Random] | type[PrefixRepetition] | type[ShareGpt] | 
 
 
 def fit(dataset: AnyDataset, chosen: Collection[str], room: int) -> AnyDataset | None:
-    """The data set with requests of `room` tokens at most: the lengths that are not `chosen` shrink, in proportion.
-
-    None when those cannot shrink enough.
+    """Returns the data set with requests of at most `room` tokens. It shrinks lengths that are not `chosen`, in
+    proportion, and returns None when they cannot shrink enough.
     """
     prompt = [name for name in dataset.PROMPT if name not in chosen]
     both = [*prompt, *(name for name in dataset.ANSWER if name not in chosen)]
-    # Answers keep their length as long as prompts keep a quarter of theirs: most figures are about the answers' tokens.
+    # Answers keep their length as long as prompts keep a quarter of theirs, because most results are about answers.
     shares = [(prompt, share) for share in range(1000, 249, -1)] + [(both, share) for share in range(1000, 0, -1)]
     for names, share in shares:
         lengths: dict[str, Any] = {name: max(getattr(dataset, name) * share // 1000, 1) for name in names}
@@ -248,7 +247,7 @@ def _needed(path: Path | None) -> Path:
 
 
 def _enough(samples: list[Sample], count: int, file: Path, rng: np.random.Generator) -> list[Sample]:
-    """The samples, some of them again when the file has too few."""
+    """Returns `count` samples, and repeats some of them when the file has too few."""
     if not samples:
         raise ValueError(f"{file} has no prompt that fits: see docs/benchmarking.md for what is left out")
     return samples + [samples[index] for index in rng.integers(len(samples), size=count - len(samples))]

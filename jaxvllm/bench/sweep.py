@@ -1,4 +1,4 @@
-"""One benchmark at several loads."""
+"""Runs one benchmark at several loads."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ class Point:
     run: Run
 
     def row(self) -> str:
-        """The point on one line under `heading`; times in milliseconds."""
-        metrics = self.run.metrics
-        ttft, tpot = metrics.latencies["ttft"], metrics.latencies["tpot"]
-        figures = (metrics.request_throughput, metrics.output_throughput, ttft.median, ttft.percentiles[99.0])
+        """Returns the point as a line under `heading`. Times are in milliseconds."""
+        summary = self.run.summary
+        ttft, tpot = summary.latencies["ttft"], summary.latencies["tpot"]
+        figures = (summary.request_throughput, summary.output_throughput, ttft.median, ttft.percentiles[99.0])
         rest = (tpot.median, tpot.percentiles[99.0])
         cells = [f"{figure:.2f}" for figure in (*figures, *rest)]
-        return " ".join(f"{cell:>12}" for cell in (self.name, *cells, metrics.failed))
+        return " ".join(f"{cell:>12}" for cell in (self.name, *cells, summary.failed))
 
 
 def heading() -> str:
@@ -36,7 +36,7 @@ def heading() -> str:
 
 
 def loads(traffic: Traffic, rates: Sequence[float], concurrencies: Sequence[int]) -> list[tuple[str, Traffic]]:
-    """The traffic of each point. ValueError unless exactly one of the two lists has entries."""
+    """Returns each point's name and traffic. Raises ValueError unless exactly one of the two lists has entries."""
     if bool(rates) == bool(concurrencies):
         raise ValueError("give one of --request-rates and --max-concurrencies, such as --max-concurrencies 1 4 16")
     if rates:
@@ -45,10 +45,10 @@ def loads(traffic: Traffic, rates: Sequence[float], concurrencies: Sequence[int]
 
 
 def sweep(benchmark: Benchmark, api: Api, points: Sequence[tuple[str, Traffic]], output: Path) -> Iterator[Point]:
-    """Runs each point and adds its line to `output` at once: a sweep that is stopped keeps what it has.
+    """Runs each point and writes its line to `output` at once, so that a stopped sweep keeps its earlier points.
 
-    Each point has a seed of its own: the prompts of the one before would come from the server's prefix cache. The 99th
-    percentile is always among the figures, for the rows.
+    Each point has a different seed, because the server's prefix cache would have the prompts of the point before. The
+    results always include the 99th percentile, which the rows show.
     """
     percentiles = sorted({*benchmark.percentiles, 99.0})
     with output.open("w", encoding="utf-8") as file:

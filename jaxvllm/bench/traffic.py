@@ -1,4 +1,4 @@
-"""When requests are sent."""
+"""`Traffic`: decides when requests are sent."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many requests, how fast, and how many at a time."""
+    """The number of requests, their rate, and how many may run at a time."""
 
-    num_prompts: int = 1000  # requests in all
+    num_prompts: int = 1000  # number of requests in all
     request_rate: float = math.inf  # requests per second; inf sends all at once
-    burstiness: float = 1.0  # 1 is a Poisson process; below 1 comes in bursts, above 1 more evenly (gamma)
-    max_concurrency: int | None = None  # at most this many requests at a time; others wait in this program
+    burstiness: float = 1.0  # 1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly (gamma)
+    max_concurrency: int | None = None  # the most requests at a time; others wait in this program
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
@@ -26,10 +26,10 @@ class Traffic:
             raise ValueError(f"--max-concurrency must be at least 1, not {self.max_concurrency}")
 
     def arrivals(self, rng: np.random.Generator) -> list[float]:
-        """Seconds after the start at which each request is sent, ascending.
+        """Returns the seconds after the start at which each request is sent, ascending.
 
-        Gaps are gamma distributed with shape `burstiness`. Their sum is scaled to exactly n/rate, as vLLM does: else
-        the rate of a short run would be a few percent off, differently with every seed.
+        Gaps are gamma distributed with shape `burstiness`. Their sum is scaled to exactly n/rate, as in vLLM.
+        Otherwise the rate of a short run would be a few percent off, differently with every seed.
         """
         if math.isinf(self.request_rate):
             return [0.0] * self.num_prompts

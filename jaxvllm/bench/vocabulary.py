@@ -1,4 +1,4 @@
-"""The tokens that prompts are made of, and how long a text is in them."""
+"""`Vocabulary`: draws the tokens of prompts, and counts the tokens of texts."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,12 +10,12 @@ import numpy as np
 from jaxvllm.client.api import Api
 from jaxvllm.client.errors import ServerError
 
-# Every tokenizer that we know of has more tokens, so these can be drawn without asking anybody.
+# Every tokenizer that we know of has more tokens than this, so these can be drawn without asking the server.
 SAFE_SIZE = 1000
 
 
 class Tokens(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -23,22 +23,22 @@ class Tokens(Protocol):
 
 
 class LocalTokenizer:
-    """The tokenizer.json of a checkpoint's directory."""
+    """A tokenizer that is read from the tokenizer.json in a checkpoint's directory."""
 
     def __init__(self, directory: Path):
-        from tokenizers import Tokenizer  # a tenth of a second
+        from tokenizers import Tokenizer  # this import takes a tenth of a second
 
         file = directory / "tokenizer.json" if directory.is_dir() else directory
         if not file.is_file():
             raise ValueError(f"--tokenizer {directory} must be a directory with a tokenizer.json")
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises plain Exceptions
             raise ValueError(f"{file} is not a tokenizer: {error}") from None
 
     @cached_property
     def ordinary(self) -> np.ndarray:
-        """Tokens that are no special ones.  # i64[V']"""
+        """The tokens that are not special.  # i64[V']"""
         special = [token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special]
         return np.setdiff1d(np.arange(self._tokenizer.get_vocab_size()), special)
 
@@ -50,7 +50,7 @@ class LocalTokenizer:
 
 
 class ServerTokenizer:
-    """The server's own tokenizer, by /tokenize and /detokenize as vLLM and jaxvllm have them."""
+    """The server's own tokenizer, used through the endpoints /tokenize and /detokenize of vLLM and jaxvllm."""
 
     def __init__(self, api: Api, model: str):
         self._api = api
@@ -72,11 +72,11 @@ class ServerTokenizer:
 
 
 class Vocabulary:
-    """Draws random tokens, and counts those of texts.
+    """Draws random tokens, and counts the tokens of texts.
 
-    `size`: tokens from 0 on that may be drawn; None for all that a local tokenizer has. `sends_text`: prompts are sent
-    as text, to an endpoint that takes no token ids. They may then be a few tokens longer or shorter than what was
-    drawn, since tokens that meet in a text are not always the ones that it is read as.
+    Tokens below `size` are drawn; with None, all tokens of a local tokenizer. With `sends_text`, prompts are sent as
+    text, to an endpoint that takes no token ids. Then they may be a few tokens longer or shorter than the tokens drawn,
+    because the text of several tokens is not always tokenized into the same tokens.
     """
 
     def __init__(self, tokens: Tokens, size: int | None, sends_text: bool):
@@ -90,16 +90,16 @@ class Vocabulary:
         self._sends_text = sends_text
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Random tokens, each as likely as any other."""
+        """Draws tokens at random, all with the same probability."""
         drawn: list[int] = self._drawn[rng.integers(len(self._drawn), size=count)].tolist()
         return drawn
 
     def prompt(self, tokens: list[int]) -> str | list[int]:
-        """The tokens as they are sent."""
+        """Returns the tokens in the form in which they are sent."""
         if not self._sends_text:
             return tokens
         text = self._tokens.decode(tokens)
-        # Random tokens make texts of no language: the demo model's tokenizer reads 1140 tokens where 896 were drawn.
+        # Texts of random tokens belong to no language: the demo model's tokenizer reads 1140 tokens in a text of 896.
         read = self._tokens.encode(text)
         return self._tokens.decode(read[: len(tokens)]) if len(read) > len(tokens) else text
 

@@ -1,4 +1,4 @@
-"""The command line: `jaxvllm COMMAND`, and `python -m jaxvllm.COMMAND` for each command."""
+"""The command line `jaxvllm COMMAND`. Each command is also `python -m jaxvllm.COMMAND`."""
 
 import difflib
 import sys
@@ -8,20 +8,20 @@ from jaxvllm import __version__
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, with the APIs of OpenAI and Anthropic.",
-    "chat": "Talk to a running server, or ask it one thing.",
+    "chat": "Chat with a running server, or ask it one question.",
     "complete": "Have a running server continue a text.",
     "bench": "Measure a running server: one load (bench serve), or several (bench sweep).",
     "run-batch": "Answer an OpenAI batch file with a running server.",
     "generate": "Complete prompts without a server and print the texts.",
-    "plan": "Say what a model needs of TPUs or GPUs that are not here.",
-    "convert": "Write a checkpoint in a form that several devices load by parts.",
+    "plan": "Say what a model needs on TPUs or GPUs, which need not be here.",
+    "convert": "Write a checkpoint in a form that several devices load in parts.",
 }
 VERSION = ("-V", "--version", "version")
 HELP = ("-h", "--help", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command that the first argument names; returns the exit code."""
+    """Runs the command that the first argument names, and returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else None
     if name in COMMANDS:

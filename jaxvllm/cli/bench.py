@@ -1,4 +1,4 @@
-"""`jaxvllm bench`: load on a running server, measured as `vllm bench serve` measures it."""
+"""`jaxvllm bench`: puts load on a running server, and measures it like `vllm bench serve`."""
 
 import argparse
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.exit_code import exit_code
-from jaxvllm.cli.flags import add_flags, flag_of, given
+from jaxvllm.cli.flags import add_client_sampling_flags, add_flags, flag_of, given
 from jaxvllm.cli.parser import Parser
-from jaxvllm.client.sampling import Sampling
 from jaxvllm.client.server import Server, add_server_flags
+from jaxvllm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxvllm.bench.benchmark import Benchmark
@@ -24,12 +24,12 @@ COMMANDS = ("serve", "sweep")
 CHAT_ROOM = 64  # tokens: more than most chat templates add to a message (36 in Llama 3.1, 4 in the demo model)
 USAGE = "%(prog)s [OPTION ...]"
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-# The data set's --seed is another one, and its lengths are the --*-output-len.
+# These flags are hidden because --seed is that of the data set, and lengths are given by --*-output-len.
 _HIDDEN_SAMPLING = ("seed", "max_tokens", "stop")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs; exit code 0, 1 with one line on standard error when the server or a request fails, 2 for what is wrong."""
+    """Runs a benchmark and returns the exit code: 0, 1 if the server or a request failed, 2 for a wrong option."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_flags(serve)
     result = serve.add_argument_group("result")
     result.add_argument("--save-result", action="store_true", help="write the figures as JSON")
-    result.add_argument("--save-detailed", action="store_true", help="with each request's times, texts and errors")
+    result.add_argument("--save-detailed", action="store_true", help="add each request's times, texts and errors")
     result.add_argument("--result-dir", type=Path, metavar="DIR", default=Path(), help="default: the current directory")
     result.add_argument("--result-filename", metavar="FILE", help="default: {label}-{rate}qps-{model}-{date}.json")
     result.add_argument("--label", metavar="TEXT", help="default: what --backend says")
@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    from jaxvllm.bench.metrics import LATENCIES
     from jaxvllm.bench.samples import DATASETS
+    from jaxvllm.bench.summary import LATENCIES
     from jaxvllm.bench.traffic import Traffic
 
     add_server_flags(parser)
@@ -76,7 +76,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answers are as long as asked for (default: with random data)",
+        help="make all answers as long as requested (default: with random data)",
     )
     parser.add_argument("--extra-body", metavar="JSON", help="an object whose fields every request gets")
     parser.add_argument(
@@ -84,11 +84,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="wait this long for a server that starts",
+        help="wait this long for a server that is starting",
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="of prompts, lengths and arrivals (default: %(default)s)"
+        "--seed", type=int, metavar="N", default=0, help="seed of prompts, lengths, arrivals (default: %(default)s)"
     )
     add_flags(parser, Traffic, "traffic")
     data = parser.add_argument_group("data")
@@ -105,7 +105,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, dataset in DATASETS.items():
         add_flags(parser, dataset, f"data: {name}")
-    add_flags(parser, Sampling, "sampling (the server's own defaults hold for what is not given)", _HIDDEN_SAMPLING)
+    add_client_sampling_flags(parser, _HIDDEN_SAMPLING)
     figures = parser.add_argument_group("figures")
     figures.add_argument(
         "--percentile-metrics",
@@ -117,7 +117,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--metric-percentiles", default="99", metavar="NUMBERS", help="such as 50,90,99 (default: %(default)s)"
     )
     figures.add_argument(
-        "--goodput", nargs="+", metavar="NAME:MS", help="count requests that meet all, such as ttft:100 tpot:50"
+        "--goodput", nargs="+", metavar="NAME:MS", help="count requests within all limits, such as ttft:100 tpot:50"
     )
 
 
@@ -148,7 +148,7 @@ def _serve(args: argparse.Namespace) -> int:
         }
         figures = run.figures() | (run.details() if args.save_detailed else {})
         path.write_text(json.dumps(about | figures) + "\n", encoding="utf-8")
-    return 1 if run.metrics.failed else 0
+    return 1 if run.summary.failed else 0
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -169,22 +169,21 @@ def _sweep(args: argparse.Namespace) -> int:
             print(point.row(), flush=True)
     if args.plot is not None:
         draw_sweep(points, f"{benchmark.target.model} at {server.base_url}", args.plot)
-    return 1 if any(point.run.metrics.failed for point in points) else 0
+    return 1 if any(point.run.summary.failed for point in points) else 0
 
 
 def _benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmark":
-    """The flags as one value. Asks the server for its model, when none is given."""
-    from jaxvllm.bench.benchmark import Benchmark
+    """Makes a benchmark of the flags. Asks the server for its model when none is given."""
+    from jaxvllm.bench.benchmark import Benchmark, patiently
     from jaxvllm.bench.load import Target
-    from jaxvllm.bench.metrics import Goodput
-    from jaxvllm.bench.readiness import patiently
     from jaxvllm.bench.samples import DATASETS
+    from jaxvllm.bench.summary import Goodput
     from jaxvllm.bench.traffic import Traffic
     from jaxvllm.bench.vocabulary import LocalTokenizer, ServerTokenizer, Vocabulary
 
     kind = DATASETS[args.dataset_name]
     is_chat = args.backend == "openai-chat"
-    fields: dict[str, Any] = given(args, Sampling)
+    fields: dict[str, Any] = given(args, SamplingParams, skip=("ignore_eos",))
     if args.ignore_eos or (args.ignore_eos is None and args.dataset_name == "random"):
         fields["ignore_eos"] = True
     traffic, chosen = Traffic(**given(args, Traffic)), given(args, kind)
@@ -214,9 +213,9 @@ def _benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchma
 
 
 def _fitted(dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, is_chat: bool) -> "AnyDataset":
-    """The data set with requests that the model takes, `most` tokens; says which lengths are others than usual.
+    """Returns the data set with requests of at most `most` tokens, which the model takes. Prints changed lengths.
 
-    ValueError when what the user chose does not fit.
+    Raises ValueError when the lengths that the user chose do not fit.
     """
     from jaxvllm.bench.samples import fit
 
@@ -225,7 +224,7 @@ def _fitted(dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, is_chat
         return dataset
     fitted = fit(dataset, chosen, room)
     if fitted is None and dataset.longest <= most:
-        return dataset  # all was chosen, and the template may be a short one
+        return dataset  # all lengths were chosen, and the template may add less than CHAT_ROOM
     if fitted is None:
         flags = " ".join(f"{flag_of(name)} {value}" for name, value in chosen.items()) or "the data set"
         raise ValueError(
@@ -242,7 +241,7 @@ def _fitted(dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, is_chat
 
 
 def _names(text: str) -> list[str]:
-    from jaxvllm.bench.metrics import LATENCIES
+    from jaxvllm.bench.summary import LATENCIES
 
     wanted = text.split(",")
     if unknown := [name for name in wanted if name not in LATENCIES]:

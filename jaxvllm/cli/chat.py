@@ -1,19 +1,19 @@
-"""`jaxvllm chat`: talk to a running server, or ask it one thing."""
+"""`jaxvllm chat`: chats with a running server, or asks it one question."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from jaxvllm.cli.exit_code import exit_code
-from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.flags import add_client_sampling_flags, given
 from jaxvllm.cli.parser import Parser
 from jaxvllm.client.conversation import Conversation, Dialogue
-from jaxvllm.client.sampling import Sampling
 from jaxvllm.client.server import Server, add_server_flags
+from jaxvllm.core.sampling_params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Chats; exit code 0, 1 with one line on standard error when the server fails, 2 when something given is wrong."""
+    """Chats and returns the exit code: 0, or with a line on standard error 1 if the server fails, 2 for wrong usage."""
     parser = make_parser(
         "chat", "MESSAGE", "Talk to a model that `jaxvllm serve`, or any OpenAI-compatible server, serves."
     )
@@ -24,24 +24,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(name: str, what: str, description: str) -> argparse.ArgumentParser:
-    """The flags that `chat` and `complete` share; `what` a person may give instead of typing it."""
+    """Returns a parser with the flags that `chat` and `complete` share. `what` is the name of the text to send."""
     parser = Parser(
         prog=f"jaxvllm {name}",
         usage=f"%(prog)s [{what}] [OPTION ...]",
-        description=f"{description} With {what}, or with standard input from a pipe: one answer, and the end.",
+        description=f"{description} With {what}, or with standard input from a pipe, it prints one answer and ends.",
     )
-    parser.add_argument("text", nargs="?", metavar=what, help="without it, a terminal asks for one after the other")
-    parser.add_argument("-q", "--quick", dest="quick", metavar=what, help="the same, as vLLM has it")
+    parser.add_argument("text", nargs="?", metavar=what, help="without it, you type one after the other")
+    parser.add_argument("-q", "--quick", dest="quick", metavar=what, help="the same, under vLLM's name")
     parser.add_argument(
         "--stats", action="store_true", help="print time to first token, speed and tokens of each answer"
     )
     add_server_flags(parser)
-    add_flags(parser, Sampling, "sampling (the server's own defaults hold for what is not given)")
+    add_client_sampling_flags(parser)
     return parser
 
 
 def talk(args: argparse.Namespace, name: str, dialogue: Dialogue, renders_markdown: bool = False) -> int:
-    """Asks once, or until the person ends; returns the exit code."""
+    """Asks once, or until the person ends the dialogue, and returns the exit code."""
     return exit_code(name, lambda: _talk(args, dialogue, renders_markdown))
 
 
@@ -52,16 +52,16 @@ def _talk(args: argparse.Namespace, dialogue: Dialogue, renders_markdown: bool) 
         text = sys.stdin.read().rstrip("\n")
     if text is not None and not text.strip():
         raise ValueError("there is nothing to ask: give a text, or type it at a terminal")
-    # Only now: httpx and rich take a third of a second to import.
+    # Imported only now, because httpx and rich take a third of a second to import.
+    from jaxvllm.client.answer import Asker
     from jaxvllm.client.api import Api
-    from jaxvllm.client.asking import Asker
     from jaxvllm.client.repl import Repl, line_reader
     from jaxvllm.client.screen import Screen
 
     screen = Screen(renders_markdown=renders_markdown)
     with Api(server) as api:
         model = args.model or api.first_model()
-        asker = Asker(api, screen, {"model": model, **given(args, Sampling)}, args.stats)
+        asker = Asker(api, screen, {"model": model, **given(args, SamplingParams)}, args.stats)
         if text is not None:
             asker.ask(dialogue, text)
             return 0

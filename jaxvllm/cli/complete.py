@@ -1,4 +1,4 @@
-"""`jaxvllm complete`: have a running server continue a text."""
+"""`jaxvllm complete`: has a running server continue a text."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from jaxvllm.client.conversation import Completions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Completes; exit codes as those of `jaxvllm chat`."""
+    """Completes a text and returns the exit code, which is the same as that of `jaxvllm chat`."""
     parser = make_parser("complete", "PROMPT", "Continue a text on a running server, without a chat template.")
     args = parser.parse_args(argv)
     return talk(args, "complete", Completions())

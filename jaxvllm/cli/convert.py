@@ -1,4 +1,4 @@
-"""`jaxvllm convert`: a checkpoint as an orbax tree, which every mesh loads without reading what it does not need."""
+"""`jaxvllm convert`: writes a checkpoint as an orbax tree, of which each device loads only the parts that it needs."""
 
 import argparse
 import sys
@@ -12,17 +12,16 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts; exit code 0, or 2 with one line on standard error when something given is wrong."""
+    """Converts and returns the exit code: 0, or 2 with a line on standard error when an option is wrong."""
     args = _parser().parse_args(argv)
     try:
         shape = MeshShape.parse(args.mesh)
         if shape.data > 1:
             raise ValueError(f"mesh {shape} would hold {shape.data} copies of the model: give 1x{shape.num_devices}")
-        # Behind the parsing: --help needs no device.
+        # Imported after parsing, because --help needs no device.
         import jax
 
-        from jaxvllm.models.checkpoint import resolve
-        from jaxvllm.models.conversion import convert
+        from jaxvllm.models.checkpoint import convert, resolve
         from sharding.placement import make_mesh
 
         model = resolve(args.model)
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    print(f"{args.output} holds the model: load it on any mesh, --model {args.output}")
+    print(f"{args.output} holds the model: load it on any mesh with --model {args.output}")
     return 0
 
 
@@ -45,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="a directory in Hugging Face format, or a hub name")
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="a directory that is empty or not there yet"
+        "--output", required=True, type=Path, metavar="DIR", help="a directory that is empty or does not exist yet"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: what the config states (default: auto)")
     parser.add_argument("--mesh", metavar="1xM", default="1x1", help="M devices hold the model together (default: 1x1)")

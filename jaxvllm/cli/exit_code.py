@@ -1,4 +1,4 @@
-"""How a command that talks to a server ends: its exit code, and one line about what went wrong."""
+"""The exit code of a command that uses a server, and the line that explains an error."""
 
 import sys
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from jaxvllm.client.errors import ServerError
 
 
 def exit_code(command: str, run: Callable[[], int]) -> int:
-    """What `run` returns; with a line on standard error 1 when the server fails, 2 when something given is wrong.
+    """Returns `run()`. After an error it prints a line on standard error and returns 1 if the server failed, else 2.
 
-    130 after Ctrl-C.
+    After Ctrl-C it returns 130.
     """
     try:
         return run()

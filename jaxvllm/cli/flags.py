@@ -1,4 +1,4 @@
-"""Command-line flags from the fields of a dataclass: one flag a field, its help the field's comment."""
+"""Makes command-line flags from a dataclass: a flag for each field, with the field's comment as its help."""
 
 import argparse
 import inspect
@@ -9,14 +9,29 @@ from decimal import Decimal
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.vllm_options import ALIASES
 
 _FIELD = re.compile(r"^    (\w+): [^#]*?(?:#\s*(.*))?$")
-# How comments say what happens without an option. Somebody at a terminal cannot give None.
+# The part of a comment that says what happens without the option. Nobody can type None at a terminal.
 _UNSET = re.compile(r"[;,.]? *(?:None|\(\))(?::| =) (.*)$")
-# As in vLLM: k, m, g and t count by thousands, K, M, G and T by 1024.
+# A number with a unit, as in vLLM: k, m, g and t are powers of 1000, K, M, G and T of 1024.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+# Sampling parameters for which clients have no flag. Clients show one text, and these do not change how it is drawn.
+_NOT_OF_CLIENTS = (
+    "n",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "output_kind",
+)
 
 
 def add_flags(
@@ -26,12 +41,14 @@ def add_flags(
     skip: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
     takes_lists: bool = False,
+    shows_defaults: bool = True,
 ) -> None:
     """Adds `--name-of-field` for every field of the dataclass `source` that is not in `skip`.
 
-    A flag that is not given stays out of the namespace, so that the dataclass's own default holds, unless
-    `defaults` has another. A field of several values is a flag that may be repeated; with `takes_lists` several values
-    may follow one flag, too, which would swallow prompts that stand behind it.
+    A flag that is not given is absent from the namespace, so that the dataclass's own default holds. `defaults` replace
+    defaults in the help. The flag of a field with several values may be repeated; with `takes_lists`, several values
+    may also follow one flag, which would swallow prompts after it. Without `shows_defaults`, for example because a
+    server chooses them, the help has no defaults.
     """
     group = parser.add_argument_group(title)
     helps = _helps(source)
@@ -44,20 +61,29 @@ def add_flags(
             *(flag_of(name) for name in names),
             dest=field.name,
             default=argparse.SUPPRESS,
-            help=_with_default(helps.get(field.name, ""), default).replace("%", "%%"),
+            help=_help(helps.get(field.name, ""), default, shows_defaults).replace("%", "%%"),
             **_kind(field.type, takes_lists),
         )
 
 
-def given(namespace: argparse.Namespace, source: type) -> dict[str, Any]:
-    """The fields of `source` that the command line set."""
-    names = {field.name for field in fields(source)}
+def add_client_sampling_flags(parser: argparse.ArgumentParser, skip: Collection[str] = ()) -> None:
+    """Adds a flag for each of the `SamplingParams` by which a client tells its server how to draw tokens."""
+    title = "sampling (the server's own defaults hold for what is not given)"
+    add_flags(parser, SamplingParams, title, (*_NOT_OF_CLIENTS, *skip), shows_defaults=False)
+
+
+def given(namespace: argparse.Namespace, source: type, skip: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the fields of `source` that the command line set, without those in `skip`."""
+    names = {field.name for field in fields(source)} - set(skip)
     values = {name: value for name, value in vars(namespace).items() if name in names}
     return {name: tuple(_flat(value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def with_model(options: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """The options with the model that was given without --model, if any. ValueError when --model names another."""
+    """Returns the options with the model that was given without --model, if any.
+
+    Raises ValueError when --model names another model.
+    """
     if name is not None and options.setdefault("model", name) != name:
         raise ValueError(f"the model is {name} and --model {options['model']}: give one")
     return options
@@ -69,7 +95,7 @@ def _flat(values: list[Any]) -> Iterator[Any]:
 
 
 def _kind(annotation: Any, takes_lists: bool) -> dict[str, Any]:
-    """argparse's settings for a field of that type."""
+    """Returns argparse's settings for a field with this type."""
     if isinstance(annotation, UnionType):
         [annotation] = [part for part in get_args(annotation) if part is not type(None)]
     if annotation is bool:
@@ -83,12 +109,12 @@ def _kind(annotation: Any, takes_lists: bool) -> dict[str, Any]:
 
 
 def flag_of(name: str) -> str:
-    """How the field `name` is written on the command line."""
+    """Returns the flag for the field `name`."""
     return f"--{name.replace('_', '-')}"
 
 
 def whole_number(text: str) -> int:
-    """The integer that a user typed, such as 4096, 4k (4000) or 4K (4096), as vLLM reads them."""
+    """Reads an integer such as 4096, 4k (4000) or 4K (4096), as vLLM does."""
     match = _SIZE.fullmatch(text)
     if match is not None:
         number, unit = match.groups()
@@ -102,10 +128,12 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"give a whole number such as 4096, 4k or 4K, not {text!r}") from None
 
 
-def _with_default(comment: str, default: Any) -> str:
-    """The help of a field, with the default as somebody at a terminal would type it."""
+def _help(comment: str, default: Any, shows_default: bool) -> str:
+    """Returns the help of a field, with the default as a user would type it."""
     unset = _UNSET.search(comment)
     text = comment if unset is None else comment[: unset.start()]
+    if not shows_default:
+        return text
     if default is True:
         shown = "on"
     elif default is None or default is False or default == ():
@@ -116,7 +144,7 @@ def _with_default(comment: str, default: Any) -> str:
 
 
 def _helps(source: type) -> dict[str, str]:
-    """The comments of the fields. Other fields that they name are flags here."""
+    """Returns the comments of the fields. Names of other fields in them are replaced by their flags."""
     names = re.compile("|".join(rf"\b{field.name}\b" for field in fields(source) if "_" in field.name) or "$^")
     matches = (_FIELD.match(line) for line in inspect.getsource(source).splitlines())
     return {match[1]: names.sub(lambda name: flag_of(name[0]), match[2] or "") for match in matches if match}

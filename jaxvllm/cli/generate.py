@@ -1,4 +1,4 @@
-"""`jaxvllm generate`: prompts in, texts out, through the same engine that serves."""
+"""`jaxvllm generate`: completes prompts with the same engine that serves."""
 
 import argparse
 import json
@@ -16,22 +16,23 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxvllm.engine.engine import Engine, Submission
+    from jaxvllm.core.request import GenerationRequest
+    from jaxvllm.engine.engine import Engine
     from jaxvllm.engine.outputs import RequestOutput
 
-# vLLM's 16 tokens are enough for an API's smoke test, not for somebody who reads.
+# vLLM's default of 16 tokens is enough to test an API, but not for a person who reads the text.
 DEFAULTS = {"max_tokens": 128}
 _HIDDEN_SAMPLING = ("output_kind", "detokenize", "spaces_between_special_tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Completes the prompts; exit code 0, or 2 with one line on standard error when something given is wrong."""
+    """Completes the prompts and returns the exit code: 0, or 2 with a line on standard error for a wrong option."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)  # options may stand between prompts
     try:
         config = EngineConfig.from_options(**given(args, EngineConfig))
         chosen = given(args, SamplingParams)
-        SamplingParams(**chosen)  # a mistake is told before a model is loaded
+        SamplingParams(**chosen)  # reports a mistake before the model is loaded
         if config.has_others and _follows(config):
             return 0
         prompts = _prompts(args)
@@ -47,15 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jaxvllm generate",
         usage="%(prog)s PROMPT ... [OPTION ...]",
-        description="Complete prompts in one continuous batch. Without --model: the embedded one.",
+        description="Complete prompts in one continuous batch. Without --model, the embedded model is used.",
         epilog=ENGINE_EPILOG,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to complete")
-    parser.add_argument("--prompts-file", metavar="FILE", help="a file with one prompt a line, or - for standard input")
+    parser.add_argument("--prompts-file", metavar="FILE", help="a file with a prompt in each line; - is standard input")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message: use the chat template")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a request, and one of totals")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each request, and one of totals")
     parser.add_argument("--show-batch", action="store_true", help="draw which request was in which step")
-    title = "sampling (generation_config.json of the model comes before these defaults)"
+    title = "sampling (the model's generation_config.json overrides these defaults)"
     add_flags(parser, SamplingParams, title, _HIDDEN_SAMPLING, DEFAULTS)
     add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
     return parser
@@ -73,22 +74,22 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _follows(config: EngineConfig) -> bool:
-    """Computes for another process until that is done; False in the one that takes the prompts."""
-    from jaxvllm.engine.hosts import follow_config
+    """Computes for process 0 until that is done. Returns False at once in process 0, which takes the prompts."""
+    from jaxvllm.engine.multihost import follow_config
 
     return follow_config(config)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The closing line."""
+    """The totals that the last line prints."""
 
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
     seconds: float
-    first_token_seconds: float  # from the first request's submission
-    since_process_start: float | None  # the same moment, from the start of the process
+    first_token_seconds: float  # time of the first token since the first request was submitted
+    since_process_start: float | None  # time of the first token since the process started
 
     def __str__(self) -> str:
         rate = self.num_output_tokens / self.seconds
@@ -112,14 +113,14 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
             texts = [render([{"role": "user", "content": prompt}]) for prompt in prompts]
         streams = len(prompts) == 1 and params.n == 1 and not args.json
         kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
-        submissions = [
+        requests = [
             llm.engine.check(str(i), text, replace(params, output_kind=kind), add_special_tokens=not args.chat)
             for i, text in enumerate(texts)
         ]
         if streams and not args.chat:
             print(prompts[0], end="", flush=True)
         timeline = Timeline(llm.engine) if args.show_batch else None
-        outputs, totals = _complete(llm.engine, submissions, timeline, streams)
+        outputs, totals = _complete(llm.engine, requests, timeline, streams)
         if args.json:
             for output in outputs:
                 print(json.dumps(asdict(output), ensure_ascii=False))
@@ -133,13 +134,13 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
 
 
 def _complete(
-    engine: "Engine", submissions: list["Submission"], timeline: "Timeline | None", streams: bool
+    engine: "Engine", requests: list["GenerationRequest"], timeline: "Timeline | None", streams: bool
 ) -> tuple[list["RequestOutput"], Totals]:
     start = time.monotonic()
     finished: dict[str, RequestOutput] = {}
     num_output_tokens = 0
-    for submission in submissions:
-        engine.submit(submission)
+    for request in requests:
+        engine.submit(request)
     while engine.has_work:
         for output in engine.step():
             num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
@@ -150,7 +151,7 @@ def _complete(
         if timeline is not None:
             timeline.record()
     end = time.monotonic()
-    outputs = [finished[submission.request_id] for submission in submissions]
+    outputs = [finished[request.request_id] for request in requests]
     num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     first = min(output.metrics.first_token_time or end for output in outputs if output.metrics)
     lived = seconds_since_process_start()
@@ -169,14 +170,14 @@ def _print_texts(prompts: list[str], outputs: list["RequestOutput"], joined: boo
 
 
 class Timeline:
-    """Which requests were in which step: the batch at work, as text."""
+    """Records which requests were in which step, and draws them as text."""
 
     def __init__(self, engine: "Engine"):
         self._engine = engine
         self._steps: list[dict[str, str]] = []
 
     def record(self) -> None:
-        """Notes who is in the batch after a step: `P` computes its prompt, `#` decodes."""
+        """Records the requests in the batch after a step: `P` computes its prompt, `#` decodes."""
         marks: dict[str, str] = {}
         for replica in self._engine.replicas:
             slots = replica.scheduler.slots
@@ -185,7 +186,7 @@ class Timeline:
         self._steps.append(marks)
 
     def draw(self, prompts: list[str], width: int = 64) -> str:
-        """One line a request; a column is one step, or several when there are many."""
+        """Draws a line for each request. A column is one step, or several when there are many."""
         stride = max(1, -(-len(self._steps) // width))
         columns = [_merged(self._steps[i : i + stride]) for i in range(0, len(self._steps), stride)]
         lines = [f"the batch at work: P prompt, # decode; a column is {stride} of {len(self._steps)} steps"]
@@ -197,7 +198,7 @@ class Timeline:
 
 
 def _merged(steps: list[dict[str, str]]) -> dict[str, str]:
-    """Several steps in one column: what each request did first in them."""
+    """Merges several steps into one column, which shows each request's first mark in them."""
     return {request_id: mark for step in reversed(steps) for request_id, mark in step.items()}
 
 
@@ -206,7 +207,7 @@ def _digit(count: int) -> str:
 
 
 def seconds_since_process_start() -> float | None:
-    """How long this process has lived, as the operating system counts; None where it does not say."""
+    """Returns the age of this process according to the operating system, or None if that does not say."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

@@ -1,4 +1,4 @@
-"""`jaxvllm plan`: what a model needs of devices that nobody has to own."""
+"""`jaxvllm plan`: computes what a model needs on devices that need not be here."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ _PLANNED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan; exit code 0 when the model fits, 1 when it does not (or not compile), 2 for what is wrong."""
+    """Prints the plan and returns the exit code: 0 if the model fits, 1 if it does not fit or compile, else 2."""
     args = _parser().parse_args(argv)
     try:
         return _run(args)
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--request-tokens",
         type=whole_number,
         metavar="N",
-        help=f"how long a request is (default: {REQUEST_TOKENS}, or all the model takes)",
+        help=f"length of a request (default: {REQUEST_TOKENS}, or all that the model takes)",
     )
     parser.add_argument(
         "--context",
@@ -71,11 +71,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**with_model(given(args, EngineConfig), args.model_name))
-    # Only now: jax takes a second to import.
-    from jaxvllm.planner.findings import Refusal
-    from jaxvllm.planner.job import Job
+    # Imported only now, because jax takes a second to import.
+    from jaxvllm.planner.capacity_plan import Question, make_plan
+    from jaxvllm.planner.compiler import Refusal
+    from jaxvllm.planner.deployment import Deployment
     from jaxvllm.planner.known_models import find_config
-    from jaxvllm.planner.plan import Question, make_plan
     from jaxvllm.planner.report import report
 
     if args.plot:
@@ -83,10 +83,10 @@ def _run(args: argparse.Namespace) -> int:
 
         check_plot(args.plot)
     name, hf_config = find_config(config.model)
-    job = Job.of_config(config, hf_config, args.device)
-    tokens = _tokens("request-tokens", args.request_tokens, REQUEST_TOKENS, job.max_model_len)
-    context = _tokens("context", args.context, CONTEXT, job.max_model_len)
-    plan = make_plan(Question(name, job, config.memory_utilization, tokens, context))
+    deployment = Deployment.of_config(config, hf_config, args.device)
+    tokens = _tokens("request-tokens", args.request_tokens, REQUEST_TOKENS, deployment.max_model_len)
+    context = _tokens("context", args.context, CONTEXT, deployment.max_model_len)
+    plan = make_plan(Question(name, deployment, config.memory_utilization, tokens, context))
     if isinstance(plan, Refusal):
         print(f"jaxvllm plan: {plan.message}", file=sys.stderr)
         return 2 if plan.kind == "usage" else 1

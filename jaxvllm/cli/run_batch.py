@@ -1,4 +1,4 @@
-"""`jaxvllm run-batch`: an OpenAI batch file, answered by a running server."""
+"""`jaxvllm run-batch`: answers an OpenAI batch file with a running server."""
 
 import argparse
 import asyncio
@@ -12,11 +12,11 @@ from jaxvllm.cli.parser import Parser
 from jaxvllm.client.server import Server, add_server_flags
 
 CONCURRENCY = 64
-STANDARD = Path("-")  # input or output
+STANDARD = Path("-")  # standard input or output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the batch; exit code 0, 1 when the server or any line failed, 2 when something given is wrong."""
+    """Runs the batch and returns the exit code: 0, 1 if the server or any line failed, 2 if an option is wrong."""
     args = _parser().parse_args(argv)
     return exit_code("run-batch", lambda: _run(args))
 
@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxvllm run-batch",
         usage="%(prog)s -i FILE -o FILE [OPTION ...]",
         description="Send each line of a batch file to a running server. Each line of the output answers the line at "
-        "its place in the input: with what the server said, or with an error. A line may be a request of "
+        "its place in the input, with the server's answer or with an error. A line may be a request of "
         "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages. A summary, and in a terminal the "
         "progress, is on standard error.",
     )
@@ -36,10 +36,10 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FILE",
-        help="JSON lines, as OpenAI has them; - is standard input",
+        help="JSON lines in OpenAI's format; - is standard input",
     )
     parser.add_argument(
-        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="written anew; - is standard output"
+        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="is overwritten; - is standard output"
     )
     parser.add_argument(
         "--max-concurrency",
@@ -62,11 +62,11 @@ def _run(args: argparse.Namespace) -> int:
     is_file = STANDARD not in (args.input_file, args.output_file) and args.output_file.exists()
     if is_file and args.output_file.samefile(args.input_file):
         raise ValueError(f"--output-file {args.output_file} is the input: give another")
-    # Only now: httpx takes a quarter of a second to import.
+    # Imported only now, because httpx takes a quarter of a second to import.
     from tqdm import tqdm
 
     from jaxvllm.client.api import Api
-    from jaxvllm.client.batch import BatchReader, BatchRunner
+    from jaxvllm.client.batch_file import BatchReader, BatchRunner
 
     with Api(server) as api:
         model = args.model or api.first_model()

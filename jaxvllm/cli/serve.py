@@ -1,4 +1,4 @@
-"""`jaxvllm serve`: the HTTP server over an engine in a process of its own."""
+"""`jaxvllm serve`: runs the HTTP server, with an engine in its own process."""
 
 import argparse
 import asyncio
@@ -13,8 +13,9 @@ from jaxvllm.server.config import ServerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until a signal. Exit code: that of `jaxvllm.server.serve.serve`, or one line on standard error and 2 when
-    an option is wrong, 1 when this machine will not do it.
+    """Serves until a signal, and returns the exit code of `jaxvllm.server.serve.serve`.
+
+    After an error it prints a line on standard error and returns 2 if an option is wrong, 1 for an error of the system.
     """
     args = _parser().parse_args(argv)
     try:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if engine.process_id:
             return _follow(engine)
         _set_up_logs()
-        # Behind the parsing: --help needs no web framework.
+        # Imported after parsing, because --help needs no web framework.
         from jaxvllm.server.serve import serve
 
         return asyncio.run(serve(engine, server))
@@ -43,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jaxvllm serve",
         usage="%(prog)s [MODEL] [OPTION ...]",
-        description="Serve a model over HTTP, with the APIs of OpenAI and Anthropic. Without MODEL: the embedded one. "
-        "SIGTERM and Ctrl-C let running requests finish; a second signal ends at once.",
+        description="Serve a model over HTTP, with the APIs of OpenAI and Anthropic. Without MODEL, the embedded model "
+        "is served. SIGTERM and Ctrl-C let running requests finish; a second signal ends the server at once.",
         epilog=ENGINE_EPILOG,
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
@@ -62,9 +63,9 @@ def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
 
 
 def _check_lists(args: argparse.Namespace) -> None:
-    """Refuses several values after one flag where no model is given: the last one may be meant as the model.
+    """Raises ValueError when several values follow a flag and no model is given: the last may be meant as the model.
 
-    `serve --api-key KEY MODEL` would serve the embedded model, with MODEL as a second key.
+    Otherwise `serve --api-key KEY MODEL` would serve the embedded model, with MODEL as a second key.
     """
     for name, groups in vars(args).items():
         if isinstance(groups, list) and any(isinstance(group, list) and len(group) > 1 for group in groups):
@@ -75,19 +76,19 @@ def _check_lists(args: argparse.Namespace) -> None:
 
 
 def _follow(engine: EngineConfig) -> int:
-    """Computes for process 0, which is the one that serves."""
-    from jaxvllm.engine.hosts import follow_config
+    """Computes for process 0, which serves."""
+    from jaxvllm.engine.multihost import follow_config
 
     follow_config(engine)
     return 0
 
 
 def _set_up_logs() -> None:
-    """One short line for each thing worth knowing, on standard error, as the engine's process writes them."""
+    """Sets up logs as short lines on standard error, in the same form as those of the engine's process."""
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(asctime)s server: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about what clients send
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about clients' mistakes
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has disconnected
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)

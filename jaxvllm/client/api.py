@@ -1,4 +1,4 @@
-"""The requests of one person: what a server lists, what it streams, and its errors as one line."""
+"""`Api`: a client of a server for one person. It reads JSON and streams, and turns errors into one line."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -6,17 +6,16 @@ from typing import Any, Self
 
 import httpx
 
-from jaxvllm.client.chunks import DONE, Chunk, error_text, read_chunk
 from jaxvllm.client.errors import ServerError
+from jaxvllm.client.event_stream import DONE, Chunk, EventReader, error_text, read_chunk
 from jaxvllm.client.server import Server
-from jaxvllm.client.sse import EventReader
 
-# A first token may wait for a long queue; a connection that cannot be made in this time will not be.
+# A first token may take long because of a queue, but a connection that is not made in this time fails.
 TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class Api:
-    """A server's HTTP interface. Use as a context manager: it keeps connections open."""
+    """A server's HTTP interface. It keeps connections open, so use it as a context manager."""
 
     def __init__(self, server: Server):
         self._client = httpx.Client(base_url=server.base_url, headers=server.headers, timeout=TIMEOUT)
@@ -28,16 +27,16 @@ class Api:
         self._client.close()
 
     def first_model(self) -> str:
-        """The name of the model that the server lists first."""
+        """Returns the name of the model that the server lists first."""
         models = self.get("/v1/models").get("data")
         if not (isinstance(models, list) and models and isinstance(models[0], dict) and "id" in models[0]):
             raise ServerError(f"{self._client.base_url} lists no model: give --model")
         return str(models[0]["id"])
 
     def max_model_len(self, model: str) -> int | None:
-        """Tokens that `model` takes, prompt and answer together. None where the server does not tell.
+        """Returns the number of tokens that `model` takes, prompt and answer together, or None if the server omits it.
 
-        ServerError when the server cannot be reached, or is not ready (503).
+        Raises ServerError when the server cannot be reached, or is not ready (503).
         """
         try:
             models = self.get("/v1/models").get("data")
@@ -49,29 +48,30 @@ class Api:
         return next((_integer(one.get("max_model_len")) for one in entries if one.get("id") == model), None)
 
     def room_behind(self, prompt: str, model: str) -> int | None:
-        """Tokens that an answer to `prompt` may have at most.
+        """Returns the most tokens that an answer to `prompt` may have.
 
-        None where the server does not tell (OpenAI has no /tokenize), or where there are none.
+        Returns None when the server does not say (OpenAI has no /tokenize), or when there is no room.
         """
         try:
             answer = self.post("/tokenize", {"model": model, "prompt": prompt})
         except ServerError:
-            return None  # what is wrong with the prompt or with the server, the completion's own error says better
+            return None  # if something is wrong, the error of the completion itself explains it better
         count, most = _integer(answer.get("count")), _integer(answer.get("max_model_len"))
         return most - count if most and count and most > count else None
 
     def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at `path`."""
+        """Returns the JSON object at `path`."""
         return self._object(self._answer(self._client.build_request("GET", path)))
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that answers `body`."""
+        """Returns the JSON object that answers `body`."""
         return self._object(self._answer(self._client.build_request("POST", path, json=body)))
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[Chunk]:
-        """The chunks that answer `body`, until [DONE]. Closing the iterator closes the connection: the server stops.
+        """Yields the chunks that answer `body`, until [DONE]. Closing the iterator closes the connection.
 
-        ServerError when the server refuses, sends an error in the stream, or ends it before [DONE].
+        Then the server stops. Raises ServerError when the server refuses, sends an error in the stream, or ends it
+        before [DONE].
         """
         reader = EventReader()
         with network_errors(str(self._client.base_url)), self._client.stream("POST", path, json=body) as response:
@@ -106,14 +106,14 @@ def _integer(value: object) -> int | None:
 
 
 def check(status: int, body: bytes) -> None:
-    """ServerError unless the status says success."""
+    """Raises ServerError unless the status says success."""
     if not 200 <= status < 300:
         raise ServerError(f"the server answers {status}: {error_text(body)}", status=status)
 
 
 @contextmanager
 def network_errors(address: str) -> Iterator[None]:
-    """Turns what httpx raises into a ServerError that says what to do."""
+    """Converts httpx's exceptions to a ServerError that says what to do."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:

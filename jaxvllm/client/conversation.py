@@ -1,4 +1,4 @@
-"""What a person and a model said: the state of a chat, or of prompts that are completed one by one."""
+"""The state of a dialogue between a person and a model: a chat, or prompts that are completed one by one."""
 
 import json
 from collections.abc import Mapping
@@ -7,25 +7,25 @@ from typing import Any, Protocol
 
 
 class Dialogue(Protocol):
-    """From what a person types to a request, and back."""
+    """Makes requests of a person's texts, and remembers their answers."""
 
     path: str
-    help: str  # what else a person may type
-    needs_max_tokens: bool  # else the server stops after a few tokens, however much room there is
+    help: str  # the commands that a person may type
+    needs_max_tokens: bool  # whether a request without max_tokens ends after a few tokens, however much room there is
 
     def request(self, text: str) -> dict[str, Any]:
-        """The fields of the body that ask for an answer to `text`."""
+        """Returns the fields of a request's body that ask for an answer to `text`."""
 
     def keep(self, text: str, answer: str) -> None:
-        """Notes what was answered; the next request knows it."""
+        """Remembers the answer to `text` for the next request."""
 
 
 class Completions:
-    """Prompts to /v1/completions: each stands alone."""
+    """Prompts to /v1/completions. Each is independent of the others."""
 
     path = "/v1/completions"
     help = "/quit ends"
-    needs_max_tokens = True  # 16 are OpenAI's default
+    needs_max_tokens = True  # OpenAI's default is 16
 
     def request(self, text: str) -> dict[str, Any]:
         return {"prompt": text}
@@ -35,7 +35,7 @@ class Completions:
 
 
 class Conversation:
-    """Messages to /v1/chat/completions: each request holds everything said before."""
+    """Messages to /v1/chat/completions. Each request contains all earlier messages."""
 
     path = "/v1/chat/completions"
     help = "/clear forgets what was said, /system TEXT sets the system message, /save FILE writes JSON, /quit ends"
@@ -54,7 +54,7 @@ class Conversation:
         return {"messages": [*self.messages, {"role": "user", "content": text}]}
 
     def keep(self, text: str, answer: str) -> None:
-        """An answer that was stopped half way is kept as far as it came; without any, the question is forgotten."""
+        """Keeps the question and the answer, even if the answer is incomplete. If it is empty, forgets both."""
         if answer:
             self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 

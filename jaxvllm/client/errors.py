@@ -1,8 +1,8 @@
-"""What can go wrong between a client and its server: one line each, for a person."""
+"""Errors between a client and its server. Their messages are one line for a person."""
 
 
 class ServerError(Exception):
-    """The server is not there, refused the request, or broke off. `status` is None where there was no answer."""
+    """Raised when the server is not there, refuses the request, or breaks off. Without an answer, `status` is None."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)

@@ -1,15 +1,15 @@
-"""Typing to a model: a line is a message, a line that begins with / a command."""
+"""Reads a person's lines for a model. A line that begins with / is a command, any other line is a message."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxvllm.client.asking import Asker
+from jaxvllm.client.answer import Asker
 from jaxvllm.client.conversation import Conversation, Dialogue
 from jaxvllm.client.errors import ServerError
 
 
 class Repl:
-    """Reads lines until `/quit` or Ctrl-D; Ctrl-C stops the answer that is arriving, or the line being typed."""
+    """Reads lines until `/quit` or Ctrl-D. Ctrl-C stops the answer that is arriving, or the line being typed."""
 
     def __init__(self, asker: Asker, dialogue: Dialogue, read_line: Callable[[str], str]):
         self._asker = asker
@@ -17,7 +17,7 @@ class Repl:
         self._read_line = read_line
 
     def run(self) -> None:
-        """An error of the server's is shown, and the person may try again."""
+        """Reads and answers lines. After an error of the server, which is shown, the person may try again."""
         while True:
             try:
                 line = self._read_line("> ").strip()
@@ -62,9 +62,9 @@ def _parted(line: str) -> tuple[str, str]:
 
 
 def line_reader() -> Callable[[str], str]:
-    """`input`, with the arrow keys and the history of readline where Python has it."""
+    """Returns `input`, which has arrow keys and a history if Python has readline."""
     try:
-        import readline  # noqa: F401  importing it is what gives input() its history
+        import readline  # noqa: F401  the import gives input() its history
     except ImportError:
         pass
     return input

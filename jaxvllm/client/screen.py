@@ -1,4 +1,4 @@
-"""Where answers appear: plain text to a pipe, and to a terminal nothing that could command it."""
+"""`Screen`: prints answers. A pipe gets the plain text; a terminal gets no escape sequences of the model."""
 
 import sys
 from typing import TextIO
@@ -8,12 +8,12 @@ from rich.text import Text
 
 from jaxvllm.client.markdown import GrowingMarkdown
 
-# A model's escape sequences would move the cursor or change the terminal: shown as signs instead (U+2400...).
+# A model's escape sequences could move the cursor or change the terminal, so they are shown as signs (U+2400...).
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421, 0x9B: 0x241B}
 
 
 class Screen:
-    """Answers go to standard output, what is said about them to standard error. Only terminals render Markdown."""
+    """Prints answers to standard output and notes to standard error. It renders Markdown only in terminals."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, renders_markdown: bool = False):
         self._out = out or sys.stdout
@@ -23,7 +23,7 @@ class Screen:
         self._ends_line = True
 
     def text(self, piece: str) -> None:
-        """A piece of an answer, at once."""
+        """Prints a piece of an answer at once."""
         if self._is_terminal:
             piece = piece.translate(_VISIBLE)
         if self._markdown is not None:
@@ -34,14 +34,14 @@ class Screen:
         self._ends_line = piece.endswith("\n")
 
     def end(self) -> None:
-        """The answer is whole, or was stopped: its last line ends."""
+        """Ends the last line of an answer, which is complete or was stopped."""
         if self._markdown is not None:
             self._markdown.end()
         elif not self._ends_line:
             self.text("\n")
 
     def note(self, line: str) -> None:
-        """Something about an answer, such as its speed."""
+        """Prints a note about an answer, such as its speed."""
         self._console.print(Text(line, style="dim"), soft_wrap=True)
 
     def error(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Which server a client talks to, and the flags that say so."""
+"""`Server`: the address of the server that a client uses, and the flags for it."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI-compatible server: `base_url` without the /v1 behind it."""
+    """An OpenAI-compatible server. `base_url` has no /v1 at its end."""
 
     base_url: str
     api_key: str | None = field(default=None, repr=False)
@@ -40,7 +40,7 @@ class Server:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """`--base-url`, or `--host` and `--port`; `--api-key`; `--model`."""
+    """Adds `--base-url`, `--host`, `--port`, `--api-key` and `--model`."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--base-url", "--url", metavar="URL", help=f"address of the server (default: http://{HOST}:{PORT})"

@@ -1,4 +1,4 @@
-"""What may be wrong with a request: errors that name the parameter, because servers pass the name on to clients.
+"""Errors about a request. Each names the parameter at fault, because servers pass the name on to clients.
 
 ValueError
   ParameterError               the caller gave a wrong value
@@ -12,13 +12,13 @@ class ParameterError(ValueError):
     """A value that the caller gave is wrong. The message states the rule, the value and the way out."""
 
     def __init__(self, message: str, param: str | None = None):
-        """`param` is the parameter as the caller wrote it, such as `stop` or `messages[0].content`; None: unknown."""
+        """`param` is the parameter as the caller wrote it, such as `stop` or `messages[0].content`, or None."""
         super().__init__(message)
         self.param = param
 
 
 class UnsupportedParameterError(NotImplementedError):
-    """A value that this engine does not support, although others do. `param` names it as in `ParameterError`."""
+    """A value that this engine does not support, although other engines do. `param` is as in `ParameterError`."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
@@ -26,7 +26,7 @@ class UnsupportedParameterError(NotImplementedError):
 
 
 class ContextLengthError(ParameterError):
-    """A prompt leaves too little room, or none, in the model's context."""
+    """A prompt that leaves too little room, or none, in the model's context."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class ContextLengthError(ParameterError):
         max_model_len: int = 0,
         num_chars: int = 0,
     ):
-        """`num_chars` is above 0 for a text that is refused before it is tokenized: it has `num_tokens` at least.
+        """`num_chars` is above 0 for a text that is refused before it is tokenized: it has at least `num_tokens`.
 
-        The numbers have defaults because `pickle` calls this with the message alone, and restores them afterwards.
+        The numbers have defaults because `pickle` calls this with the message alone and restores them afterwards.
         """
         super().__init__(message)
         self.num_tokens = num_tokens
-        self.max_prompt_tokens = max_prompt_tokens  # fewer than `max_model_len` where an answer must fit too
+        self.max_prompt_tokens = max_prompt_tokens  # below `max_model_len` when an answer must fit too
         self.max_model_len = max_model_len
         self.num_chars = num_chars

@@ -76,6 +76,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def find(self, digest: bytes) -> int | None:
+        """The page of that hash, if the pool has it."""
+        return self._page_of_hash.get(digest)
+
     def is_findable(self, page: int) -> bool:
         """Whether `match` can return `page`."""
         return page in self._hash_of_page

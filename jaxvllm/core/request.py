@@ -1,7 +1,10 @@
-"""A request as the scheduler sees it: prompt, sampling parameters, place in the queue."""
+"""Requests: a `GenerationRequest` as the caller made it, and a `Request` for each sequence that is scheduled."""
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,41 +16,115 @@ type TokenIds = NDArray[np.int32]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended; the values are OpenAI's."""
+    """The reason why a completion ended. The values are OpenAI's."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt that the model can take: at least one token, at most the model's length, all in the vocabulary."""
+
+    text: str | None  # None when the caller gave token ids
+    token_ids: TokenIds
+    cache_salt: str | None = None  # the prefix cache shares pages only between prompts with the same salt
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """The token ids as the list that outputs contain. It is made once, on first use."""
+        ids: list[int] = self.token_ids.tolist()
+        return ids
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Prompt):
+            return NotImplemented
+        same_ids = np.array_equal(self.token_ids, other.token_ids)
+        return same_ids and (self.text, self.cache_salt) == (other.text, other.cache_salt)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to complete `params.n` times, as a caller asked for it.
+
+    It is made and checked where a request enters: in `LLM`, `AsyncLLM` or a route of the server. From there the same
+    value goes to the engine's process and to the scheduler. So a new field is declared here and in `RequestOptions`.
+    """
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0  # lower values run first
+
+    def sequences(self) -> "tuple[GenerationRequest, ...]":
+        """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`."""
+        if self.params.n == 1:
+            return (self,)
+        return tuple(
+            replace(self, request_id=f"{self.request_id}#{index}", params=self.params.child(index))
+            for index in range(self.params.n)
+        )
+
+
+class RequestOptions(TypedDict, total=False):
+    """The fields of a `GenerationRequest` that have defaults, as keyword arguments of the functions that make one."""
+
+    priority: int
+
+
 @dataclass(frozen=True, order=True)
 class QueueKey:
-    """Place in the queue: the smaller key runs first and is preempted last. Unique per request."""
+    """A request's place in the queue. The smaller key runs first and is preempted last; no two requests share one."""
 
     priority: int
     arrival: int
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """One sequence to complete. Immutable but for what preemption must remember.
+class TokenConstraint(Protocol):
+    """Decides on the host which tokens may come next in a request, as a grammar does.
 
-    `seed` is the effective one: the caller's, or one drawn at admission, so that a preempted request draws
-    the same tokens again. `limit` is the largest number of tokens, prompt included, that it may reach.
+    Steps with such a request sample in a separate program, which waits for `fill`.
     """
 
-    request_id: str
-    prompt_token_ids: TokenIds
-    sampling_params: SamplingParams
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Takes note of tokens that were added to the request, in order."""
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        """Writes the mask of allowed next tokens: bit i of `words`, counted from each word's lowest, is token i."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence to complete. Only the fields that must survive a preemption ever change.
+
+    `asked` is the caller's request for this sequence, made by `GenerationRequest.sequences`: its `n` is 1.
+    `seed` is the caller's, or else one drawn at admission, so that a preempted request draws the same tokens again.
+    `limit` is the largest number of tokens, prompt included, that the sequence may reach.
+    """
+
+    asked: GenerationRequest
     seed: int
     stop_token_ids: tuple[int, ...]  # EOS included, unless ignored
     limit: int
     key: QueueKey
-    salt: str | None = None
+    constraint: TokenConstraint | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None  # None until first admitted
     num_preemptions: int = 0
+    request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
+
+    def __post_init__(self) -> None:
+        self.request_id = self.asked.request_id
+
+    @property
+    def prompt_token_ids(self) -> TokenIds:
+        return self.asked.prompt.token_ids
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.asked.params
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -55,7 +132,7 @@ class Request:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether the log-probabilities of the prompt's tokens are asked for: then all of them are computed."""
+        """Whether the caller wants the log-probabilities of the prompt's tokens. Then all of them are computed."""
         return self.sampling_params.prompt_logprobs is not None
 
     @property
@@ -63,11 +140,11 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self) -> TokenIds:
-        """Prompt and the outputs known so far, i32[num_tokens]."""
+        """Returns the prompt's tokens and the output tokens known so far, i32[num_tokens]."""
         if not len(self.output_token_ids):
             return self.prompt_token_ids
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])
 
     def hashes(self, page_size: int) -> list[bytes]:
-        """The hash chain of all full pages of `token_ids()`; each page is hashed once in a request's life."""
-        return extend_page_hashes(self.page_hashes, self.token_ids(), page_size, self.salt)
+        """Returns the hash chain of all full pages of `token_ids()`. Each page is hashed once in a request's life."""
+        return extend_page_hashes(self.page_hashes, self.token_ids(), page_size, self.asked.prompt.cache_salt)

@@ -1,4 +1,4 @@
-"""What a caller may ask about one completion, valid once constructed."""
+"""`SamplingParams`: the options of one completion, checked when they are constructed."""
 
 import enum
 import math
@@ -8,21 +8,21 @@ from typing import Any, Self
 
 from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
 
-# Below this temperature a request is greedy: dividing logits by less overflows float32 long before the
-# draw differs from the argmax.
+# Below this temperature a request is greedy: dividing the logits by a smaller number overflows float32 long before
+# the draw could differ from the argmax.
 GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 1e6
-# The smallest float32 that devices do not flush to zero. With 0 for top_p a sampler would exclude every token.
+# The smallest float32 that devices do not flush to zero. With a top_p of 0 the sampler would exclude every token.
 MIN_FLOAT32 = 2.0**-126
 MAX_N = 16_384
-MAX_STOP_STRINGS = 64  # each is looked for after every token
+MAX_STOP_STRINGS = 64  # the text is searched for each of them after every token
 MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 30  # the device's table, less room for EOS
+MAX_STOP_TOKEN_IDS = 30  # what the device's table holds, less room for EOS
 MAX_LOGPROBS = 20
 MAX_INT32 = 2**31 - 1  # counts and token ids cross to the device as int32
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
-# vLLM has these; here they would be ignored, so they are refused.
+# vLLM has these options. This engine would ignore them, so it refuses them.
 UNSUPPORTED = frozenset(
     {
         "allowed_token_ids",
@@ -51,7 +51,7 @@ UNSUPPORTED = frozenset(
 
 
 class RequestOutputKind(enum.Enum):
-    """What an output that is not the last one carries: all the text so far, only the new text, or nothing."""
+    """Says what each output before the last one carries: all the text so far, only the new text, or nothing."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -60,26 +60,26 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to draw one request's tokens and when to stop; the names and meanings are vLLM's.
+    """Options that say how to draw one request's tokens and when to stop. The names and meanings are vLLM's.
 
-    Every instance is valid: a bad value is a ValueError when it is given. An option of vLLM that this engine
-    lacks is a NotImplementedError that names it, an unknown one a TypeError. `stop` and `stop_token_ids` are tuples
-    in the end, but a list, None or (as `stop`) one string may be given.
+    Every instance is valid: the constructor raises ValueError for a bad value, NotImplementedError for an option of
+    vLLM that this engine lacks, and TypeError for an unknown option. `stop` and `stop_token_ids` are stored as tuples;
+    a caller may also give a list, None or (as `stop`) one string.
 
-    The device has float32. A number that is closer to zero than float32 can hold means what its limit means: such a
-    temperature is greedy, such a top_p leaves the most probable token alone, and such a min_p is off.
+    The device computes in float32. A number closer to zero than float32 can hold means the same as zero itself would:
+    such a temperature is greedy, such a top_p keeps only the most probable token, and such a min_p is off.
     """
 
     n: int = 1  # completions of one prompt
-    temperature: float = 1.0  # 0 = greedy, and so is anything below 1e-5
+    temperature: float = 1.0  # higher is more random; 0 = greedy, and so is anything below 1e-5
     top_p: float = 1.0  # smallest set of tokens with this much probability, at least one token; 1 = off
     top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
     min_p: float = 0.0  # tokens with at least this share of the best one's probability; 0 = off
-    seed: int | None = None  # 64 bits; None = the engine draws one, as for -1
+    seed: int | None = None  # the same seed draws the same tokens; 64 bits; None = the engine draws one, as for -1
     stop: tuple[str, ...] = ()  # texts that end the output
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output
     ignore_eos: bool = False  # the output does not end where the model ends it
-    max_tokens: int | None = 16  # of the output; None = up to the model's length, 0 = none, with prompt_logprobs alone
+    max_tokens: int | None = 16  # of the output, at most; None = all that fit the model, 0 = only score the prompt
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
     prompt_logprobs: int | None = None  # best tokens to report beside each of the prompt's; no prefix cache then
@@ -151,18 +151,18 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """Whether every step takes the most probable token."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
     def scores_only(self) -> bool:
-        """Whether the prompt is to be scored and nothing generated."""
+        """Whether the request only scores its prompt and generates nothing."""
         return self.max_tokens == 0
 
     def child(self, index: int) -> "SamplingParams":
-        """The parameters of completion `index` of `n`: n=1, and a seed of its own if one was given.
+        """Returns the parameters of completion `index` of `n`: `n` is 1, and each has its own seed if one was given.
 
-        The first alone scores the prompt, which all share, unless there is nothing but scores to compute.
+        All completions share the prompt, so only the first scores it, unless scores are all there is to compute.
         """
         if self.n == 1 and index == 0:
             return self
@@ -174,7 +174,7 @@ class SamplingParams:
 
 
 def _integer(param: str, value: object, low: int, high: int, what: str | None = None) -> int:
-    """`value` as an int. Errors call it `what`, or by the name of its parameter."""
+    """Returns `value` as an int. Errors call it `what`, or by the name of its parameter."""
     rule = f"{what or param} must be an integer from {low} to {high}, not"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ParameterError(f"{rule} {_shown(value)}", param)
@@ -229,6 +229,6 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
 
 
 def _shown(value: object) -> str:
-    """The value as an error may quote it: short, whatever the caller sent."""
+    """Returns a short quotation of the value for an error message, however long the value is."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

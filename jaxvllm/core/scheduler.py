@@ -14,11 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.page_pool import PagePool, Pages, pages_for
-from jaxvllm.core.plan import NOT_SCORED, Admission, Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
-from jaxvllm.core.request import FinishReason, QueueKey, Request
+from jaxvllm.core.request import FinishReason, QueueKey, Request, TokenConstraint
 from jaxvllm.core.slots import SlotIds, SlotTable
+from jaxvllm.core.step_plan import (
+    NOT_SCORED,
+    Admission,
+    Emitted,
+    Finished,
+    Ints,
+    PageEntries,
+    Scored,
+    StepOutput,
+    StepPlan,
+    StepUpdate,
+)
+
+# Of each group of the KV cache, the pages that rows open in a step.
+type Opened = tuple[PageEntries, ...]
 
 
 @dataclass(frozen=True)
@@ -30,14 +44,18 @@ class _Chunk:
     length: int
     ends_prompt: bool
 
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
 
 class Scheduler:
-    """Owns the queue, the slots and the pages. Calls are `add`, `schedule`, `update`, `finish`; none blocks."""
+    """Owns the queue, the slots and the KV cache. Calls are `add`, `schedule`, `update`, `finish`; none blocks."""
 
-    def __init__(self, slots: SlotTable, pool: PagePool, policy: Policy, max_num_batched_tokens: int):
+    def __init__(self, slots: SlotTable, cache: KVCache, policy: Policy, max_num_batched_tokens: int):
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
-        self.pool = pool
+        self.cache = cache
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
@@ -75,70 +93,119 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int, limit: int) -> None:
         """Raises ValueError for a request that could not finish even if it had every page."""
-        needed, usable = pages_for(limit - 1, self.pool.page_size), self.pool.num_pages - 1
-        if needed > usable:
+        if (shortage := self.cache.shortage(limit - 1)) is not None:
+            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
             raise ParameterError(
-                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones needs {needed} "
-                f"pages of {self.pool.page_size} tokens, but the pool has {usable}: lower max_tokens, shorten the "
-                "prompt, or give the engine more memory",
+                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones needs "
+                f"{shortage.needed} pages of {self.cache.page_size} tokens, but the pool{of} has {shortage.usable}: "
+                "lower max_tokens, shorten the prompt, or give the engine more memory",
                 "max_tokens",
             )
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of `request` that would not be computed if it were admitted now: their KV is in the prefix cache."""
-        return len(self._hits(request)) * self.pool.page_size
+        return self._cached_prefix(request).num_pages * self.cache.page_size
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, width: int = 1) -> StepPlan | None:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
-        policy v0 while prompts wait.
+        policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row is constrained, the step is
+        `width` decode steps in one, if there are pages for them without a preemption.
         """
+        self._free_unseen()
         decode = self.slots.decoding()
-        new_pages = self._grow(decode)
+        if width > 1 and not self._may_burst(decode):
+            width = 1
+        new_pages = self._grow(decode, width)
+        if new_pages is None and width > 1:
+            width = 1
+            new_pages = self._grow(decode, width)
         preempts = new_pages is None
         if new_pages is None:
             decode, new_pages = self._grow_by_preemption()
         chunks: list[_Chunk] = []
+        opened: list[Opened] = []  # by chunks of running prompts
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
         budget = self.max_num_batched_tokens - (len(decode) if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.num_running):
-            budget = self._continue_prefills(chunks, budget)
+            budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
                 # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
                 self._admit(chunks, admissions, budget)
         if chunks and not mixes:
-            self._shrink(decode, new_pages)
-            decode, new_pages = decode[:0], new_pages[:0]
+            self.cache.undo(new_pages)  # decode rows wait while prompts are computed
+            decode, new_pages = decode[:0], self.cache.no_entries
         if not chunks and not len(decode):
             return None
-        return self._plan(decode, new_pages, chunks, admissions)
+        if opened:
+            new_pages = tuple(map(PageEntries.joined, zip(new_pages, *opened, strict=True)))
+        return self._plan(decode, new_pages, chunks, admissions, width)
+
+    def _may_burst(self, decode: SlotIds) -> bool:
+        """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
+        if self._waiting_ids or self.slots.is_constrained[decode].any():
+            return False
+        # Rows whose last token is in flight are neither decoding nor prefilling.
+        return len(decode) == self.num_running or not len(self.slots.prefilling())
 
     def update(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
-        """Brings in the sampled ids of `plan`: appends them, and ends requests that met a stop id or their limit."""
+        """Brings in what `plan` yielded: appends the tokens, and ends requests that met a stop id or their limit.
+
+        A row that yielded fewer tokens than it might have is that much shorter than `schedule` took it for.
+        """
         slots = self.slots
         is_present = slots.epoch[plan.slots] == plan.epochs
         scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
-        rows = np.flatnonzero(plan.samples & is_present)
+        rows = np.flatnonzero(is_present & plan.samples)
         at = plan.slots[rows]
-        token_ids = output.token_ids[rows]
+        tokens, counts = output.tokens[rows], output.counts[rows]
+        missing = plan.max_new[rows] - counts
+        if missing.any():
+            slots.num_tokens[at] -= missing
+            slots.num_computed[at] -= missing
         num_outputs = slots.num_known[at] - slots.num_prompt[at]
-        slots.append_tokens(at, token_ids)
-        stops = (slots.stop_ids[at] == token_ids[:, None]).any(axis=1) & (num_outputs >= slots.min_tokens[at])
+        slots.append_tokens(at, tokens, counts)
+        # The device ends a row behind its first stop id, so only the last token can be one.
+        last = tokens[:, 0] if plan.width == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
+        yields = counts > 0
+        stops = (slots.stop_ids[at] == last[:, None]).any(axis=1) & yields
+        if stops.any():
+            stops &= num_outputs + counts > slots.min_tokens[at]
+            # The device computes no KV of a stop token, although a step in flight was planned to.
+            slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
-        started = tuple(self._tenant(slot) for slot in at[num_outputs == 0])
-        watched = slots.watched[at]
-        emitted = tuple(
-            Emitted(self._tenant(slot), row, token)
-            for slot, row, token in zip(
-                at[watched].tolist(), rows[watched].tolist(), token_ids[watched].tolist(), strict=True
-            )
-        )
-        finished = tuple(_ended(self._tenant(at[i]), int(token_ids[i]), bool(stops[i])) for i in np.flatnonzero(ends))
+        started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == 0)])
+        emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
+        if plan.is_masked:
+            self._advance_constraints(at, tokens, counts)
+        finished = tuple(_ended(self._tenant(at[i]), int(last[i]), bool(stops[i])) for i in np.flatnonzero(ends))
         for end in finished:
             self.finish(end.request.request_id)
-        return StepUpdate(len(rows), started, emitted, finished, scored)
+        return StepUpdate(int(counts.sum()), started, emitted, finished, scored)
+
+    def masked_rows(self, plan: StepPlan) -> list[tuple[int, TokenConstraint]]:
+        """The slots of `plan` that wait for a mask, with the constraint of their tenant, where that is still there."""
+        if plan.masked is None:
+            return []
+        is_present = self.slots.epoch[plan.slots] == plan.epochs
+        at = plan.slots[plan.masked & is_present].tolist()
+        return [(slot, constraint) for slot in at if (constraint := self._tenant(slot).constraint) is not None]
+
+    def _advance_constraints(self, at: SlotIds, tokens: Ints, counts: Ints) -> None:
+        for index in np.flatnonzero(self.slots.is_constrained[at]):
+            constraint = self._tenant(at[index]).constraint
+            assert constraint is not None
+            constraint.advance(tokens[index, : counts[index]].tolist())
+
+    def _emitted(self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> Iterator[Emitted]:
+        """Yields the new tokens of requests that somebody watches, row by row in order."""
+        width = tokens.shape[1]
+        is_new = self.slots.watched[at][:, None] & (np.arange(width) < counts[:, None])
+        row, index = np.nonzero(is_new)
+        found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
+        return (Emitted(self._tenant(slot), place, token) for slot, place, token in zip(*found, strict=True))
 
     def finish(self, request_id: str) -> Request | None:
         """Ends a waiting or running request now: its pages are free for the next step. None if there is none.
@@ -152,24 +219,23 @@ class Scheduler:
         slot = self._slot_of.get(request_id)
         return None if slot is None else self._release(slot)
 
-    # Growing: one page for every decoding request that crosses a page boundary.
+    # Growing: the pages for the most tokens that every decoding request may get in a step.
 
-    def _grow(self, decode: SlotIds) -> Pages | None:
-        """The page that each decoding slot opens in this step (0: none), or None when there are not enough."""
+    def _free_unseen(self) -> None:
+        """Frees pages that left a window. A row's next token is at least the one behind those that the host knows."""
+        if not self.cache.has_windows:
+            return
         slots = self.slots
-        opens = slots.num_computed[decode] == slots.num_pages[decode] * slots.page_size
-        count = int(np.count_nonzero(opens))
-        if count > self.pool.num_available:
-            return None
-        new_pages = np.zeros(len(decode), np.int32)
-        if count:
-            at = decode[opens]
-            new_pages[opens] = self.pool.allocate(count)
-            slots.page_table[at, slots.num_pages[at]] = new_pages[opens]
-            slots.num_pages[at] += 1
-        return new_pages
+        at = np.flatnonzero(slots.active)
+        self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
-    def _grow_by_preemption(self) -> tuple[SlotIds, Pages]:
+    def _grow(self, decode: SlotIds, width: int) -> Opened | None:
+        """The pages that decoding slots may open in `width` steps, or None when there are not enough."""
+        slots = self.slots
+        # The last token's KV is not computed by the step that yields it.
+        return self.cache.grow(decode, np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1))
+
+    def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
             victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
             watched = bool(self.slots.watched[victim])
@@ -178,30 +244,25 @@ class Scheduler:
             self.num_preemptions += 1
             self._enqueue(request, watched)
             decode = self.slots.decoding()
-            new_pages = self._grow(decode)
+            new_pages = self._grow(decode, width=1)
             if new_pages is not None:
                 return decode, new_pages
 
-    def _shrink(self, decode: SlotIds, new_pages: Pages) -> None:
-        """Undoes `_grow`: under v0 the decode rows wait while prompts are computed."""
-        at = decode[new_pages > 0]
-        self.slots.num_pages[at] -= 1
-        self.pool.release(new_pages[new_pages > 0])
-
     # Prefill: chunks of running prompts first, then new requests in queue order.
 
-    def _continue_prefills(self, chunks: list[_Chunk], budget: int) -> int:
+    def _continue_prefills(self, chunks: list[_Chunk], opened: list[Opened], budget: int) -> int:
         for slot in sorted(self.slots.prefilling().tolist(), key=lambda slot: self._tenant(slot).key):
             if budget == 0:
                 break
-            budget -= self._take_chunk(slot, chunks, budget)
+            chunks.append(self._next_chunk(slot, budget))
+            opened.append(self.cache.cover(slot, chunks[-1].end))
+            budget -= chunks[-1].length
         return budget
 
-    def _take_chunk(self, slot: int, chunks: list[_Chunk], budget: int) -> int:
+    def _next_chunk(self, slot: int, budget: int) -> _Chunk:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.prefill_len[slot])
         length = min(budget, end - start)
-        chunks.append(_Chunk(slot, start, length, start + length == end))
-        return length
+        return _Chunk(slot, start, length, start + length == end)
 
     def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int) -> None:
         if self._slot_of and not self.policy.joins_running:
@@ -213,31 +274,36 @@ class Scheduler:
             if self._waiting_ids.get(request.request_id) is not request:  # ended while it waited
                 heapq.heappop(self._waiting)
                 continue
-            hits = self._hits(request)
-            if self._soon_cached(request, len(hits)):
+            prefix = self._cached_prefix(request)
+            if self._soon_cached(request, prefix.num_pages):
                 postponed.append(heapq.heappop(self._waiting))
                 continue
-            pages = self._take_pages(request, hits)
-            if pages is None:
+            # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
+            target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
+            if not self.cache.can_take(prefix, target):
                 break
             heapq.heappop(self._waiting)
             del self._waiting_ids[request.request_id]
-            slot = self.slots.occupy(request, pages, len(hits) * self.pool.page_size, watched)
+            num_cached = prefix.num_pages * self.cache.page_size
+            slot = self.slots.occupy(request, num_cached, watched)
+            self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
             self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
-                request.num_cached_tokens = len(hits) * self.pool.page_size
-            admissions.append(Admission(slot, request, pages))
-            budget -= self._take_chunk(slot, chunks, budget)
+                request.num_cached_tokens = num_cached
+            chunks.append(self._next_chunk(slot, budget))
+            self.cache.cover(slot, chunks[-1].end)
+            budget -= chunks[-1].length
+            admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached))
         for entry in postponed:
             heapq.heappush(self._waiting, entry)
 
-    def _hits(self, request: Request) -> list[int]:
-        """Cached pages that begin `request`. The last token is always computed: its logits are needed."""
-        if not self.pool.enable_prefix_caching or request.wants_scores:
-            return []
-        page_size = self.pool.page_size
-        return self.pool.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
+    def _cached_prefix(self, request: Request) -> CachedPrefix:
+        """The pages that begin `request` and are cached. The last token is always computed: its logits are needed."""
+        if not self.cache.enable_prefix_caching or request.wants_scores:
+            return self.cache.match(())
+        page_size = self.cache.page_size
+        return self.cache.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
 
     def _soon_cached(self, request: Request, num_hits: int) -> bool:
         """Whether a running request is computing this one's next page now: waiting for it saves the work.
@@ -245,56 +311,50 @@ class Scheduler:
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
         Not where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.policy.joins_running or not self.pool.enable_prefix_caching or request.wants_scores:
+        if not self.policy.joins_running or not self.cache.enable_prefix_caching or request.wants_scores:
             return False
-        if num_hits >= (request.num_tokens - 1) // self.pool.page_size:
+        if num_hits >= (request.num_tokens - 1) // self.cache.page_size:
             return False
         return request.page_hashes[num_hits] in self._computing
 
-    def _take_pages(self, request: Request, hits: list[int]) -> Pages | None:
-        """Pages for all tokens that `request` has, cached ones first; None when there are not enough.
-
-        A prompt takes all its pages at once, so a chunked prefill never waits for pages that a younger one holds.
-        """
-        target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
-        count = pages_for(target, self.pool.page_size) - len(hits)
-        if count + self.pool.num_cached(hits) > self.pool.num_available:
-            return None
-        self.pool.share(hits)
-        return np.concatenate([np.array(hits, np.int32), self.pool.allocate(count)])
-
     # Bookkeeping.
 
-    def _plan(self, decode: SlotIds, new_pages: Pages, chunks: list[_Chunk], admissions: list[Admission]) -> StepPlan:
+    def _plan(
+        self, decode: SlotIds, new_pages: Opened, chunks: list[_Chunk], admissions: list[Admission], width: int
+    ) -> StepPlan:
         slots = self.slots
-        num_decode = len(decode)
+        num_decode, num_rows = len(decode), len(decode) + len(chunks)
         rows = np.concatenate([decode, np.array([chunk.slot for chunk in chunks], np.int64)]).astype(np.int32)
         starts = slots.num_computed[rows]
-        lengths = np.ones(len(rows), np.int32)
-        samples = np.ones(len(rows), np.bool_)
-        next_tokens = np.full(len(rows), NOT_SCORED, np.int32)
+        lengths = np.ones(num_rows, np.int32)
+        max_new = np.ones(num_rows, np.int32)
+        if width > 1:
+            max_new[:num_decode] = np.minimum(width, slots.limit[decode] - slots.num_tokens[decode])
+        next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
-            samples[row] = chunk.ends_prompt
+            max_new[row] = chunk.ends_prompt
             if self._tenant(chunk.slot).wants_scores:
-                end = chunk.start + chunk.length
-                next_tokens[row] = 0 if chunk.ends_prompt else slots.token_ids[chunk.slot, end]
-        inputs = [slots.token_ids[c.slot, c.start : c.start + c.length] for c in chunks]
+                next_tokens[row] = 0 if chunk.ends_prompt else slots.token_ids[chunk.slot, chunk.end]
+        constrained = slots.is_constrained[rows]
+        inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
             slots=rows,
             epochs=slots.epoch[rows],
             starts=starts,
             lengths=lengths,
-            new_pages=np.concatenate([new_pages, np.zeros(len(chunks), np.int32)]),
-            samples=samples,
+            new_pages=new_pages,
+            max_new=max_new,
             num_decode=num_decode,
             token_ids=np.concatenate(inputs) if inputs else np.empty(0, np.int32),
             next_tokens=next_tokens,
             wants_logprobs=bool(slots.wants_logprobs[rows].any()),
+            width=width,
+            masked=constrained & (max_new > 0) if constrained.any() else None,
             admissions=tuple(admissions),
         )
-        slots.num_computed[rows] += lengths
-        slots.num_tokens[rows] += samples
+        slots.num_computed[rows] += lengths if width == 1 else max_new
+        slots.num_tokens[rows] += max_new
         for chunk in chunks:
             self._register_computed(chunk.slot)
         return plan
@@ -311,19 +371,11 @@ class Scheduler:
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
-        if not self.pool.enable_prefix_caching:
-            return
-        slots = self.slots
-        first = int(slots.num_registered[slot])
-        last = int(min(slots.num_computed[slot], slots.num_known[slot])) // slots.page_size
-        if last > first:
-            hashes = self._tenant(slot).hashes(slots.page_size)[first:last]
-            self.pool.register(slots.page_table[slot, first:last].tolist(), hashes)
-            self._computing.difference_update(hashes)
-            slots.num_registered[slot] = last
+        count = int(min(self.slots.num_computed[slot], self.slots.num_known[slot]))
+        self._computing.difference_update(self.cache.register(slot, count, self._tenant(slot)))
 
     def _uncomputed_hashes(self, slot: int) -> list[bytes]:
-        return self._tenant(slot).page_hashes[int(self.slots.num_registered[slot]) :]
+        return self._tenant(slot).page_hashes[int(self.cache.num_registered[slot]) :]
 
     def _release(self, slot: int) -> Request:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
@@ -331,7 +383,7 @@ class Scheduler:
         request = self._tenant(slot)
         request.output_token_ids = self.slots.outputs(slot)
         self._register_computed(slot)
-        self.pool.release(self.slots.pages(slot))
+        self.cache.release(slot)
         self.slots.vacate(slot)
         del self._slot_of[request.request_id]
         return request
@@ -353,13 +405,13 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
-        self.pool.check_invariants(self.slots.pages(slot) for slot in self._slot_of.values())
+        self.cache.check_invariants(list(self._slot_of.values()))
         assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
         queued = {request.request_id for _, request, _ in self._waiting}
         assert self._waiting_ids.keys() <= queued, "a waiting request is not in the queue"
         if not self._slot_of:
-            assert self.pool.num_owned == 0, "an idle scheduler holds pages"
+            assert self.cache.is_empty, "an idle scheduler holds pages"
             assert not self._computing, "an idle scheduler computes pages"
 
 

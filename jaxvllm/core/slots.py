@@ -2,10 +2,12 @@
 
 A request owns one slot (a row number) from admission to release. Three counters explain the scheduler:
 
-    num_computed <= num_tokens    positions whose KV is computed by the steps dispatched so far
+    num_computed <= num_tokens    the most positions whose KV the steps dispatched so far compute
     num_known    <= num_tokens    tokens whose ids the host has seen
-    num_tokens                    all tokens, those still in flight on the device included
+    num_tokens                    the most tokens there may be, those still in flight on the device included
 
+How far a row really got is known on the device first. The host plans with these bounds, and `Scheduler.update` lowers
+them when a step yielded fewer tokens than it might have.
 A slot is prefilling while `num_computed < prefill_len` and decoding afterwards; decoding, it always has exactly
 one token to compute (`num_tokens - num_computed == 1`).
 """
@@ -13,7 +15,6 @@ one token to compute (`num_tokens - num_computed == 1`).
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.page_pool import Pages, pages_for
 from jaxvllm.core.request import Request, TokenIds
 
 # Stop ids (EOS included) a request may have. One cache line of int32 per slot on host and device; vLLM users
@@ -27,15 +28,14 @@ type SlotIds = NDArray[np.int32] | NDArray[np.int64]
 class SlotTable:
     """Per-slot arrays; row `s` means something only while `active[s]`."""
 
-    def __init__(self, num_slots: int, max_model_len: int, page_size: int):
+    def __init__(self, num_slots: int, max_model_len: int):
         self.num_slots = num_slots
-        self.max_pages = pages_for(max_model_len, page_size)
-        self.page_size = page_size
         self.tenants: list[Request | None] = [None] * num_slots
         self.active = np.zeros(num_slots, np.bool_)
         self.epoch = np.zeros(num_slots, np.int32)  # + 1 at every release: outputs of former tenants are ignored
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
         self.wants_logprobs = np.zeros(num_slots, np.bool_)
+        self.is_constrained = np.zeros(num_slots, np.bool_)  # the host has a say in each token
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -43,10 +43,7 @@ class SlotTable:
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.limit = np.zeros(num_slots, np.int32)
         self.min_tokens = np.zeros(num_slots, np.int32)
-        self.num_pages = np.zeros(num_slots, np.int32)
-        self.num_registered = np.zeros(num_slots, np.int32)  # leading pages that the prefix cache knows
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
-        self.page_table = np.zeros((num_slots, self.max_pages), np.int32)
         # One more than the model's length: a prompt that long may be scored, and the step samples a token behind it.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -59,11 +56,11 @@ class SlotTable:
         return np.flatnonzero(self.active & (self.num_computed < self.prefill_len))
 
     def decoding(self) -> SlotIds:
-        """Slots with one token to compute; those whose last token is already in flight have none."""
+        """Slots with one token to compute; those whose last token may already be in flight have none."""
         return np.flatnonzero(self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit))
 
-    def occupy(self, request: Request, pages: Pages, num_computed: int, watched: bool) -> int:
-        """Gives `request` a slot and `pages`, of whose positions the first `num_computed` hold a cached prefix."""
+    def occupy(self, request: Request, num_computed: int, watched: bool) -> int:
+        """Gives `request` a slot, whose first `num_computed` positions are cached."""
         slot = self._free.pop()
         token_ids = request.token_ids()
         count = len(token_ids)
@@ -72,16 +69,14 @@ class SlotTable:
         self.active[slot] = True
         self.watched[slot] = watched
         self.wants_logprobs[slot] = params.logprobs is not None
+        self.is_constrained[slot] = request.constraint is not None
         self.num_prompt[slot] = request.num_prompt_tokens
         self.prefill_len[slot] = self.num_known[slot] = self.num_tokens[slot] = count
         self.num_computed[slot] = num_computed
         self.limit[slot] = request.limit
         self.min_tokens[slot] = params.min_tokens
-        self.num_pages[slot] = len(pages)
-        self.num_registered[slot] = num_computed // self.page_size
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
-        self.page_table[slot, : len(pages)] = pages
         self.token_ids[slot, :count] = token_ids
         return slot
 
@@ -97,13 +92,15 @@ class SlotTable:
         """The generated tokens of `slot` that the host knows, as a copy."""
         return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]].copy()
 
-    def pages(self, slot: int) -> Pages:
-        return self.page_table[slot, : self.num_pages[slot]]
-
-    def append_tokens(self, slots: SlotIds, token_ids: NDArray[np.int32]) -> None:
-        """Stores one newly known token per slot; `slots` are distinct."""
-        self.token_ids[slots, self.num_known[slots]] = token_ids
-        self.num_known[slots] += 1
+    def append_tokens(self, slots: SlotIds, tokens: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
+        """Stores the first `counts[i]` of `tokens[i]`, which are newly known; `slots` are distinct."""
+        known = self.num_known[slots]
+        if tokens.shape[1] == 1 and counts.all():  # nearly every step, in a third of the time
+            self.token_ids[slots, known] = tokens[:, 0]
+        else:
+            rows, at = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+            self.token_ids[slots[rows], known[rows] + at] = tokens[rows, at]
+        self.num_known[slots] = known + counts
 
     def check_invariants(self) -> None:
         active = np.flatnonzero(self.active)
@@ -116,5 +113,3 @@ class SlotTable:
         decoding = computed >= prefill
         assert (tokens[decoding] - computed[decoding] == 1).all(), "a decoding slot has one token to compute"
         assert (tokens[~decoding] == prefill[~decoding]).all(), "a prefilling slot has sampled"
-        assert (self.num_pages[active] * self.page_size >= computed).all(), "KV was computed outside the pages"
-        assert (self.num_registered[active] * self.page_size <= computed).all()

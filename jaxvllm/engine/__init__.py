@@ -1,1 +1,1 @@
-"""The step loop and what surrounds it: tokenizer, incremental text, outputs, the offline `LLM`."""
+"""The core loop, from a checked request to its outputs, and what users hold: the offline `LLM` and its outputs."""

@@ -1,7 +1,6 @@
 """From an EngineConfig to the parts of an engine: tokenizer, and for each replica weights, pages, scheduler, runner."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,24 +12,26 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.page_pool import PagePool
+from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
-from jaxvllm.engine.choices import Choices
-from jaxvllm.engine.default_params import default_params
-from jaxvllm.engine.tokenizer import Tokenizer, eos_token_ids
+from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
-from jaxvllm.runtime.leader import Leader
-from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
+from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
+from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
-from jaxvllm.runtime.runner import Runner, compile_step
+from jaxvllm.runtime.runner import Runner
+from jaxvllm.runtime.state import state_bytes
+from jaxvllm.runtime.step_program import StepCompiler
+from jaxvllm.text.generation_config import default_params, eos_token_ids
+from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
@@ -69,31 +70,32 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
     directory = checkpoint.resolve(config.model)
-    choices = Choices.of(config, checkpoint.read_config(directory), device.platform)
-    spec = choices.spec
+    resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
+    spec = resolved.spec
     _log_costs(Spread(spec, meshes[0].size))
-    backend = Backend.of_device(config.attention_backend, device, choices.dtype)
+    backend = Backend.of_device(config.attention_backend, device, resolved.dtype)
     if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
         # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
         raise NotImplementedError("attention backend interpret-gpu runs on one device: use interpret, or a mesh of Dx1")
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
-    seqs, tokens = choices.max_num_seqs, choices.max_num_batched_tokens
+    seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", 1, seqs),
         _buckets(config.token_buckets, "token_buckets", min(16, tokens), tokens),
+        width=config.max_decode_burst,
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
     defaults = default_params(directory)
     with _timed("loading weights"):
-        replicas = _load(config, directory, choices, meshes)
+        replicas = _load(config, directory, resolved, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with _timed("measuring memory"):
-        room = _num_pages(config, choices, replicas[0], ladder.largest, backend, meshes)
+        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes)
         num_pages = hosts.least(room)
-    shape = choices.cache_shape(num_pages)
+    shape = resolved.cache_shape(num_pages)
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
@@ -107,13 +109,23 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
                 runner.programs.wait()
         # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
         hosts.meet()
-    logger.info("%d pages of %d tokens, %d buckets", num_pages - 1, config.page_size, len(ladder.buckets))
+    for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
+        seen = "all positions" if size.window is None else f"the last {size.window} positions"
+        text = "%d pages of %d tokens for %d layers that see %s"
+        logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), seen)
+    logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 
     def make_scheduler() -> Scheduler:
-        slots = SlotTable(seqs, choices.max_model_len, config.page_size)
-        pool = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
-        return Scheduler(slots, pool, POLICIES[config.scheduler], tokens)
+        cache = KVCache(
+            shape.group_sizes(spec),
+            num_slots=seqs,
+            max_model_len=resolved.max_model_len,
+            page_size=config.page_size,
+            max_chunk=tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens)
 
     return EngineParts(
         tokenizer=tokenizer,
@@ -121,7 +133,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
-        max_model_len=choices.max_model_len,
+        max_model_len=resolved.max_model_len,
         eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
         default_params=defaults,
     )
@@ -160,20 +172,20 @@ def _log_costs(spread: Spread) -> None:
         logger.info(text, spec.num_heads, spread.size, whole.num_heads)
 
 
-def _load(config: EngineConfig, directory: Path, choices: Choices, meshes: Sequence[Mesh]) -> list[Params]:
+def _load(config: EngineConfig, directory: Path, resolved: ResolvedConfig, meshes: Sequence[Mesh]) -> list[Params]:
     """The weights on each of `meshes`: read once, and copied from device to device."""
     params = checkpoint.load(
         directory,
-        choices.spec,
-        dtype=choices.dtype,
-        layout=choices.layout,
+        resolved.spec,
+        dtype=resolved.dtype,
+        layout=resolved.layout,
         load_format=config.load_format,
         seed=config.seed,
         mesh=meshes[0],
     )
     # Only on one device: several on a CPU are virtual, for proving what real ones will do, not for speed.
-    if choices.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
-        params = to_in_out(params)
+    if resolved.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
+        params = to_in_out(params, resolved.spec)
 
     def copied(mesh: Mesh) -> Params:
         copy: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
@@ -191,25 +203,35 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: 
 
 
 def _num_pages(
-    config: EngineConfig, choices: Choices, params: Params, largest: Bucket, backend: Backend, meshes: Sequence[Mesh]
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    params: Params,
+    largest: Bucket,
+    backend: Backend,
+    meshes: Sequence[Mesh],
 ) -> int:
-    """Pages of each replica: those that the config has, or for what the fullest device of this process has left.
+    """Pages of each replica's first group: as the config says, or what the fullest device of this process has left.
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
-    smallest = choices.cache_shape(num_pages=2)
-    struct = smallest.pages(choices.spec, backend, meshes[0])
+    smallest = resolved.cache_shape(num_pages=2)
+    spread = Spread(resolved.spec, meshes[0].size)
     devices = [device for mesh in meshes for device in mesh.local_devices]
-    page_bytes = math.prod(struct.sharding.shard_shape(struct.shape)) * struct.dtype.itemsize // smallest.num_pages
+
+    def pool_bytes(num_pages: int) -> int:
+        return smallest.with_pages(num_pages).device_bytes(spread, backend)
+
     if config.num_pages is not None:
-        check_chosen_pages(config.num_pages, page_bytes, devices)
+        check_chosen_pages(config.num_pages, pool_bytes(config.num_pages), devices)
         return config.num_pages
     room = min(free_bytes(device, config.memory_utilization) for device in devices)
     if devices[0].platform == "cpu":
         room //= len(devices)  # they are all this host
     else:
-        room -= step_bytes(compile_step(params, struct, choices.spec, smallest, largest, backend, meshes[0]))
-    return pages_that_fit(room, page_bytes, useful=smallest.num_slots * smallest.max_pages + 1)
+        pages = smallest.pages(resolved.spec, backend, meshes[0])
+        room -= StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
+    room -= state_bytes(smallest.sizes(resolved.spec))
+    return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path | None:

@@ -1,47 +1,41 @@
-"""The engine: checks requests, shares them out among its replicas, and steps those. Single-threaded and synchronous."""
+"""The engine distributes requests among its replicas and steps them. It is single-threaded and synchronous."""
 
 import logging
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import count
+from typing import Unpack
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.request import QueueKey, Request
+from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.core.slots import MAX_STOP_IDS
-from jaxvllm.engine.hosts import lead
-from jaxvllm.engine.output_processor import OutputProcessor, child_request_ids, is_watched
+from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
+from jaxvllm.engine.multihost import lead
+from jaxvllm.engine.output_processor import OutputProcessor, is_watched
 from jaxvllm.engine.outputs import RequestOutput
-from jaxvllm.engine.prompts import Prompt, PromptLike, PromptReader
 from jaxvllm.engine.replica import Replica
+from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.text.prompts import PromptLike, PromptReader
 
 logger = logging.getLogger(__name__)
 
-# How often to ask which of several replicas is done. While they have work, each device has its next step already, and
-# asking eight takes 4% of a core.
+# The interval of asking which of several replicas is done. While they have work, each device has its next step
+# already, and asking eight takes 4% of a core.
 POLL_SECONDS = 5e-4
 
 
-@dataclass(frozen=True)
-class Submission:
-    """A request that was checked against the engine and is ready to be queued."""
-
-    request_id: str
-    prompt: Prompt
-    params: SamplingParams
-    priority: int
-
-
 class Engine:
-    """Completes requests: `submit` what `check` accepted, then call `step` while `has_work`."""
+    """Completes requests. Callers `submit` the requests that `check` accepted, then call `step` while `has_work`."""
 
-    def __init__(self, config: EngineConfig):
-        """Loads the model and compiles what the first request needs."""
+    def __init__(self, config: EngineConfig, burst_seconds: float = OFFLINE_SECONDS):
+        """Loads the model and compiles the program that the first request needs.
+
+        `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
+        """
         parts = lead(config)
         self.config = config
         self.tokenizer = parts.tokenizer
@@ -49,15 +43,18 @@ class Engine:
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
         self.default_params = parts.default_params
-        self.replicas = tuple(Replica(i, parts.make_scheduler, runner) for i, runner in enumerate(parts.runners))
+        self.replicas = tuple(
+            Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
+        )
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
-        self._eos_token_ids = parts.eos_token_ids
+        self.eos_token_ids = parts.eos_token_ids
+        self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids)
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._router = self._make_router()
         self._is_closed = False
-        self._is_broken = False  # a step broke off, and what it left behind is not cleared away yet
+        self._is_broken = False  # whether a step broke off whose remains are not cleared away yet
         self._num_prompt_tokens = 0
 
     @property
@@ -73,51 +70,48 @@ class Engine:
         request_id: str,
         prompt: PromptLike,
         params: SamplingParams,
-        priority: int = 0,
+        *,
         add_special_tokens: bool = True,
-    ) -> Submission:
-        """Checks everything that could be wrong with a request; nothing is queued and nothing changes.
+        **options: Unpack[RequestOptions],
+    ) -> GenerationRequest:
+        """Checks everything that could be wrong with a request, without queueing it or changing anything.
 
+        `options` are the optional fields of `GenerationRequest`, such as `priority`.
         Raises ValueError with the rule, the value and the way out.
         """
-        if type(priority) is not int:
-            raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ParameterError(f"priority {priority} needs an engine with scheduling_policy='priority'", "priority")
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=params.scores_only)
-        if len(self._stop_ids(params)) > MAX_STOP_IDS:
-            raise ParameterError(
-                f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
-            )
-        self.replicas[0].scheduler.check_fits(len(read.token_ids), self._limit(read, params))  # all are equal
-        return Submission(request_id, read, params, priority)
+        request = GenerationRequest(request_id, read, params, **options)
+        self._rules.check(request)
+        self.check_fits(request)
+        return request
 
-    def submit(self, submission: Submission) -> None:
-        """Queues a checked request. Raises ValueError when its id is in use, RuntimeError after `close`."""
+    def check_fits(self, request: GenerationRequest) -> None:
+        """Raises ValueError for a request that could not finish even if it had every page of a replica."""
+        num_prompt_tokens = len(request.prompt.token_ids)
+        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request))  # all replicas are equal
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queues a checked request. Raises ValueError when its id is in use, and RuntimeError after `close`."""
         self._ready()
-        request_id, prompt, params = submission.request_id, submission.prompt, submission.params
-        children = child_request_ids(request_id, params.n)
-        for name in (request_id, *children):
+        sequences = request.sequences()
+        for name in (request.request_id, *(sequence.request_id for sequence in sequences)):
             if self.outputs.is_known(name):
                 raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
-        self.outputs.add(request_id, prompt, params, children, time.monotonic())
-        self._num_prompt_tokens += len(prompt.token_ids)
-        requests = [
-            self._request(child_id, prompt, params.child(index), submission.priority)
-            for index, child_id in enumerate(children)
-        ]
-        scheduler = self._router.choose(requests[0])  # one for all of them: they share the pages of their prompt
-        for request in requests:
-            scheduler.add(request, watched=is_watched(params))
+        self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic())
+        self._num_prompt_tokens += len(request.prompt.token_ids)
+        queued = [self._queued(sequence) for sequence in sequences]
+        scheduler = self._router.choose(queued[0])  # the same for all of them, so that they share the prompt's pages
+        for one in queued:
+            scheduler.add(one, watched=is_watched(request.params))
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches each replica's next step, and reads the one before it. Returns what the tokens mean to callers.
+        """Dispatches each replica's next step, reads the step before it, and returns the outputs for callers.
 
-        Replicas do not wait for each other: where several compute, those that are done are read.
+        Replicas do not wait for each other: when several compute, only those that are done are read.
 
-        When anything breaks it off, Ctrl-C included, every request of every replica is dropped and the prefix caches
-        with them: host and device may have stopped at different points, and a page must never be found that was not
-        computed. RuntimeError after `close`.
+        If an exception breaks the step off, Ctrl-C included, all requests of all replicas and the prefix caches are
+        dropped: host and device may have stopped at different points, and the cache must never hold a page that was
+        not computed. Raises RuntimeError after `close`.
         """
         self._ready()
         try:
@@ -126,7 +120,7 @@ class Engine:
             self._is_broken = True
             try:
                 self._reset()
-            except Exception:  # what broke the step off is told; `_ready` tries again, and tells of this
+            except Exception:  # the error that broke the step off is raised; `_ready` tries again and raises this one
                 logger.exception("the engine could not be reset")
             raise
 
@@ -136,7 +130,7 @@ class Engine:
         return [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
 
     def _to_collect(self) -> list[Replica]:
-        """The replicas whose oldest step must be read now: of several, those that are done, so that none waits."""
+        """Returns the replicas whose oldest step must be read now: of several, those that are done, so none waits."""
         busy = [replica for replica in self.replicas if replica.is_busy]
         due = [replica for replica in busy if replica.is_due]
         if len(busy) < 2:
@@ -146,18 +140,18 @@ class Engine:
         return ready
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request now and frees its pages; None when it is unknown or has ended."""
+        """Ends a request now, frees its pages and returns its last output; None if it is unknown or has ended."""
         if request_id not in self.outputs:
             return None
         ended = [
             replica.scheduler.finish(child_id)
             for child_id in self.outputs.children(request_id)
-            for replica in self.replicas  # only one knows it
+            for replica in self.replicas  # only one of them has it
         ]
         return self.outputs.abort(request_id, [child for child in ended if child is not None])
 
     def stats(self) -> EngineStats:
-        """How busy the engine is."""
+        """Returns counters and gauges that say how busy the engine is."""
         schedulers = [replica.scheduler for replica in self.replicas]
         return EngineStats(
             num_steps=sum(replica.num_steps for replica in self.replicas),
@@ -168,41 +162,41 @@ class Engine:
             num_prefix_hits=sum(replica.num_prefix_hits for replica in self.replicas),
             num_running=sum(scheduler.num_running for scheduler in schedulers),
             num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
-            num_pages=sum(scheduler.pool.num_pages - 1 for scheduler in schedulers),
-            num_pages_owned=sum(scheduler.pool.num_owned for scheduler in schedulers),
+            num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
+            num_pages_owned=sum(scheduler.cache.num_owned for scheduler in schedulers),
             num_programs=sum(replica.runner.programs.num_compiled for replica in self.replicas),
         )
 
     def take_reports(self) -> list[StepReport]:
-        """The steps that were read since the last call: at most the `MAX_REPORTS` latest of each replica."""
+        """Returns reports of the steps read since the last call: at most the `MAX_REPORTS` latest of each replica."""
         return [report for replica in self.replicas for report in replica.take_reports()]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix; running requests keep their pages."""
+        """Forgets every cached prefix. Running requests keep their pages."""
         for replica in self.replicas:
-            replica.scheduler.pool.reset_prefix_cache()
+            replica.scheduler.cache.reset_prefix_cache()
 
     def wait_until_compiled(self) -> None:
-        """Blocks until every bucket of every replica is compiled; nothing compiles after."""
+        """Blocks until every bucket of every replica is compiled. Nothing compiles afterwards."""
         for replica in self.replicas:
             replica.runner.programs.wait()
 
     def close(self) -> None:
         """Stops background work and frees the device's memory. The engine takes no request afterwards."""
         self._is_closed = True
-        # All at once: each waits for the bucket that it is compiling.
+        # They close at the same time because each waits for the bucket that it is compiling.
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             list(threads.map(lambda replica: replica.runner.close(), self.replicas))
 
     def _ready(self) -> None:
-        """Raises RuntimeError after `close`. Clears up after a step that broke off, if that did not succeed then."""
+        """Raises RuntimeError after `close`. Resets after a broken-off step, if resetting failed at that time."""
         if self._is_closed:
             raise RuntimeError("this engine is closed: build another")
         if self._is_broken:
             self._reset()
 
     def _reset(self) -> None:
-        # The host's side of all replicas first: whatever happens to a device, no request may be left half known.
+        # The host's side of all replicas comes first: even if a device fails, no request may be left half known.
         for replica in self.replicas:
             replica.drop()
         self.outputs = self._make_outputs()
@@ -217,25 +211,13 @@ class Engine:
     def _make_router(self) -> Router:
         return Router(replica.scheduler for replica in self.replicas)
 
-    def _request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
-        """One sequence for a scheduler. Seeds and places in the queue are drawn here, so no routing can change them."""
+    def _queued(self, sequence: GenerationRequest) -> Request:
+        """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing."""
+        seed = sequence.params.seed
         return Request(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling_params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_token_ids=self._stop_ids(params),
-            limit=self._limit(prompt, params),
-            key=QueueKey(priority, next(self._arrivals)),
-            salt=prompt.cache_salt,
+            asked=sequence,
+            seed=self._seeds.getrandbits(63) if seed is None else seed,
+            stop_token_ids=self._rules.stop_token_ids(sequence.params),
+            limit=self._rules.limit(sequence),
+            key=QueueKey(sequence.priority, next(self._arrivals)),
         )
-
-    def _limit(self, prompt: Prompt, params: SamplingParams) -> int:
-        if params.scores_only:
-            return len(prompt.token_ids) + 1  # the step that ends a prompt samples a token, which nobody is told of
-        longest = self.max_model_len
-        return longest if params.max_tokens is None else min(longest, len(prompt.token_ids) + params.max_tokens)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        eos = () if params.ignore_eos else self._eos_token_ids
-        return tuple(dict.fromkeys((*eos, *params.stop_token_ids)))

@@ -1,4 +1,4 @@
-"""`LLM`: offline inference, with the names and the meaning of vLLM's."""
+"""`LLM`: offline inference, with the names and meanings of vLLM's `LLM`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,12 +9,13 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.engine import Engine, Submission
+from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
-from jaxvllm.engine.prompts import PromptLike
-from jaxvllm.engine.tokenizer import Tokenizer
+from jaxvllm.text.prompts import PromptLike
+from jaxvllm.text.tokenizer import Tokenizer
 
 type Conversation = Sequence[Mapping[str, Any]]
 
@@ -23,12 +24,12 @@ class LLM:
     """An engine and a model in this process. All prompts of a call run as one continuous batch of each replica."""
 
     def __init__(self, model: str = "demo", **options: Any):
-        """Loads `model`; `options` are the fields of `EngineConfig`. Unknown ones are a TypeError that names them."""
+        """Loads `model`. `options` are the fields of `EngineConfig`; a TypeError names an unknown one."""
         self._start(EngineConfig.from_options(model=model, **options))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """The same from a config."""
+        """Loads the model of `config`."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -49,8 +50,8 @@ class LLM:
         """Completes the prompts and returns their outputs in the order given.
 
         A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids` and perhaps a
-        `cache_salt`. One `sampling_params` serves all prompts, or give one for each. Everything is checked before
-        anything is queued: a ValueError (it names the prompt's index) leaves the engine as it was.
+        `cache_salt`. Give one `sampling_params` for all prompts, or one for each. Everything is checked before
+        anything is queued, so a ValueError, which names the prompt's index, leaves the engine as it was.
         """
         return self._complete(self._check(_as_list(prompts), sampling_params, priority), use_tqdm)
 
@@ -65,7 +66,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Completes conversations, rendered by the model's chat template: one (a list of messages) or several."""
+        """Completes one conversation (a list of messages) or several, rendered by the model's chat template."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(list[Conversation], [messages] if one else list(messages))
         tokenizer = self.get_tokenizer()
@@ -79,26 +80,26 @@ class LLM:
             )
             for conversation in conversations
         ]
-        # The template writes the special tokens itself.
+        # The chat template writes the special tokens itself.
         return self._complete(self._check(texts, sampling_params, None, add_special_tokens=False), use_tqdm)
 
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Completes one prompt and yields its output so far after every step (`output_kind` CUMULATIVE or DELTA)."""
-        [submission] = self._check([prompt], sampling_params, None, final_only=False)
-        return self._run([submission])
+        """Completes one prompt and yields an output after every step: all so far, or news with `output_kind` DELTA."""
+        [request] = self._check([prompt], sampling_params, None, final_only=False)
+        return self._run([request])
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ValueError when its directory has none."""
+        """Returns the model's tokenizer. Raises ValueError when its directory has none."""
         if self.engine.tokenizer is None:
             raise ValueError("the model directory has no tokenizer.json: set tokenizer, or use token ids")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none: what the checkpoint recommends."""
+        """Returns the parameters that `generate` uses when it gets none: those that the checkpoint recommends."""
         return self.engine.default_params
 
     def pages(self, replica: int = 0) -> PoolView:
-        """The page pool of a replica and the pages of its running requests, as they are now; print it for a picture."""
+        """Returns a snapshot of a replica's page pool and its running requests' pages. Print it to see a picture."""
         count = len(self.engine.replicas)
         if not 0 <= replica < count:
             raise ValueError(
@@ -107,11 +108,11 @@ class LLM:
         return PoolView.take(self.engine.replicas[replica].scheduler)
 
     def wait_until_compiled(self) -> None:
-        """Blocks until every bucket is compiled; nothing compiles after."""
+        """Blocks until every bucket is compiled. Nothing compiles afterwards."""
         self.engine.wait_until_compiled()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix: the next prompts are computed from their first token."""
+        """Forgets every cached prefix, so that the next prompts are computed from their first token."""
         self.engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -132,62 +133,63 @@ class LLM:
         *,
         add_special_tokens: bool = True,
         final_only: bool = True,
-    ) -> list[Submission]:
+    ) -> list[GenerationRequest]:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         priorities = [0] * len(prompts) if priority is None else list(priority)
         for name, values in (("sampling_params", params), ("priority", priorities)):
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all")
-        submissions = []
+        requests = []
         for index, (prompt, one, rank) in enumerate(zip(prompts, params, priorities, strict=True)):
             if not isinstance(one, SamplingParams):
                 raise ValueError(f"sampling_params must be SamplingParams, not {type(one).__name__}")
             if final_only:
                 one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
+            request_id = str(next(self._request_ids))
             try:
-                submissions.append(
-                    self.engine.check(str(next(self._request_ids)), prompt, one, rank, add_special_tokens)
+                requests.append(
+                    self.engine.check(request_id, prompt, one, add_special_tokens=add_special_tokens, priority=rank)
                 )
             except ValueError as error:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)
                 raise
-        return submissions
+        return requests
 
     def _require_idle(self) -> None:
         if self.engine.has_work and not self.engine.is_closed:
             raise RuntimeError("a stream of this LLM is still open: read it to its end or close it first")
 
-    def _complete(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(self, requests: list[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         tokens_in = tokens_out = 0
-        with tqdm(total=len(submissions), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            for result in self._run(submissions):
+        with tqdm(total=len(requests), desc="Requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for result in self._run(requests):
                 outputs[result.request_id] = result
                 tokens_in += len(result.prompt_token_ids)
                 tokens_out += sum(len(completion.token_ids) for completion in result.outputs)
                 bar.update()
                 _show_rates(bar, tokens_in, tokens_out)
-        return [outputs[submission.request_id] for submission in submissions]
+        return [outputs[request.request_id] for request in requests]
 
-    def _run(self, submissions: list[Submission]) -> Iterator[RequestOutput]:
-        """Queues and steps until all are finished; whatever interrupts it, nothing stays behind in the engine."""
+    def _run(self, requests: list[GenerationRequest]) -> Iterator[RequestOutput]:
+        """Queues the requests and steps until all are finished. If it is interrupted, it leaves none in the engine."""
         self._require_idle()
         try:
-            for submission in submissions:
-                self.engine.submit(submission)
+            for request in requests:
+                self.engine.submit(request)
             while self.engine.has_work:
                 yield from self.engine.step()
         finally:
-            for submission in submissions:
-                self.engine.abort(submission.request_id)
+            for request in requests:
+                self.engine.abort(request.request_id)
             while self.engine.has_work and not self.engine.is_closed:
                 self.engine.step()
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """One prompt or several: a text, a mapping and a flat list of ids are one."""
+    """Returns the prompts as a list. A text, a mapping or a flat list of ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [cast(PromptLike, prompts)]
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):

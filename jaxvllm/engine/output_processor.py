@@ -1,25 +1,24 @@
-"""From sampled tokens to what a caller sees: text, stop strings, log-probabilities, the request's outputs.
+"""Turns sampled tokens into the outputs that a caller sees: text, stop strings and log-probabilities.
 
-Only requests that somebody watches (they stream, have stop strings or want log-probabilities) cost anything per
-token; the others are detokenized once, when they end.
+Only watched requests (they stream, have stop strings or want log-probabilities) cost anything per token. The others
+are detokenized once, when they end.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxvllm.core.plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
-from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxvllm.engine.prompts import Prompt
-from jaxvllm.engine.stop_strings import StopStrings
-from jaxvllm.engine.text_stream import StopMatch, TextStream
-from jaxvllm.engine.tokenizer import Tokenizer
+from jaxvllm.text.completion_text import CompletionText, StopMatch
+from jaxvllm.text.stop_strings import StopStrings
+from jaxvllm.text.tokenizer import Tokenizer
 
 
 def is_watched(params: SamplingParams) -> bool:
-    """Whether each token of such a request must be looked at as it comes."""
+    """Returns whether each token of a request with these parameters must be processed as it comes."""
     return bool(params.stop) or params.logprobs is not None or params.output_kind != RequestOutputKind.FINAL_ONLY
 
 
@@ -28,18 +27,18 @@ class _Completion:
     """One of a request's `n` sequences."""
 
     index: int
-    stream: TextStream | None  # None: the engine has no tokenizer
+    stream: CompletionText | None  # None: the engine has no tokenizer
     token_ids: list[int] = field(default_factory=list)
-    unread: list[int] = field(default_factory=list)  # of them, the last ones, which are not in `stream` yet
+    unread: list[int] = field(default_factory=list)  # the last of `token_ids`, which are not in `stream` yet
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_taken: int = 0
-    has_news: bool = False  # that no delta has told yet
+    has_news: bool = False  # whether there is something that no delta has contained yet
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     def read(self) -> StopMatch | None:
-        """Brings the text up to the tokens; the stop string that ended it, if one did."""
+        """Brings the text up to date with the tokens, and returns the stop string that ended it, if one did."""
         if self.stream is None or not self.unread:
             return None
         unread, self.unread = self.unread, []
@@ -50,10 +49,7 @@ class _Completion:
 class _Group:
     """A caller's request: one prompt, `n` completions."""
 
-    request_id: str
-    prompt: Prompt
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    request: GenerationRequest
     metrics: RequestMetrics
     completions: dict[str, _Completion]  # by the id of the scheduler's request
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
@@ -61,78 +57,86 @@ class _Group:
     emitted_at: float | None = None
 
     @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions.values())
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What an update meant to callers."""
+
+    outputs: list[RequestOutput]  # those that are due now
+    stopped: list[str]  # ids of requests that a stop string has ended, and that the scheduler still runs
+    num_dropped: int  # tokens behind a stop string, which belong to no output
 
 
 class OutputProcessor:
     """Keeps every live request's text and turns step updates into `RequestOutput`s."""
 
     def __init__(self, tokenizer: Tokenizer | None, outputs_per_second: int | None = None):
-        """With `outputs_per_second`, requests that stream share that many, and a token may wait for the next.
+        """Limits all streaming requests together to `outputs_per_second`, so that a token may wait for the next output.
 
-        Not the first of a request and not the last. What takes outputs has a cost for each, whatever is in it.
+        The first and the last output of a request never wait. The limit exists because the reader of outputs has a
+        cost for each one, no matter how much it contains.
         """
         self._tokenizer = tokenizer
         self._seconds_per_output = 0.0 if outputs_per_second is None else 1 / outputs_per_second
         self._group_of: dict[str, _Group] = {}  # by the id of the scheduler's request
         self._groups: dict[str, _Group] = {}
-        self._num_streaming = 0  # groups of which an output was seen, and another one will be
+        self._num_streaming = 0  # groups that have had their first output and not yet their last
 
     @property
     def num_requests(self) -> int:
         return len(self._groups)
 
     def is_known(self, name: str) -> bool:
-        """Whether a live request, or one of the scheduler's that works for it, has this id."""
+        """Returns whether a live request, or one of the scheduler's requests for it, has this id."""
         return name in self._groups or name in self._group_of
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
 
     def children(self, request_id: str) -> list[str]:
-        """Ids of the scheduler's requests that still work for `request_id`."""
+        """Returns the ids of the scheduler's requests for `request_id` that have not ended."""
         group = self._groups.get(request_id)
         return [] if group is None else [i for i, c in group.completions.items() if c.finish_reason is None]
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        child_ids: Sequence[str],
-        arrival_time: float,
-    ) -> None:
-        """Starts to keep a request whose completions the scheduler knows as `child_ids`."""
+    def add(self, request: GenerationRequest, child_ids: Sequence[str], arrival_time: float) -> None:
+        """Adds a request whose completions the scheduler knows as `child_ids`."""
+        params, prompt_ids = request.params, request.prompt.token_list
         stops = StopStrings(params.stop) if params.stop else None
-        prompt_ids = prompt.token_ids.tolist()
         completions = {
             child_id: _Completion(
                 index,
-                TextStream.open(self._tokenizer, params, prompt_ids, stops) if self._tokenizer else None,
+                CompletionText.open(self._tokenizer, params, prompt_ids, stops) if self._tokenizer else None,
             )
             for index, child_id in enumerate(child_ids)
         }
-        group = _Group(request_id, prompt, prompt_ids, params, RequestMetrics(arrival_time), completions)
+        group = _Group(request, RequestMetrics(arrival_time), completions)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(prompt_ids)
-        self._groups[request_id] = group
+        self._groups[request.request_id] = group
         for child_id in child_ids:
             self._group_of[child_id] = group
 
     def scheduled(self, plan: StepPlan) -> None:
-        """Notes when requests are worked on for the first time."""
+        """Records the time at which requests are scheduled for the first time."""
         for admission in plan.admissions:
             group = self._group_of[admission.request.request_id]
             if group.metrics.first_scheduled_time is None:
                 group.metrics = replace(group.metrics, first_scheduled_time=time.monotonic())
                 group.num_cached_tokens = admission.request.num_cached_tokens or 0
 
-    def process(self, update: StepUpdate, output: StepOutput) -> tuple[list[RequestOutput], list[str]]:
-        """Outputs that callers should see now, and the ids of requests that a stop string has ended."""
+    def process(self, update: StepUpdate, output: StepOutput) -> Processed:
+        """Turns what a step yielded into outputs for callers."""
         now = time.monotonic()
         touched: dict[str, _Group] = {}
         stopped: dict[str, Request] = {}
+        num_dropped = 0
         for request in update.started:
             group = self._group_of[request.request_id]
             if group.metrics.first_token_time is None:
@@ -140,10 +144,15 @@ class OutputProcessor:
         for scored in update.scored:
             self._take_scores(self._group_of[scored.request.request_id], scored, output)
         ends = {end.request.request_id: end for end in update.finished}
+        last_of = {emitted.request.request_id: emitted for emitted in update.emitted} if ends else {}
         for emitted in update.emitted:
             request_id = emitted.request.request_id
+            if request_id in stopped:  # an earlier token of the same step completed a stop string
+                num_dropped += 1
+                continue
             group = touched[request_id] = self._group_of[request_id]
-            match = self._take_token(group, emitted, ends.get(request_id), output)
+            end = ends.get(request_id) if emitted is last_of.get(request_id) else None
+            match = self._take_token(group, emitted, end, output)
             if match is not None:
                 self._stop_at(group.completions[request_id], match)
                 stopped[request_id] = emitted.request
@@ -157,17 +166,17 @@ class OutputProcessor:
             group.completions[child_id].has_news = True
         due = [group for group in dict.fromkeys(touched.values()) if self._is_due(group, now)]
         outputs = [self._emit(group, now) for group in due]
-        return outputs, [request_id for request_id in stopped if request_id not in ends]
+        return Processed(outputs, [request_id for request_id in stopped if request_id not in ends], num_dropped)
 
     def abort(self, request_id: str, children: Sequence[Request]) -> RequestOutput:
-        """Ends `request_id` with what it has; `children` are its requests that the scheduler has just ended."""
+        """Ends `request_id` with the tokens it has. `children` are those that the scheduler has just ended for it."""
         group = self._groups[request_id]
         for child in children:
             group.completions[child.request_id].has_news = True
             end = Finished(child, FinishReason.ABORT)
             self._finish(group, group.completions[child.request_id], end)
             self._note_preemptions(group, child)
-        for completion in group.completions.values():  # of those that never reached it, their submission broke off
+        for completion in group.completions.values():  # those that never reached the scheduler: `submit` broke off
             completion.finish_reason = completion.finish_reason or FinishReason.ABORT
         return self._emit(group, time.monotonic())
 
@@ -186,25 +195,26 @@ class OutputProcessor:
         if completion.stream is None or ends_unseen:
             return None
         completion.unread.append(emitted.token_id)
-        # Without stop strings nobody needs the text before it is told: several tokens at once take half the time.
+        # Without stop strings the text is not needed before the output: detokenizing several tokens at once takes half
+        # the time.
         return completion.read() if group.params.stop else None
 
     def _take_logprobs(self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput) -> None:
         assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
-        ranked = self._ranked(output.logprobs, emitted.row, emitted.token_id, count)
+        ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, count)
         completion.logprobs.append(ranked)
         completion.cumulative_logprob += ranked[emitted.token_id].logprob
 
     def _take_scores(self, group: _Group, scored: Scored, output: StepOutput) -> None:
-        """A prompt that a preemption interrupts is scored again: what is there is told once more."""
+        """Stores scores of the prompt. A prompt interrupted by preemption is scored again, and stores them again."""
         assert output.scores is not None, "a prompt that is scored was planned without"
         assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
         for row, position in enumerate(scored.tokens, scored.first):
-            token_id = group.prompt_token_ids[position]
+            token_id = group.request.prompt.token_list[position]
             group.prompt_logprobs[position] = self._ranked(output.scores, row, token_id, group.params.prompt_logprobs)
 
     def _ranked(self, values: TopLogprobs, row: int, token_id: int, count: int) -> dict[int, Logprob]:
-        """The token first, as in vLLM, so that a caller takes it with next(iter(...)); then the `count` best."""
+        """Returns the token first, as in vLLM, so that next(iter(...)) is the token; then the `count` best tokens."""
         ranked = {token_id: Logprob(float(values.token[row]), int(values.ranks[row]), self._spell(token_id))}
         best = zip(values.top_ids[row, :count].tolist(), values.top[row, :count].tolist(), strict=True)
         for rank, (token, value) in enumerate(best, 1):
@@ -225,7 +235,7 @@ class OutputProcessor:
     def _finish(self, group: _Group, completion: _Completion, end: Finished) -> None:
         if completion.finish_reason is not None:  # a stop string was complete with the last token
             return
-        if group.params.scores_only:  # what was sampled behind the prompt is not told, whatever it is
+        if group.params.scores_only:  # the token that was sampled after the prompt is never reported
             completion.finish_reason = FinishReason.ABORT if end.reason is FinishReason.ABORT else FinishReason.LENGTH
             return
         if not is_watched(group.params):
@@ -237,7 +247,7 @@ class OutputProcessor:
                 completion.stream.push(shown)
         completion.read()
         match = completion.stream.finish() if completion.stream is not None else None
-        if match is not None:  # bytes that waited for their run to end were a stop string
+        if match is not None:  # bytes that were held back until their run ended completed a stop string
             self._stop_at(completion, match)
             return
         completion.finish_reason = end.reason
@@ -254,7 +264,7 @@ class OutputProcessor:
         return now - group.emitted_at >= self._seconds_per_output * self._num_streaming
 
     def _emit(self, group: _Group, now: float) -> RequestOutput:
-        """The output of `group`; as a delta it has the completions with something new alone, so that each ends once."""
+        """Returns the output of `group`. A delta has only completions with something new, so that each ends once."""
         delta = group.params.output_kind == RequestOutputKind.DELTA
         completions = [c for c in group.completions.values() if not delta or c.has_news]
         finished = group.finished
@@ -265,13 +275,13 @@ class OutputProcessor:
             completion.has_news = False
         if finished:
             group.metrics = replace(group.metrics, finished_time=time.monotonic())
-            del self._groups[group.request_id]
+            del self._groups[group.request.request_id]
             for child_id in group.completions:
                 del self._group_of[child_id]
         return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt.text,
-            prompt_token_ids=group.prompt_token_ids,
+            request_id=group.request.request_id,
+            prompt=group.request.prompt.text,
+            prompt_token_ids=group.request.prompt.token_list,
             outputs=[self._completion_output(group.params, c) for c in completions],
             finished=finished,
             metrics=group.metrics,
@@ -296,8 +306,3 @@ class OutputProcessor:
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
         )
-
-
-def child_request_ids(request_id: str, n: int) -> list[str]:
-    """Ids for the scheduler: the caller's own for one completion, numbered ones for several."""
-    return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]

@@ -1,4 +1,4 @@
-"""What a caller gets back; the names are vLLM's."""
+"""The values that a caller gets back. Their names are vLLM's."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,13 +17,13 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of a request's `n` completions: all of it so far, or what is new, as `output_kind` asks."""
+    """One of a request's `n` completions: all of it so far, or only the new part, depending on `output_kind`."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # None unless logprobs were asked for
-    logprobs: list[dict[int, Logprob]] | None = None  # one per token id; the chosen token is in each
+    logprobs: list[dict[int, Logprob]] | None = None  # one for each token id; each has the chosen token
     finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS
 
@@ -33,7 +33,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in `time.monotonic()` seconds; None = not yet."""
+    """The times of a request's events, in `time.monotonic()` seconds. None: it has not happened yet."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -43,17 +43,17 @@ class RequestMetrics:
 
     @property
     def queued_seconds(self) -> float | None:
-        """From arrival to the first step that worked on it."""
+        """The time from arrival to the first step that worked on the request."""
         return _elapsed(self.arrival_time, self.first_scheduled_time)
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From arrival to the first token: what a user of a stream waits for."""
+        """The time from arrival to the first token, which is how long the reader of a stream sees nothing."""
         return _elapsed(self.arrival_time, self.first_token_time)
 
     @property
     def total_seconds(self) -> float | None:
-        """From arrival to the end."""
+        """The time from arrival to the end."""
         return _elapsed(self.arrival_time, self.finished_time)
 
 
@@ -63,7 +63,7 @@ def _elapsed(start: float, end: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The state of one request; `finished` once every completion is, and then it is the last one sent."""
+    """The state of one request. It is `finished` when every completion is; no output follows that one."""
 
     request_id: str
     prompt: str | None  # None when the caller gave token ids
@@ -72,5 +72,5 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
-    # One per prompt token, None for the first, when they were asked for. Of deltas, the first has them.
+    # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,4 +1,7 @@
-"""What the page pool looks like at one moment: for notebooks, demonstrations and debugging."""
+"""Snapshots of the page pool, for notebooks, demonstrations and debugging.
+
+Where the layers are in several groups, the snapshot shows the pool of the group that sees most.
+"""
 
 import enum
 import string
@@ -11,7 +14,7 @@ from jaxvllm.core.scheduler import Scheduler
 
 
 class PageState(enum.StrEnum):
-    """Which of its places a page is in; `core/page_pool.py` says what they mean."""
+    """The state of a page. `core/page_pool.py` explains the states."""
 
     TRASH = "trash"
     OWNED = "owned"
@@ -19,11 +22,12 @@ class PageState(enum.StrEnum):
     FREE = "free"
 
 
-# The picture: pages in a line, and a character for each state. A page with one owner shows its request's letter.
+# The picture has `WIDTH` pages in a line, a character each for its state. A page with one owner shows that request's
+# letter.
 WIDTH = 64
 _LEGEND = {
     PageState.OWNED: ("*", "shared by several requests"),
-    PageState.CACHED: ("+", "cached: nobody's now, and a prompt that begins the same takes it back"),
+    PageState.CACHED: ("+", "cached: no request owns it now, and a prompt that begins the same reuses it"),
     PageState.FREE: (".", "free"),
     PageState.TRASH: ("#", "trash: padding is written there"),
 }
@@ -32,31 +36,32 @@ _LETTERS = string.ascii_letters
 
 @dataclass(frozen=True)
 class PageView:
-    """One page of a running request. `token_ids` are those whose keys and values it holds so far."""
+    """One page of a running request. It holds the keys and values of `token_ids` so far."""
 
     page: int  # its number in the pool
     first_position: int
     token_ids: tuple[int, ...]  # at most page_size
     num_owners: int  # running requests that read it
-    findable: bool  # the prefix cache knows it: a later prompt that begins the same starts behind it
+    findable: bool  # the prefix cache knows it: a later prompt that begins the same need not compute it
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """All pages, and those of each running request in order.
+    """All pages of a pool, and the pages of each running request in order.
 
-    `str()` draws them, one character a page, up to the line of the last that is not free.
+    `str()` draws them with one character a page, and leaves out lines at the end that have only free pages.
     """
 
     page_size: int  # tokens
-    states: tuple[PageState, ...]  # one a page
-    requests: Mapping[str, tuple[PageView, ...]]  # by request id, first in the queue first
+    states: tuple[PageState, ...]  # one for each page
+    requests: Mapping[str, tuple[PageView, ...]]  # by request id, in the order of the queue
 
     @classmethod
     def take(cls, scheduler: Scheduler) -> "PoolView":
-        """A copy of how things are: nothing changes it later. Costs O(pages)."""
-        slots, pool = scheduler.slots, scheduler.pool
-        size = pool.page_size
+        """Copies the present state of the pool, so that nothing changes it later. Costs O(pages)."""
+        slots, cache = scheduler.slots, scheduler.cache
+        group, size = cache.groups[0], cache.page_size
+        pool = group.pool
         requests: dict[str, tuple[PageView, ...]] = {}
         for slot, request in scheduler.running():
             # The device may be a step ahead: a position counts once it is computed and its token is known here.
@@ -65,12 +70,12 @@ class PoolView:
             requests[request.request_id] = tuple(
                 PageView(
                     page=page,
-                    first_position=first,
-                    token_ids=tuple(token_ids[first : first + size]),
+                    first_position=column * size,
+                    token_ids=tuple(token_ids[column * size : (column + 1) * size]),
                     num_owners=int(pool.ref_counts[page]),
                     findable=pool.is_findable(page),
                 )
-                for first, page in zip(range(0, slots.max_pages * size, size), slots.pages(slot).tolist(), strict=False)
+                for column, page in enumerate(group.pages(slot).tolist(), int(group.first[slot]))
             )
         states = []
         for page, owners in enumerate(pool.ref_counts.tolist()):
@@ -95,6 +100,6 @@ class PoolView:
         counts = Counter(marks)
         legend += [f"{mark} {words} ({counts[mark]})" for mark, words in _LEGEND.values() if counts[mark]]
         lines = ["".join(marks[start : start + WIDTH]) for start in range(0, len(marks), WIDTH)]
-        while set(lines[-1]) == {_LEGEND[PageState.FREE][0]}:  # ends at page 0, which is never free
+        while set(lines[-1]) == {_LEGEND[PageState.FREE][0]}:  # the loop ends at page 0, which is never free
             lines.pop()
         return "\n".join([*lines, *legend])

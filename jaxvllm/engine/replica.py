@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxvllm.core.plan import StepPlan
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.step_plan import StepPlan
+from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.stats import StepReport
-from jaxvllm.runtime.runner import InFlight, Runner
+from jaxvllm.runtime.runner import Held, InFlight, Runner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2.
@@ -28,10 +29,19 @@ class _Launched:
     at: float
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A step that waits for masks."""
+
+    step: Held
+    host_seconds: float
+
+
 class Replica:
     """Schedules and dispatches steps, and collects each one step later; it knows nothing of other replicas."""
 
-    def __init__(self, index: int, make_scheduler: Callable[[], Scheduler], runner: Runner):
+    def __init__(self, index: int, make_scheduler: Callable[[], Scheduler], runner: Runner, burst_seconds: float):
+        """`burst_seconds`: how long decode steps that are one program may take."""
         self.index = index
         self.scheduler = make_scheduler()
         self.runner = runner
@@ -42,6 +52,8 @@ class Replica:
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_Launched] = deque()
+        self._held: _Held | None = None  # behind all that are in flight
+        self._pace = BurstPace(burst_seconds)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
 
@@ -57,22 +69,25 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """Whether `collect` would not wait."""
-        return bool(self._in_flight[0].step.output.token_ids.is_ready())  # type: ignore[attr-defined]  # jax hides it
+        return self._in_flight[0].step.is_ready
 
     def dispatch(self, outputs: OutputProcessor) -> None:
         """Starts the next step, if there is one to compute and fewer than `DEPTH` are under way."""
-        if len(self._in_flight) == DEPTH:
+        if self._num_under_way == DEPTH:
             return
         start = time.monotonic()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._pace.width(self.scheduler.num_running, self.runner.programs.burst_width))
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
             step = self.runner.dispatch(plan)
-            now = time.monotonic()
-            self._in_flight.append(_Launched(step, now - start, now))
             self.num_steps += 1
-        self.is_due = bool(self._in_flight) and (plan is None or len(self._in_flight) == DEPTH)
+            if isinstance(step, Held):
+                self._held = _Held(step, time.monotonic() - start)
+                self._supply()
+            else:
+                self._launch(step, time.monotonic() - start)
+        self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
@@ -82,23 +97,44 @@ class Replica:
         start = time.monotonic()
         device_seconds, self._last_end = start - max(launched.at, self._last_end), start
         update = self.scheduler.update(plan, output)
-        self.num_output_tokens += update.num_new_tokens
-        results, stopped = outputs.process(update, output)
-        for request_id in stopped:
+        self._supply()
+        processed = outputs.process(update, output)
+        self.num_output_tokens += update.num_new_tokens - processed.num_dropped
+        for request_id in processed.stopped:
             self.scheduler.finish(request_id)
         bucket = launched.step.bucket
+        num_steps = max(int(output.counts.max()), 1)
+        if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
+            self._pace.measured(plan.num_rows, num_steps, device_seconds)
         report = StepReport(
             replica=self.index,
             num_decode=plan.num_decode,
             num_prefill=plan.num_tokens - plan.num_decode,
             num_rows=plan.num_rows,
+            num_steps=num_steps,
             bucket_tokens=bucket.num_tokens,
-            bucket_rows=bucket.num_rows,
             host_seconds=launched.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,
         )
         self._reports.append(report)
-        return results
+        self.num_steps += num_steps - 1  # one was counted when it was dispatched
+        return processed.outputs
+
+    @property
+    def _num_under_way(self) -> int:
+        return len(self._in_flight) + (self._held is not None)
+
+    def _launch(self, step: InFlight, host_seconds: float) -> None:
+        self._in_flight.append(_Launched(step, host_seconds, time.monotonic()))
+
+    def _supply(self) -> None:
+        """Gives the step that is held back its masks, if there is one and every token before it is known."""
+        if self._held is None or self._in_flight:
+            return
+        held, self._held = self._held, None
+        start = time.monotonic()
+        step = self.runner.supply(held.step, self.scheduler.masked_rows(held.step.plan))
+        self._launch(step, held.host_seconds + time.monotonic() - start)
 
     def take_reports(self) -> list[StepReport]:
         """The steps that were read since the last call, at most the `MAX_REPORTS` latest."""
@@ -109,6 +145,7 @@ class Replica:
     def drop(self) -> None:
         """Forgets every request, and the prefix cache with them; the devices are `runner.reset`'s."""
         self._in_flight.clear()
+        self._held = None
         self.is_due = False
         self.scheduler = self._make_scheduler()
 

@@ -1,18 +1,18 @@
-"""How busy an engine is, in numbers."""
+"""Numbers that say how busy an engine is."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was built, and gauges of now, over all replicas."""
+    """Counters since the engine was built and current gauges, summed over all replicas."""
 
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    num_prefix_queries: int  # tokens of prompts that were looked for in the prefix cache
-    num_prefix_hits: int  # those of them that were there
+    num_prefix_queries: int  # prompt tokens that were looked up in the prefix cache
+    num_prefix_hits: int  # looked-up tokens that the prefix cache had
     num_running: int
     num_waiting: int
     num_pages: int
@@ -22,13 +22,16 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one replica, when its output was read."""
+    """Measurements of one call of a step's program by one replica, taken when its output was read.
+
+    A call takes `num_steps` decode steps. Numbers of tokens are those of each step, and times those of all together.
+    """
 
     replica: int
-    num_decode: int  # tokens, and rows: a decode row has one
-    num_prefill: int  # tokens of prompts
+    num_decode: int  # decode tokens, which is also the number of decode rows: each has one token
+    num_prefill: int  # prompt tokens
     num_rows: int
-    bucket_tokens: int  # what was computed, padding included
-    bucket_rows: int
-    host_seconds: float  # planning and launching it, and what its tokens took to become outputs
-    device_seconds: float  # from its launch, or the end of the one before it, until its output was seen
+    num_steps: int
+    bucket_tokens: int  # tokens that were computed, padding included
+    host_seconds: float  # time to plan and launch the step and to turn its tokens into outputs
+    device_seconds: float  # from its launch, or the end of the call before it, until its output was seen

@@ -1,1 +1,1 @@
-"""One decoder for all families: a frozen spec, its parameters, and how checkpoints become them."""
+"""One decoder for all model families, with its frozen spec, its parameters, and the readers of checkpoints."""

@@ -1,10 +1,11 @@
-"""From a model's directory to parameters on the device.
+"""Loads the model of a directory onto devices, or converts it to a directory whose weights any mesh can restore.
 
 No code of a checkpoint is ever executed: config.json is JSON, weights are safetensors, nothing is unpickled.
 """
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 import jaxvllm
-from jaxvllm.models.families import find_family
+from jaxvllm.models import orbax_tree
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.families import find_family, model_spec
+from jaxvllm.models.hf_weights import INDEX, StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
-from jaxvllm.models.params import Layout, ParamDecl, Params, declare, declare_layer, dummy_array
-from jaxvllm.models.placing import place_all
-from jaxvllm.models.shards import read_shards
+from jaxvllm.models.params import Layout, Params, declaration, dummy_array
+from jaxvllm.models.shards import assemble, read_shards
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.models.stored_weights import StoredWeights
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, place
 
@@ -30,21 +32,25 @@ from sharding.placement import mesh_of, place
 DEMO_MODEL = Path(jaxvllm.__file__).parent / "assets" / "demo"
 LoadFormat = Literal["auto", "dummy"]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# What a hub repository is downloaded for.
+# Only these files of a hub repository are downloaded.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+CONFIG = "config.json"
+# The files of a converted model beside its weights: configs, tokenizers in every format, chat templates.
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(model: str) -> Path:
-    """The directory of a model: "demo", a local one, or a Hugging Face hub name, which is downloaded if need be.
+    """Returns the directory of a model: of "demo", of a local directory, or of a Hugging Face hub name.
 
-    ValueError when it is none of them, or cannot be downloaded.
+    A hub repository that is not here yet is downloaded. Raises ValueError when `model` is none of these, or the
+    download fails.
     """
     if model == "demo":
         return DEMO_MODEL
     try:
         path = Path(model).expanduser()
-    except RuntimeError as error:  # ~ of a user that there is not
+    except RuntimeError as error:  # the ~ of a user who does not exist
         raise ValueError(f"model {model!r} is in nobody's home ({error}): give the directory without ~") from error
     if path.is_dir():
         return path
@@ -65,8 +71,8 @@ def resolve(model: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config.json of a model's directory; ValueError when it is missing or not a JSON object."""
-    file = path / "config.json"
+    """Reads the config.json of a model's directory. Raises ValueError when it is missing or not a JSON object."""
+    file = path / CONFIG
     if not path.is_dir():
         raise ValueError(f"model directory {path} does not exist")
     if not file.is_file():
@@ -81,7 +87,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a config states, in its new or old spelling; float32 when it states none."""
+    """Returns the dtype that a config states, in its new or old spelling, or float32 when it states none."""
     inner = config.get("text_config")
     places = (config, inner if isinstance(inner, dict) else {})
     found = [part[key] for part in places for key in ("dtype", "torch_dtype") if part.get(key)]
@@ -101,31 +107,76 @@ def load(
     seed: int = 0,
     mesh: Mesh | None = None,
 ) -> Params:
-    """The parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh`; None: the first device.
+    """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
     Each device's shard is read straight from the files, safetensors or the tree that `jaxvllm convert` wrote, by the
-    process that has the device. `dummy` needs no weights: it makes them from `seed`, the same on every mesh.
-    ValueError names the file and the tensor that is missing, unexpected, of another shape or dtype.
+    process that has the device. With `dummy` no weights are needed: they are made from `seed`, the same on every mesh.
+    Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
     mesh = mesh or mesh_of(jax.devices()[0])
     spread = Spread(spec, mesh.size)
     sharding = place(mesh)
 
-    def where(decl: ParamDecl) -> NamedSharding:
+    def sharding_of(decl: ParamDecl) -> NamedSharding:
         return sharding(decl.axes)
 
     if load_format == "dummy":
-        parts = read_shards(partial(_dummy, spec, dtype, seed), spread, layout, dtype, where)
+        parts = read_shards(partial(_dummy, spec, dtype, seed), spread, layout, dtype, sharding_of)
     elif load_format != "auto":
         raise ValueError(f"load_format must be auto or dummy, not {load_format!r}")
     elif (path / TREE).is_dir():
         parts = OrbaxTree.open(path / TREE, spec).restore(mesh, dtype)
     else:
         weights = StoredWeights.open(path, find_family(read_config(path)), spec)
-        parts = read_shards(weights.fill, spread, layout, dtype, where)
-    return place_all(spread.whole, layout, dtype, where, parts)
+        parts = read_shards(weights.fill, spread, layout, dtype, sharding_of)
+    return assemble(spread.whole, layout, dtype, sharding_of, parts)
 
 
 def _dummy(spec: ModelSpec, dtype: DTypeLike, seed: int, name: str, layer: int | None) -> Fill:
-    decls = declare(spec) if layer is None else declare_layer(spec)
-    return copied(dummy_array(name, decls[name], layer, dtype, seed))
+    return copied(dummy_array(name, declaration(spec, name, layer), layer, dtype, seed))
+
+
+def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
+    """Writes the model of directory `model` into `output`, split over the model axis of `mesh`, in `dtype`.
+
+    `auto` is the dtype that the config states. The devices together hold the model once, and the host holds one array
+    of it at a time. Raises ValueError when `output` has anything in it, or when the model cannot be read; both are
+    found before any weight is read.
+    """
+    config = read_config(model)
+    spec = model_spec(config)
+    companions = _companions(model)
+    _check_empty(output, {file.name for file in companions})
+    if (model / TREE).is_dir():
+        raise ValueError(f"{model} is an orbax tree already: any mesh can load it")
+    name = config_dtype(config) if dtype == "auto" else dtype
+    sharding_of = orbax_tree.stored_sharding(mesh)
+    weights = StoredWeights.open(model, find_family(config), spec)
+    # These come first, so that a directory that cannot be written to is found before minutes of reading weights.
+    output.mkdir(parents=True, exist_ok=True)
+    for file in companions:
+        shutil.copyfile(file, output / file.name)
+    parts = read_shards(weights.fill, Spread(spec), "separate", name, sharding_of)
+    orbax_tree.save(output / TREE, assemble(spec, "separate", name, sharding_of, parts))
+    # The config comes last: if anything went wrong before, the directory has none and is not taken for a model. Its
+    # dtype is the one that `auto` will load.
+    (output / CONFIG).write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n", encoding="utf-8")
+
+
+def _companions(model: Path) -> list[Path]:
+    """Returns the files that are copied unchanged."""
+    found = {file for pattern in COPIED for file in model.glob(pattern) if file.is_file()}
+    return sorted(found - {model / CONFIG, model / INDEX})
+
+
+def _check_empty(output: Path, written: set[str]) -> None:
+    """Raises ValueError when `output` is not empty. `written` has the names of the files that would be copied there."""
+    found = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if not found and (output.is_dir() or not output.exists()):
+        return
+    message = f"{output} is not an empty directory: give another, nothing is overwritten"
+    # Only files that a conversion writes are there, and no config.json. orbax writes into a directory whose name begins
+    # with that of the tree.
+    if found and all(name in written or name.startswith(TREE) for name in found):
+        message += ", or delete it if a conversion was interrupted: it holds nothing else"
+    raise ValueError(message)

@@ -1,12 +1,13 @@
-"""Reading a Hugging Face config.json: typed, with errors that name the key, in its old and new spellings."""
+"""Reads the values of a Hugging Face config.json with their types, in old and new spellings; errors name the key."""
 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jaxvllm.models.ffn import Activation
 from jaxvllm.models.rope import RopeLengths, make_rope, no_rope, served_positions
-from jaxvllm.models.spec import Activation, RopeSpec
+from jaxvllm.models.spec import RopeSpec
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -15,7 +16,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Keys that change what a model computes in a way that no family here knows, with the values that do not.
+# Keys that change the computation of a model, and their values that change nothing. A family that supports one of them
+# says so (`Family.understood`).
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None, {}),
     "use_bidirectional_attention": (None, False),
@@ -34,10 +36,11 @@ class HfConfig:
 
     values: Mapping[str, Any]
     max_model_len: int | None = None
+    understood: tuple[str, ...] = ()  # keys of UNSUPPORTED that the family knows
 
     def __post_init__(self) -> None:
         for key, neutral in UNSUPPORTED.items():
-            if self.values.get(key) not in neutral:
+            if key not in self.understood and self.values.get(key) not in neutral:
                 raise ValueError(f"config {key} = {self.values[key]!r} is not supported: it changes the model")
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -47,7 +50,7 @@ class HfConfig:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Above zero and finite, as every number is that a family asks for."""
+        """Returns a number that is above zero and finite, as all numbers are that families ask for."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             self._reject(key, "a positive number", value)
@@ -73,7 +76,7 @@ class HfConfig:
         return ACTIVATIONS[value]
 
     def layer_types(self, default: list[str]) -> list[str]:
-        """`full_attention` or `sliding_attention` for each layer."""
+        """Returns `full_attention` or `sliding_attention` for each layer."""
         value = self._get("layer_types", default)
         known = ("full_attention", "sliding_attention")
         if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
@@ -81,26 +84,26 @@ class HfConfig:
         return value
 
     def windows(self, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
-        """The window of each layer, when those of sliding attention have this one."""
+        """Returns the window of each layer: `window` for layers of sliding attention, and None for the others."""
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
     def ropes(self, theta: float, head_size: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-        """The rope of all layers, and the one that rotates nothing."""
+        """Returns the rope of all layers, and a rope that rotates nothing."""
         rope = make_rope(
             self.rope_parameters(), self.number("rope_theta", theta), head_size, self._lengths(max_position)
         )
         return rope, no_rope(rope.rotary_dim)
 
     def rope(self, parameters: Mapping[str, Any], theta: float, head_size: int, max_position: int) -> RopeSpec:
-        """The rope of an entry that is not the config's only one."""
+        """Returns the rope of one entry, for configs that have several."""
         return make_rope(parameters, theta, head_size, self._lengths(max_position))
 
     def served_positions(self, parameters: Mapping[str, Any], max_position: int) -> int:
-        """Tokens that the model can serve under this rope entry."""
+        """Returns how many tokens the model can serve under this rope entry."""
         return served_positions(parameters, self._lengths(max_position))
 
     def rope_parameters(self) -> dict[str, Any]:
-        """What transformers 5 calls `rope_parameters` and older versions `rope_scaling`."""
+        """Returns the entry that transformers 5 calls `rope_parameters`, and older versions `rope_scaling`."""
         found: dict[str, Any] = {}
         for key in ("rope_parameters", "rope_scaling"):
             value = self.values.get(key)

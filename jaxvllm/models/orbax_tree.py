@@ -1,51 +1,52 @@
-"""The parameters of a model as an orbax checkpoint: arrays that are split on disk, and restored onto any mesh.
+"""Stores the parameters of a model as an orbax checkpoint, whose arrays are split on disk and restored onto any mesh.
 
-What is stored is the model as one device has it, each layer's arrays apart: its shapes depend on no mesh, and a
-restore has one array of one layer on the host, or a batch of small ones, not the stack of all.
+The shapes are those of a model on one device, so they depend on no mesh. Each layer's arrays are stored apart, so a
+restore has one array of one layer on the host, or a batch of small ones, and not the stack of all layers.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from jaxvllm.models.params import ParamDecl, Params, declare, declare_layer
-from jaxvllm.models.placing import Parts, Where
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.params import Params, declaration, declare, declare_layer
+from jaxvllm.models.shards import Parts, ShardingOf
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.spread import Spread
-from jaxvllm.models.spread_weights import boxes
-from jaxvllm.models.tiling import Box
+from jaxvllm.models.tiling import Box, spread_boxes
 from sharding.placement import place
 
 # The directory of the tree, beside config.json.
 TREE = "orbax"
-# What a device reads at once: little of other devices' shards, and enough for a disk.
+# The bytes that a device reads at once: small, so that it reads little of other devices' shards, but enough for a disk.
 CHUNK_BYTES = 16 * 2**20
-# What is read together. A read costs 8 ms, and 16 in a tree of 640 arrays, however small the arrays are.
+# The bytes that are read together. A read costs 8 ms (16 in a tree of 640 arrays), however small the arrays are.
 BATCH_BYTES = 256 * 2**20
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def stored_where(mesh: Mesh) -> Where:
-    """How stored arrays are split: as the model's are where that divides, else along the hidden size, else not."""
+def stored_sharding(mesh: Mesh) -> ShardingOf:
+    """Returns how stored arrays are split: as in the model where that divides, else along the hidden size or not."""
     sharding = place(mesh)
 
-    def where(decl: ParamDecl) -> NamedSharding:
-        # The table splits no hidden size: let it go where heads go.
+    def sharding_of(decl: ParamDecl) -> NamedSharding:
+        # The table of axes never splits the hidden size, so the name of an axis that it splits stands in.
         along_hidden = tuple("heads" if axis == "embed" else None for axis in decl.axes)
         for axes in (decl.axes, along_hidden):
             if _divides(sharding(axes), decl.shape):
                 return sharding(axes)
         return sharding((None,) * len(decl.shape))
 
-    return where
+    return sharding_of
 
 
 def save(directory: Path, params: Params) -> None:
@@ -55,7 +56,7 @@ def save(directory: Path, params: Params) -> None:
     for layer, held in enumerate(params["layers"]):
         arrays |= {_key(name, layer): array for name, array in held.items()}
     how = {key: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for key in arrays}
-    # Random bits do not compress, and every load would pay for the attempt.
+    # Weights hardly compress, and every load would spend time on the decompression.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(arrays, save_args=how))
 
@@ -69,70 +70,69 @@ class OrbaxTree:
 
     @classmethod
     def open(cls, directory: Path, spec: ModelSpec) -> Self:
-        """ValueError names what is missing, unexpected, or of another shape or dtype."""
+        """Opens the tree. Raises ValueError naming an array that is missing, unexpected, of another shape or dtype."""
         ocp = _orbax()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata = checkpointer.metadata(directory.absolute()).item_metadata
         if metadata is None:  # orbax has logged why
             raise ValueError(f"{directory} is not a complete orbax tree: convert the model again")
         found = metadata.tree
-        expected = _shapes(spec)
-        for key, shape in expected.items():
+        expected = _declared(spec)
+        for key, decl in expected.items():
+            shape, dtypes = decl.shape, DTYPES if decl.dtype is None else (decl.dtype,)
             if key not in found:
                 raise ValueError(f"{directory} lacks the array {key}, which should have shape {shape}")
             if tuple(found[key].shape) != shape:
                 raise ValueError(
                     f"{directory}: array {key} has shape {tuple(found[key].shape)}, and the config makes it {shape}"
                 )
-            if str(jnp.dtype(found[key].dtype)) not in DTYPES:
+            if str(jnp.dtype(found[key].dtype)) not in dtypes:
                 raise ValueError(
-                    f"{directory}: array {key} has dtype {found[key].dtype}: supported are {', '.join(DTYPES)}"
+                    f"{directory}: array {key} has dtype {found[key].dtype}: supported are {', '.join(dtypes)}"
                 )
         if unexpected := sorted(set(found) - set(expected)):
             raise ValueError(f"{directory}: unexpected array {unexpected[0]}: the model of this config has none")
         return cls(directory, spec)
 
     def restore(self, mesh: Mesh, dtype: DTypeLike) -> Parts:
-        """The model's arrays, in `dtype` and spread over `mesh`; heads are copied and filled up on the devices.
+        """Reads the model's arrays in `dtype`, spread over `mesh`. The devices copy heads and fill them up with zeros.
 
-        Small arrays of one name are read for several layers at once, and wait on the devices for their turn.
+        Small arrays of one name are read for several layers at once, and stay on the devices until their turn.
         """
-        spread = Spread(self.spec, mesh.size)
-        decls = declare(self.spec) | declare_layer(self.spec)
-        sharding, stored = place(mesh), stored_where(mesh)
+        sharding, stored_on = place(mesh), stored_sharding(mesh)
 
         @cache
-        def spreading(name: str, whole: ParamDecl) -> Any:
-            spread_out = partial(_spread, name=name, decl=decls[name], whole=whole, spread=spread)
+        def spreading(stored: ParamDecl, whole: ParamDecl) -> Any:
+            spread_out = partial(_spread, decl=stored, whole=whole)
             return jax.jit(spread_out, out_shardings=sharding(whole.axes))
 
         read: dict[str, jax.Array] = {}
 
         def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
-            decl, key = decls[name], _key(name, layer)
-            same = decl.shape == whole.shape
+            decl, key = declaration(self.spec, name, layer), _key(name, layer)
+            same, wanted = decl.shape == whole.shape, decl.dtype_in(dtype)
             if key not in read:
-                keys = self._batch(name, layer, math.prod(decl.shape) * jnp.dtype(dtype).itemsize)
-                read.update(self._arrays(keys, sharding(whole.axes) if same else stored(decl), dtype))
-            yield read.pop(key) if same else spreading(name, whole)(read.pop(key))
+                keys = self._batch(name, decl, layer, wanted.itemsize)
+                read.update(self._arrays(keys, sharding(whole.axes) if same else stored_on(decl), wanted))
+            yield read.pop(key) if same else spreading(decl, whole)(read.pop(key))
 
         return parts
 
-    def _batch(self, name: str, layer: int | None, size: int) -> list[str]:
-        """The keys to read together: this array, of `size` bytes, and the same of the layers behind it."""
+    def _batch(self, name: str, decl: ParamDecl, layer: int | None, itemsize: int) -> list[str]:
+        """Returns the keys to read together: this array, and the equally declared ones of later layers."""
         if layer is None:
             return [name]
-        end = min(self.spec.num_layers, layer + max(1, BATCH_BYTES // size))
-        return [_key(name, i) for i in range(layer, end)]
+        alike = (i for i in range(layer, self.spec.num_layers) if declare_layer(self.spec, i).get(name) == decl)
+        return [_key(name, i) for i in islice(alike, max(1, BATCH_BYTES // (math.prod(decl.shape) * itemsize)))]
 
-    def _arrays(self, keys: Sequence[str], sharding: NamedSharding, dtype: DTypeLike) -> dict[str, jax.Array]:
+    def _arrays(self, keys: Sequence[str], sharding: NamedSharding, dtype: np.dtype) -> dict[str, jax.Array]:
         ocp = _orbax()
-        how = {key: ocp.ArrayRestoreArgs(sharding=sharding, dtype=jnp.dtype(dtype)) for key in keys}
+        how = {key: ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype) for key in keys}
         args = ocp.args.PyTreeRestore(dict.fromkeys(keys, 0), restore_args=how, partial_restore=True)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 arrays: dict[str, jax.Array] = checkpointer.restore(self.directory.absolute(), args=args)
-        # A damaged tree fails in as many ways as there are formats in it.
+        # A damaged tree may fail in many ways, because it contains several file formats.
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             which = f"array {keys[0]}" + (f", or one up to {keys[-1]}," if len(keys) > 1 else "")
@@ -140,18 +140,17 @@ class OrbaxTree:
         return arrays
 
 
-def _spread(stored: jax.Array, name: str, decl: ParamDecl, whole: ParamDecl, spread: Spread) -> jax.Array:
+def _spread(stored: jax.Array, decl: ParamDecl, whole: ParamDecl) -> jax.Array:
     array = jnp.zeros(whole.shape, stored.dtype)
     corner = (0,) * stored.ndim
-    for box, origin in boxes(name, decl, spread):
+    for box, origin in spread_boxes(decl, whole):
         array = array.at[box.index(corner)].set(stored[Box(origin, box.shape).index(corner)])
     return array
 
 
-def _shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    outer = {name: decl.shape for name, decl in declare(spec).items()}
-    layer = declare_layer(spec).items()
-    return outer | {_key(name, i): decl.shape for i in range(spec.num_layers) for name, decl in layer}
+def _declared(spec: ModelSpec) -> Mapping[str, ParamDecl]:
+    layers = range(spec.num_layers)
+    return declare(spec) | {_key(name, i): decl for i in layers for name, decl in declare_layer(spec, i).items()}
 
 
 def _key(name: str, layer: int | None) -> str:
@@ -167,7 +166,7 @@ def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def _orbax() -> Any:
-    """The package, imported when a tree is: that costs more than a second."""
+    """Imports the package only when a tree is used, because the import takes more than a second."""
     try:
         import orbax.checkpoint
     except ImportError as error:

@@ -1,8 +1,7 @@
-"""Every parameter of the decoder, declared once: shapes, dummy weights and checkpoint targets derive from it.
+"""Declares every array of a model once. Shapes, dummy weights and checkpoint targets derive from the declarations.
 
-The tree is plain dicts. Weights are `[out, in]`, as Hugging Face stores them and as XLA's CPU matmul reads
-them fastest. What one matmul can do is one array: query, key and value of a KV head lie together, so that
-the array still splits by KV head.
+The tree consists of plain dicts. Weights are `[out, in]`, as Hugging Face stores them. Weights that one matmul can read
+are one array: query, key and value of a KV head lie together, so that the array can still be split by KV head.
 """
 
 import math
@@ -12,133 +11,125 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from sharding.placement import place
 
-# separate: `layers` is a list of L dicts, read in place by XLA on CPU. stacked: one dict of arrays with a
-# leading L, for lax.scan on TPU and GPU, where compile time then does not grow with depth.
+# separate: `layers` is a list of L dicts, read in place by XLA on CPU. stacked: one dict of arrays with a leading L (as
+# many as have such an array), read in place by loops on TPU and GPU, where compile time does not grow with depth.
 Layout = Literal["separate", "stacked"]
 Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ParamDecl:
-    """One array: its shape, the logical axis of each dimension (None is never split), its dummy values.
+class LayerStack:
+    """The arrays of one name and declaration, from all layers that have such an array."""
 
-    `random` weights have variance 1 / last dimension, which is the fan-in of every `[out, in]` weight.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    init: Literal["random", "ones", "zeros"] = "random"
-
-    def __post_init__(self) -> None:
-        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+    name: str
+    decl: ParamDecl  # of a single layer
+    layers: tuple[int, ...]
 
 
 def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
-    """The arrays outside the layers."""
-    vocab_by_embed = ParamDecl((spec.vocab_size, spec.hidden_size), ("vocab", "embed"))
-    decls = {"embed": vocab_by_embed, "final_norm": _norm(spec, (spec.hidden_size,), ("embed",))}
-    if not spec.tie_embeddings:
-        decls["lm_head"] = vocab_by_embed
-    return decls
-
-
-def declare_layer(spec: ModelSpec) -> dict[str, ParamDecl]:
-    """The arrays of one layer; all layers are alike."""
-    E, F, D = spec.hidden_size, spec.ffn_size, spec.head_size
-    K, G = spec.num_kv_heads, spec.group_size
+    """Declares the arrays outside the layers."""
+    shape, axes = (spec.vocab_size, spec.hidden_size), ("vocab", "embed")
     decls = {
-        # A KV head's G query heads, its key, its value.
-        "qkv": ParamDecl((K, (G + 2) * D, E), ("kv_heads", None, "embed")),
-        "o": ParamDecl((E, spec.num_heads * D), ("embed", "heads")),
-        "gate_up": ParamDecl((2, F, E), (None, "ffn", "embed")),
-        "down": ParamDecl((E, F), ("embed", "ffn")),
+        "embed": ParamDecl(shape, axes, storage="tied_table" if spec.tie_embeddings else "table"),
+        "final_norm": spec.norm.declare((spec.hidden_size,), ("embed",)),
     }
-    if spec.qkv_bias:
-        decls["qkv_bias"] = ParamDecl((K, (G + 2) * D), ("kv_heads", None), "zeros")
-    if spec.o_bias:
-        decls["o_bias"] = ParamDecl((E,), ("embed",), "zeros")
-    if spec.ffn_bias:
-        decls["gate_up_bias"] = ParamDecl((2, F), (None, "ffn"), "zeros")
-        decls["down_bias"] = ParamDecl((E,), ("embed",), "zeros")
-    if spec.norm_placement in ("pre", "sandwich"):
-        decls["attention_norm"] = decls["ffn_norm"] = _norm(spec, (E,), ("embed",))
-    if spec.norm_placement in ("sandwich", "post"):
-        decls["attention_post_norm"] = decls["ffn_post_norm"] = _norm(spec, (E,), ("embed",))
-    if spec.qk_norm == "head":
-        decls["q_norm"] = decls["k_norm"] = _norm(spec, (D,), (None,))
-    elif spec.qk_norm == "full":
-        decls["q_norm"] = _norm(spec, (K, G, D), ("kv_heads", None, None))
-        decls["k_norm"] = _norm(spec, (K, 1, D), ("kv_heads", None, None))
+    if not spec.tie_embeddings:
+        decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
     return decls
+
+
+def declare_layer(spec: ModelSpec, layer: int) -> dict[str, ParamDecl]:
+    """Declares the arrays of one layer: those of its attention, of its FFN, and the norms around them."""
+    attention, ffn = spec.layers[layer].attention.declare(), spec.layers[layer].ffn.declare()
+    norm = spec.norm.declare((spec.hidden_size,), ("embed",))
+    norms = {}
+    if spec.norm_placement in ("pre", "sandwich"):
+        norms["attention_norm"] = norms["ffn_norm"] = norm
+    if spec.norm_placement in ("sandwich", "post"):
+        norms["attention_post_norm"] = norms["ffn_post_norm"] = norm
+    assert len(attention | ffn | norms) == len(attention) + len(ffn) + len(norms), "each array has a name of its own"
+    return attention | ffn | norms
+
+
+def declaration(spec: ModelSpec, name: str, layer: int | None) -> ParamDecl:
+    """Returns the declaration of the array of that name, of a layer or, with None, outside the layers."""
+    return (declare(spec) if layer is None else declare_layer(spec, layer))[name]
+
+
+def layer_stacks(spec: ModelSpec) -> dict[str, LayerStack]:
+    """Returns the stacks of the `stacked` layout by their keys.
+
+    A key is the name of the arrays. A number follows where layers declare arrays of one name in several ways.
+    """
+    layers_of: dict[tuple[str, ParamDecl], list[int]] = {}
+    for layer in range(spec.num_layers):
+        for held in declare_layer(spec, layer).items():
+            layers_of.setdefault(held, []).append(layer)
+    stacks: dict[str, LayerStack] = {}
+    for (name, decl), layers in layers_of.items():
+        others = sum(stack.name == name for stack in stacks.values())
+        stacks[f"{name}.{others}" if others else name] = LayerStack(name, decl, tuple(layers))
+    return stacks
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Weights of the model; a tied LM head counts once."""
-    layer = sum(math.prod(decl.shape) for decl in declare_layer(spec).values())
-    return spec.num_layers * layer + sum(math.prod(decl.shape) for decl in declare(spec).values())
+    """Counts the weights of the model. A tied LM head counts once."""
+    layers = (declare_layer(spec, layer) for layer in range(spec.num_layers))
+    return sum(math.prod(decl.shape) for decls in (declare(spec), *layers) for decl in decls.values())
 
 
 def build(spec: ModelSpec, layout: Layout, array: Callable[[str, ParamDecl, tuple[int, ...] | None], Any]) -> Params:
-    """The tree of one layout, with `array(name, decl, layers)` at its leaves.
+    """Builds the tree of one layout, with `array(name, decl, layers)` at its leaves.
 
-    `layers` says which layers a leaf holds: None outside the layers, one for a separate leaf, all of them,
-    along a new leading dimension, for a stacked leaf. `decl` is always that of a single layer.
+    `layers` says which layers a leaf holds: None outside the layers; one layer for a separate leaf; and for a stacked
+    leaf, along a new leading dimension, all layers that have such an array. `decl` is always that of a single layer.
     """
     params: Params = {name: array(name, decl, None) for name, decl in declare(spec).items()}
-    decls = declare_layer(spec)
     if layout == "stacked":
-        every = tuple(range(spec.num_layers))
-        params["layers"] = {name: array(name, decl, every) for name, decl in decls.items()}
+        stacks = layer_stacks(spec).items()
+        params["layers"] = {key: array(stack.name, stack.decl, stack.layers) for key, stack in stacks}
     elif layout == "separate":
         params["layers"] = [
-            {name: array(name, decl, (layer,)) for name, decl in decls.items()} for layer in range(spec.num_layers)
+            {name: array(name, decl, (layer,)) for name, decl in declare_layer(spec, layer).items()}
+            for layer in range(spec.num_layers)
         ]
     else:
         raise ValueError(f"layout must be separate or stacked, not {layout!r}")
     return params
 
 
-def stacked(decl: ParamDecl, num_layers: int) -> ParamDecl:
-    """The declaration of `num_layers` such arrays in one."""
-    return ParamDecl((num_layers, *decl.shape), ("layers", *decl.axes), decl.init)
-
-
 def abstract_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, mesh: Mesh) -> Params:
-    """The tree of `spec` spread over `mesh`, as jax.ShapeDtypeStruct: enough to compile for, without one weight."""
+    """Returns the tree of `spec` spread over `mesh`, as jax.ShapeDtypeStruct: enough to compile, without weights."""
     sharding = place(mesh)
 
     def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
-        whole = stacked(decl, spec.num_layers) if layers and layout == "stacked" else decl
-        return jax.ShapeDtypeStruct(whole.shape, jnp.dtype(dtype), sharding=sharding(whole.axes))
+        whole = decl.stacked(len(layers)) if layers and layout == "stacked" else decl
+        return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
 
     return build(Spread(spec, mesh.size).whole, layout, leaf)
 
 
 def dummy_array(name: str, decl: ParamDecl, layer: int | None, dtype: DTypeLike, seed: int) -> np.ndarray:
-    """Random values for one array of one layer: the same for the same arguments, whatever the device.
+    """Makes random values for one array of one layer, the same for the same arguments on every device.
 
-    Uniform, of variance 1 / fan-in: they keep the hidden state at its size, and cost half of normal ones.
+    They are uniform with variance 1 / fan-in, which keeps the size of the hidden state. Normal values would take twice
+    the time.
     """
     if decl.init != "random":
-        return np.full(decl.shape, decl.init == "ones", jnp.dtype(dtype))
-    # Layer numbers are moved by one, as a seed has no negative parts.
+        return np.full(decl.shape, decl.init == "ones", decl.dtype_in(dtype))
+    # The parts of a seed must not be negative, so 0 stands for None, and layer numbers are moved by one.
     parts = (seed, zlib.crc32(name.encode()), 0 if layer is None else layer + 1)
     stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence(parts)))
     values = stream.random(decl.shape, np.float32)
     values -= np.float32(0.5)
     values *= np.float32((12 / decl.shape[-1]) ** 0.5)
-    return values.astype(jnp.dtype(dtype))
-
-
-def _norm(spec: ModelSpec, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamDecl:
-    # Weight plus offset is 1 either way.
-    return ParamDecl(shape, axes, "zeros" if spec.norm_offset else "ones")
+    return values.astype(decl.dtype_in(dtype))

@@ -1,9 +1,9 @@
-"""Rotary frequencies of every scaling that Hugging Face configs name.
+"""Computes the rotary frequencies for every scaling that Hugging Face configs name.
 
-What transformers lets depend on the length of the sequence at hand is decided once here, from the longest
-sequence that the engine will serve: one KV cache cannot hold keys that were rotated in two ways. `dynamic`
-then uses the base for that length, and `longrope` its long factors as soon as that length exceeds the one
-it was trained on. vLLM decides the same way.
+Some scalings of transformers depend on the length of the current sequence. Here they are decided once, from the longest
+sequence that the engine will serve, because one KV cache cannot hold keys that were rotated in two ways. `dynamic`
+uses the base for that length, and `longrope` uses its long factors if that length exceeds the one it was trained
+on. vLLM decides the same way.
 
 Sources: linear (kaiokendev), dynamic NTK (bloc97, emozilla), YaRN (arXiv 2309.00071), LongRoPE
 (arXiv 2402.13753), Llama 3.1's own.
@@ -23,20 +23,20 @@ KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeLengths:
-    """The three lengths, in tokens, that scalings look at."""
+    """The three lengths, in tokens, on which scalings depend."""
 
     max_position: int  # max_position_embeddings of the config
     original: int | None  # original_max_position_embeddings at the top of the config, where Phi-3 has it
-    max_model_len: int | None  # longest sequence to serve; None is all that the model can
+    max_model_len: int | None  # longest sequence to serve; None: the longest that the model can serve
 
 
 def no_rope(rotary_dim: int) -> RopeSpec:
-    """The rope that rotates nothing, as wide as the others of its model."""
+    """Returns a rope that rotates nothing and is as wide as the others of its model."""
     return RopeSpec((0.0,) * (rotary_dim // 2))
 
 
 def rope_kind(parameters: Mapping[str, Any]) -> str:
-    """The scaling's name, one of KINDS; ValueError for any other."""
+    """Returns the scaling's name, one of KINDS. Raises ValueError for any other."""
     name = parameters.get("rope_type", parameters.get("type")) or "default"
     kind = "longrope" if name == "su" else name
     if kind not in KINDS:
@@ -45,7 +45,7 @@ def rope_kind(parameters: Mapping[str, Any]) -> str:
 
 
 def served_positions(parameters: Mapping[str, Any], lengths: RopeLengths) -> int:
-    """Tokens that a model can serve with this scaling: some scalings stretch max_position_embeddings."""
+    """Returns how many tokens a model can serve with this scaling: some scalings stretch max_position_embeddings."""
     kind = rope_kind(parameters)
     if kind in ("linear", "dynamic"):
         return int(lengths.max_position * _number(parameters, "factor"))
@@ -56,9 +56,9 @@ def served_positions(parameters: Mapping[str, Any], lengths: RopeLengths) -> int
 
 
 def make_rope(parameters: Mapping[str, Any], theta: float, head_size: int, lengths: RopeLengths) -> RopeSpec:
-    """The rope of one `rope_parameters` (or older `rope_scaling`) entry.
+    """Computes the rope of one `rope_parameters` (or older `rope_scaling`) entry.
 
-    `theta` is the base when the entry does not say. ValueError for an unknown type and for a missing or
+    `theta` is the base when the entry has none. Raises ValueError for an unknown type, and for a missing or
     malformed number.
     """
     kind = rope_kind(parameters)
@@ -68,7 +68,7 @@ def make_rope(parameters: Mapping[str, Any], theta: float, head_size: int, lengt
         raise ValueError(f"rope would rotate {dim} of {head_size} dimensions: it must be an even number")
     if kind == "dynamic":
         base = _dynamic_base(parameters, base, dim, lengths)
-    # float32 all the way, as transformers computes it: at position 100,000 the last bit is visible.
+    # All steps are in float32, as in transformers, because at position 100,000 the last bit is visible.
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     plain = np.float32(1) / np.float32(base) ** exponents
     scale = 1.0
@@ -97,7 +97,7 @@ def _llama3(parameters: Mapping[str, Any], plain: np.ndarray, lengths: RopeLengt
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     original = _original(parameters, lengths)
     turns = original * plain / np.float32(2 * math.pi)  # whole rotations within the original length
-    # 0 where fewer than `low` turns: slowed by the factor; 1 where more than `high`: untouched.
+    # Frequencies with fewer than `low` turns are divided by the factor (0), those with more than `high` are kept (1).
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return np.asarray((1 - kept) * plain / factor + kept * plain, np.float32)
 

@@ -1,49 +1,84 @@
-"""Each device's shard of each array, read by itself."""
+"""Builds the tree of parameters on devices. Each device's shard of each array is read alone, one layer at a time."""
 
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxvllm.models.params import Layout, ParamDecl, declare, declare_layer
-from jaxvllm.models.placing import Parts, Where
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.params import Layout, Params, build, declaration
+from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.models.spread_weights import tiles
-from jaxvllm.models.tiling import Box, Fill, aligned_zeros, tiled
+from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
 
-# What fills the array of that name of a layer, or, with None, outside the layers.
+# Returns how an array, or a stack of layers, is split over devices.
+ShardingOf = Callable[[ParamDecl], NamedSharding]
+# Returns the function that fills the array of that name, of a layer or, with None, outside the layers.
 Weights = Callable[[str, int | None], Fill]
+# Yields the array of that name, of a layer or, with None, outside the layers. It comes in one part or in several that
+# follow each other along the first dimension. The parts are on their devices and in their dtype already.
+Parts = Callable[[str, ParamDecl, int | None], Iterator[jax.Array]]
 
 
-def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLike, where: Where) -> Parts:
-    """The arrays of `spread.whole`, from `weights` of `spread.spec`; only what this process's devices hold is read.
+def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf) -> Parts:
+    """Reads the arrays of `spread.whole` from `weights` of `spread.spec`, as far as this process's devices hold them.
 
-    The host has one array of one layer at a time, of a stacked layer gate and up one after the other. On CPU devices
-    that is the array itself, not copied.
+    The host has one array of one layer at a time; gate and up of a stacked layer come one after the other. CPU devices
+    use the host's array without a copy.
     """
-    decls = declare(spread.spec) | declare_layer(spread.spec)
 
     def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
-        fill = tiled(tiles(name, decls[name], weights(name, layer), spread))
+        stored, wanted = weights(name, layer), whole.dtype_in(dtype)
+        boxes = spread_boxes(declaration(spread.spec, name, layer), whole)
+        fill = tiled([Tile(box, stored, origin) for box, origin in boxes])
         for part in _halves(whole) if layout == "stacked" and layer is not None else [Box.whole(whole.shape)]:
 
             def shard(index: tuple[slice, ...] | None, part: Box = part) -> np.ndarray:
                 assert index is not None
                 box = Box.of_index(index, part.shape)
-                out = aligned_zeros(box.shape, jnp.dtype(dtype))
+                out = aligned_zeros(box.shape, wanted)
                 fill(out, box.moved(part.start).start)
                 return out
 
-            yield jax.make_array_from_callback(part.shape, where(whole), shard, dtype)
+            yield jax.make_array_from_callback(part.shape, sharding_of(whole), shard, wanted)
 
     return parts
 
 
 def _halves(decl: ParamDecl) -> Iterator[Box]:
-    """Gate and up apart, as they are tensors of their own; any other array whole."""
+    """Yields gate and up apart, because they are two tensors, and any other array as a whole."""
     axis, size = decl.axes[0], decl.shape[0]
     step = 1 if axis is None and len(decl.shape) > 1 else size
     for first in range(0, size, step):
         yield Box((first, *(0 for _ in decl.shape[1:])), (step, *decl.shape[1:]))
+
+
+def assemble(spec: ModelSpec, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts) -> Params:
+    """Builds the tree of `spec` from its arrays. Only those of a stacked layer may come in several parts.
+
+    Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
+    """
+
+    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.Array:
+        if layers is None or layout == "separate":
+            [array] = parts(name, decl, layers[0] if layers else None)
+            return jax.block_until_ready(array)
+        whole = decl.stacked(len(layers))
+        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding_of(whole))
+        put = jax.jit(_put, donate_argnums=0, out_shardings=sharding_of(whole))
+        stack = zeros(whole.shape, whole.dtype_in(dtype))
+        for i, layer in enumerate(layers):
+            first = 0
+            for part in parts(name, decl, layer):
+                stack = jax.block_until_ready(put(stack, part, np.int32(i), np.int32(first)))
+                first += len(part)
+        return stack
+
+    return build(spec, layout, leaf)
+
+
+def _put(stack: jax.Array, part: jax.Array, i: jax.Array, first: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(stack, part[None], (i, first, *(0 for _ in part.shape[1:])))

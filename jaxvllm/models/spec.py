@@ -1,22 +1,24 @@
-"""What a model computes, as one frozen value: everything the decoder needs to know except the weights."""
+"""The spec of a model: one frozen value with everything that the decoder needs to know, except the weights."""
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-# pre: norms before attention and FFN (Llama). sandwich: before and after (Gemma 2, 3). post: after (OLMo 2).
+from jaxvllm.models.attention import Attention, GroupedQueryAttention, QkNorm
+from jaxvllm.models.ffn import Activation, Ffn, GatedFfn
+from jaxvllm.models.ops import RmsNorm
+
+# Norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post: OLMo 2).
 NormPlacement = Literal["pre", "sandwich", "post"]
-# head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
-QkNorm = Literal["none", "head", "full"]
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """A rotary embedding with every scaling already worked out; `jaxvllm.models.rope` makes them.
+    """A rotary embedding with its scaling already applied. `jaxvllm.models.rope` makes such specs.
 
-    `inv_freq` is in radians a position, one for each pair of rotated dimensions. All zeros is no rotation at
-    all, which is how a layer without positions (SmolLM 3) is written. cos and sin are multiplied by `scale`.
+    `inv_freq` is in radians per position, with one number for each pair of rotated dimensions. A layer without
+    positions (SmolLM 3) has zeros there, which rotate nothing. cos and sin are multiplied by `scale`.
     """
 
     inv_freq: tuple[float, ...]
@@ -34,8 +36,21 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """The computation of one layer. Consecutive equal layers are one loop on the device."""
+
+    attention: Attention
+    ffn: Ffn
+    window: int | None  # the last positions a token sees, itself included; None is all
+    rope: int  # an index into the ropes of the model
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer. Hashable, so that a jitted function may take it as a static argument."""
+    """A decoder-only transformer. It is hashable, so that a jitted function may take it as a static argument.
+
+    Heads, FFN and biases describe the layers, unless `attentions` or `ffns` name an attention or FFN for each layer.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -63,6 +78,8 @@ class ModelSpec:
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
     logit_scale: float = 1.0  # multiplies the logits, before the soft cap
     tie_embeddings: bool = False  # the LM head is the embedding
+    attentions: tuple[Attention, ...] = ()  # one a layer; empty: `usual_attention` in all
+    ffns: tuple[Ffn, ...] = ()  # one a layer; empty: `usual_ffn` in all
 
     def __post_init__(self) -> None:
         for name in (
@@ -83,6 +100,9 @@ class ModelSpec:
                 f"{len(self.windows)} windows and {len(self.layer_rope)} layer_rope entries "
                 f"for {self.num_layers} layers: one of each a layer"
             )
+        for name in ("attentions", "ffns"):
+            if (count := len(getattr(self, name))) not in (0, self.num_layers):
+                raise ValueError(f"{count} {name} for {self.num_layers} layers: name one for each layer, or none")
         if not all(window is None or window > 0 for window in self.windows):
             raise ValueError(f"windows must be positive or None, not {self.windows}")
         if not all(0 <= index < len(self.ropes) for index in self.layer_rope):
@@ -96,5 +116,36 @@ class ModelSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a KV head: G."""
+        """The number of query heads that share a KV head, G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def norm(self) -> RmsNorm:
+        """The norm that the model uses everywhere."""
+        return RmsNorm(self.norm_eps, self.norm_offset)
+
+    @property
+    def usual_attention(self) -> GroupedQueryAttention:
+        """The attention of every layer, unless `attentions` names others."""
+        return GroupedQueryAttention(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            norm=self.norm,
+            qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+        )
+
+    @property
+    def usual_ffn(self) -> GatedFfn:
+        """The FFN of every layer, unless `ffns` names others."""
+        return GatedFfn(self.hidden_size, self.ffn_size, self.activation, self.ffn_bias)
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """All layers, in order."""
+        attentions = self.attentions or (self.usual_attention,) * self.num_layers
+        ffns = self.ffns or (self.usual_ffn,) * self.num_layers
+        return tuple(map(LayerSpec, attentions, ffns, self.windows, self.layer_rope))

@@ -1,22 +1,21 @@
-"""How a model is spread over devices: heads, FFN and vocabulary in equal shares, made to divide where they do not."""
+"""Spreads a model over devices in equal shares of heads, FFN and vocabulary, and makes these divide if they do not."""
 
-import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jaxvllm.models.spec import ModelSpec
 
-# Meshes that an error may recommend: those that slices of TPUs have, too.
+# An error may recommend meshes of these sizes, which are also those of TPU slices.
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """`spec` over `size` devices. ValueError when it cannot be, with the meshes on which it can.
+    """A model spread over `size` devices. Raises ValueError when that cannot be, and names the meshes on which it can.
 
-    KV heads that do not divide are copied, and a head's query heads shared out among its copies. A group that does not
-    divide among them either is filled with query heads whose weights are zeros: they add nothing to the output. So 28
-    query heads over 4 KV heads run on 8 devices, as 32 over 8. The vocabulary is filled with rows that are
-    never sampled.
+    KV heads that do not divide are copied, and the query heads of a KV head are shared out among its copies. If they do
+    not divide among the copies, query heads with weights of zero, which add nothing to the output, fill the groups up.
+    So 28 query heads over 4 KV heads run on 8 devices, as 32 over 8. Unsampled rows fill up the vocabulary.
     """
 
     spec: ModelSpec
@@ -29,49 +28,43 @@ class Spread:
 
     @property
     def kv_copies(self) -> int:
-        """Devices, or heads of a device, that hold the same KV head."""
-        return _kv_copies(self.spec, self.size)
+        """The number of devices, or of heads of one device, that hold the same KV head."""
+        return self.spec.usual_attention.kv_copies(self.size)
 
     @property
     def group_size(self) -> int:
-        """Query heads of each copy of a KV head, those of zeros included."""
-        return -(-self.spec.group_size // self.kv_copies)
+        """The number of query heads for each copy of a KV head, heads of zeros included."""
+        return self.whole.group_size
 
-    @property
+    @cached_property
     def whole(self) -> ModelSpec:
-        """The model as its arrays are shaped, over all devices: each size divides."""
-        num_kv_heads = self.spec.num_kv_heads * self.kv_copies
+        """The spec that the arrays over all devices have. Each of its sizes divides."""
+        usual = self.spec.usual_attention.spread(self.size)
         return replace(
             self.spec,
-            num_kv_heads=num_kv_heads,
-            num_heads=num_kv_heads * self.group_size,
+            num_kv_heads=usual.num_kv_heads,
+            num_heads=usual.num_heads,
             vocab_size=-(-self.spec.vocab_size // self.size) * self.size,
+            attentions=tuple(attention.spread(self.size) for attention in self.spec.attentions),
         )
 
-    @property
+    @cached_property
     def shard(self) -> ModelSpec:
-        """What one device computes."""
-        whole = self.whole
+        """The spec of the part that one device computes."""
+        whole, usual = self.whole, self.whole.usual_attention.shard(self.size)
         return replace(
             whole,
-            num_kv_heads=whole.num_kv_heads // self.size,
-            num_heads=whole.num_heads // self.size,
+            num_kv_heads=usual.num_kv_heads,
+            num_heads=usual.num_heads,
             vocab_size=whole.vocab_size // self.size,
             ffn_size=whole.ffn_size // self.size,
+            attentions=tuple(attention.shard(self.size) for attention in whole.attentions),
+            ffns=tuple(ffn.shard(self.size) for ffn in whole.ffns),
         )
-
-
-def _kv_copies(spec: ModelSpec, size: int) -> int:
-    return size // math.gcd(spec.num_kv_heads, size)
 
 
 def _problem(spec: ModelSpec, size: int) -> str | None:
-    """Why `spec` cannot be spread over `size` devices."""
-    if spec.ffn_size % size:
-        return f"an FFN of size {spec.ffn_size} does not divide over {size} devices"
-    if spec.qk_norm == "full" and spec.group_size % _kv_copies(spec, size):
-        return (
-            f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads do not divide over {size} devices, "
-            "and this model norms all of them together"
-        )
-    return None
+    """Returns why `spec` cannot be spread over `size` devices, or None when it can."""
+    # The order is that of the layers, so that the same model always gets the same error.
+    kinds = dict.fromkeys(kind for layer in spec.layers for kind in (layer.ffn, layer.attention))
+    return next((problem for kind in kinds if (problem := kind.problem(size))), None)

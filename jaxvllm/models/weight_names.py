@@ -1,8 +1,10 @@
-"""Where each of our arrays comes from in a Hugging Face checkpoint."""
+"""Tells which tensors of a Hugging Face checkpoint become each of our arrays."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.params import declare, declare_layer
 from jaxvllm.models.spec import ModelSpec
 
@@ -18,18 +20,18 @@ class Source:
     rows: slice = slice(None)
 
 
-# From (spec, beginning of the names of a layer) to the sources of each of its arrays.
-LayerSources = Callable[[ModelSpec, str], Mapping[str, tuple[Source, ...]]]
+# Called with (spec, number of a layer, beginning of the names of its tensors): returns the sources of its arrays.
+LayerSources = Callable[[ModelSpec, int, str], Mapping[str, tuple[Source, ...]]]
 
 
 def whole(name: str, shape: tuple[int, ...], view: tuple[int, ...] | None = None) -> tuple[Source, ...]:
-    """The sources of an array that is one tensor, perhaps reshaped."""
+    """Returns the sources of an array that is one tensor, perhaps reshaped."""
     view = view or shape
     return (Source(name, shape, (0,) * len(view), view),)
 
 
 def outer_sources(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
-    """The sources of the arrays outside the layers."""
+    """Returns the sources of the arrays outside the layers."""
     decls = declare(spec)
     names = {
         "embed": f"{prefix}embed_tokens.weight",
@@ -39,47 +41,59 @@ def outer_sources(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]
     return {key: whole(names[key], decl.shape) for key, decl in decls.items()}
 
 
-def separate_projections(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
-    """q, k, v, gate and up as tensors of their own, in the layer whose names begin with `prefix`."""
-    K, G, D, E, F = spec.num_kv_heads, spec.group_size, spec.head_size, spec.hidden_size, spec.ffn_size
-    inside = {"q": slice(0, G * D), "k": slice(G * D, (G + 1) * D), "v": slice((G + 1) * D, (G + 2) * D)}
-    sources = norm_sources(spec, prefix) | unfused_outputs(spec, prefix)
+def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of a layer whose q, k, v, gate and up are separate tensors; names begin with `prefix`."""
+    parts = (norm_sources, attention_sources, gated_ffn_sources)
+    return {key: sources for part in parts for key, sources in part(spec, layer, prefix).items()}
 
-    def qkv(kind: str, tail: tuple[int, ...]) -> tuple[Source, ...]:
-        return tuple(
-            Source(
-                f"{prefix}self_attn.{letter}_proj.{kind}",
-                (K * (part.stop - part.start), *tail),
-                (0, part.start, *(0 for _ in tail)),
-                (K, part.stop - part.start, *tail),
+
+def attention_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of grouped-query attention whose q, k and v are separate tensors."""
+    decls = declare_layer(spec, layer)
+    sources = _unfused(decls, prefix, {"o": "self_attn.o_proj.weight", "o_bias": "self_attn.o_proj.bias"})
+    for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
+        if key in decls:
+            K, G, D = _heads(decls[key])
+            tail = decls[key].shape[2:]
+            sources[key] = tuple(
+                Source(
+                    f"{prefix}self_attn.{letter}_proj.{kind}",
+                    (K * heads * D, *tail),
+                    (0, first * D, *(0 for _ in tail)),
+                    (K, heads * D, *tail),
+                )
+                for letter, first, heads in (("q", 0, G), ("k", G, 1), ("v", G + 1, 1))
             )
-            for letter, part in inside.items()
-        )
-
-    def gate_up(kind: str, shape: tuple[int, ...]) -> tuple[Source, ...]:
-        names = (f"{prefix}mlp.{half}_proj.{kind}" for half in ("gate", "up"))
-        return tuple(Source(name, shape, (i, *(0 for _ in shape)), (1, *shape)) for i, name in enumerate(names))
-
-    sources["qkv"] = qkv("weight", (E,))
-    sources["gate_up"] = gate_up("weight", (F, E))
-    if spec.qkv_bias:
-        sources["qkv_bias"] = qkv("bias", ())
-    if spec.ffn_bias:
-        sources["gate_up_bias"] = gate_up("bias", (F,))
     return sources
 
 
-def fused_projections(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
-    """q, k and v one below the other in one tensor, gate and up in another (Phi-3)."""
-    H, K, G, D = spec.num_heads, spec.num_kv_heads, spec.group_size, spec.head_size
-    E, F = spec.hidden_size, spec.ffn_size
+def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of a gated FFN whose gate and up are separate tensors."""
+    decls = declare_layer(spec, layer)
+    sources = _unfused(decls, prefix, {"down": "mlp.down_proj.weight", "down_bias": "mlp.down_proj.bias"})
+    for key, kind in (("gate_up", "weight"), ("gate_up_bias", "bias")):
+        if key in decls:
+            _, *shape = decls[key].shape
+            sources[key] = tuple(
+                Source(f"{prefix}mlp.{half}_proj.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
+                for i, half in enumerate(("gate", "up"))
+            )
+    return sources
+
+
+def fused_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of a layer with q, k and v stacked in one tensor, and gate and up in another (Phi-3)."""
+    decls = declare_layer(spec, layer)
+    (K, G, D), E = _heads(decls["qkv"]), spec.hidden_size
+    H, F = K * G, decls["gate_up"].shape[1]
     name, shape = f"{prefix}self_attn.qkv_proj.weight", ((H + 2 * K) * D, E)
     parts = (
         (slice(0, H * D), slice(0, G * D)),
         (slice(H * D, (H + K) * D), slice(G * D, (G + 1) * D)),
         (slice((H + K) * D, (H + 2 * K) * D), slice((G + 1) * D, (G + 2) * D)),
     )
-    sources = norm_sources(spec, prefix) | unfused_outputs(spec, prefix)
+    unfused = {"o": "self_attn.o_proj.weight", "down": "mlp.down_proj.weight"}
+    sources = norm_sources(spec, layer, prefix) | _unfused(decls, prefix, unfused)
     sources["qkv"] = tuple(
         Source(name, shape, (0, at.start, 0), (K, at.stop - at.start, E), rows) for rows, at in parts
     )
@@ -87,25 +101,12 @@ def fused_projections(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, .
     return sources
 
 
-def unfused_outputs(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
-    """The output projections, which every family stores as we do."""
-    decls = declare_layer(spec)
-    names = {
-        "o": "self_attn.o_proj.weight",
-        "o_bias": "self_attn.o_proj.bias",
-        "down": "mlp.down_proj.weight",
-        "down_bias": "mlp.down_proj.bias",
-    }
-    return {key: whole(prefix + names[key], decls[key].shape) for key in names if key in decls}
-
-
-def norm_sources(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
-    """The norms, whose names in a checkpoint follow from where they stand."""
-    decls = declare_layer(spec)
+def norm_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of the norms, whose names in a checkpoint depend on their placement."""
     names = {
         "attention_norm": "input_layernorm.weight",
         "attention_post_norm": "post_attention_layernorm.weight",
-        # Without norms behind the branches, the name says "behind attention" and means before the FFN.
+        # In a model without norms behind the branches, this name means the norm before the FFN.
         "ffn_norm": "post_attention_layernorm.weight"
         if spec.norm_placement == "pre"
         else "pre_feedforward_layernorm.weight",
@@ -113,12 +114,17 @@ def norm_sources(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
         "q_norm": "self_attn.q_norm.weight",
         "k_norm": "self_attn.k_norm.weight",
     }
-    sources = {}
-    for key, name in names.items():
-        if key in decls:
-            shape = decls[key].shape
-            stored = 1
-            for size in shape:
-                stored *= size
-            sources[key] = whole(prefix + name, (stored,), shape)
-    return sources
+    decls = declare_layer(spec, layer)
+    shapes = {key: decls[key].shape for key in names if key in decls}
+    return {key: whole(prefix + names[key], (math.prod(shape),), shape) for key, shape in shapes.items()}
+
+
+def _unfused(decls: Mapping[str, ParamDecl], prefix: str, names: Mapping[str, str]) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of the arrays in `names` that the layer has. Checkpoints store these as we do."""
+    return {key: whole(prefix + name, decls[key].shape) for key, name in names.items() if key in decls}
+
+
+def _heads(qkv: ParamDecl) -> tuple[int, int, int]:
+    """Returns K, G and D."""
+    assert qkv.heads is not None
+    return qkv.shape[0], qkv.heads.group, qkv.heads.size

@@ -1,1 +1,1 @@
-"""What a model will need of devices that nobody has to own: the real step, compiled for them, and what it says."""
+"""Tells what a model would need of devices, by compiling its real step for them; no such device has to be there."""

@@ -1,7 +1,8 @@
-"""Well-known models by name: what their config.json says about sizes, RoPE and windows.
+"""Finds well-known models by name, with the sizes, RoPE and windows of their config.json.
 
-`known_models.json` has what families read of the public config.json of each base model; sizes compared with Lightning's
-litgpt (litgpt/config.py), and all parameters with the published count (tests/planner/test_known_models.py).
+`known_models.json` has the keys that families read from the public config.json of each base model. The sizes were
+compared with Lightning's litgpt (litgpt/config.py), and the number of parameters with the published count
+(tests/planner/test_known_models.py).
 """
 
 import difflib
@@ -13,15 +14,15 @@ from typing import Any
 from jaxvllm.models import checkpoint
 
 _FILE = Path(__file__).with_name("known_models.json")
-# How a model was trained on, or how its publisher once began its name: the same sizes.
+# Words in a name that do not change the sizes: how a model was tuned, or how its publisher once began its name.
 _KINDS = {"base", "instruct", "it", "pt", "chat", "hf", "meta"}
 
 
 def find_config(model: str) -> tuple[str, dict[str, Any]]:
-    """The full name and the config.json of `model`: a directory, a config.json, "demo", or a name that is known.
+    """Returns the full name and the config.json of `model`: a directory, a config.json, "demo", or a known name.
 
-    Names match in any case, with their owner or none, and with the names of tuned versions: "llama-3.1-8b-instruct".
-    Nothing is downloaded. ValueError: it is none of these, with the nearest known names.
+    Names match in any case, with or without their owner, and as tuned versions: "llama-3.1-8b-instruct". Nothing is
+    downloaded. Raises ValueError with the nearest known names when `model` is none of these.
     """
     try:
         path = checkpoint.DEMO_MODEL if model == "demo" else Path(model).expanduser()
@@ -43,7 +44,7 @@ def find_config(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def known_models() -> dict[str, dict[str, Any]]:
-    """All of them: owner/name to config."""
+    """Returns the config of every known model by OWNER/NAME."""
     return _read(_FILE)
 
 
@@ -62,5 +63,5 @@ def _owner(name: str) -> str:
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """What of a name tells models apart."""
+    """Returns the words of a name that tell models apart."""
     return tuple(word for word in name.rpartition("/")[2].lower().split("-") if word not in _KINDS)

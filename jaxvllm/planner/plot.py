@@ -1,16 +1,16 @@
-"""The memory of each device as a picture. Needs matplotlib, from the extra `plot`."""
+"""Draws the memory of each device. This needs matplotlib, which the extra `plot` installs."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxvllm.planner.plan import Plan
+from jaxvllm.planner.capacity_plan import Plan
 
 GIB = 2**30
 _COLORS = {"weights": "#4269d0", "step": "#efb118", "KV": "#3ca951", "unused": "#d9d9d9"}
 
 
 def check_plot(path: Path) -> None:
-    """ValueError when a picture could not be written there: told before a minute of compiling, not after."""
+    """Raises ValueError when a picture cannot be written to `path`, before a minute of compiling and not after it."""
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed: pip install jaxvllm[plot]")
     if path.suffix != ".png" or not path.parent.is_dir():
@@ -19,7 +19,7 @@ def check_plot(path: Path) -> None:
 
 def draw_memory(plan: Plan, path: Path) -> None:
     """Writes a stacked bar for each device of a replica, GiB: weights, the largest step, KV pages, unused."""
-    # No display is needed, and no state of pyplot's is left behind.
+    # This way needs no display and leaves no state in pyplot behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,16 +1,16 @@
-"""A plan as text."""
+"""Writes a plan as text."""
 
 from collections.abc import Iterator
 
-from jaxvllm.planner.findings import StepFindings
-from jaxvllm.planner.plan import Plan
+from jaxvllm.planner.capacity_plan import Plan
+from jaxvllm.planner.compiler import StepFindings
 from jaxvllm.planner.roofline import Floor
 
 GIB, MIB = 2**30, 2**20
 
 
 def report(plan: Plan) -> str:
-    """All of it, a section for each question."""
+    """Returns the whole report, with a section for each question."""
     sections = [_title(plan), _memory(plan)]
     if plan.findings is not None:
         sections += [_collectives(plan), _floors(plan), _compilation(plan)]
@@ -33,6 +33,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield "memory of each device, GiB"
     yield f"  {'weights':<12}{memory.weights / GIB:8.2f}"
+    yield f"  {'slots':<12}{memory.state / GIB:8.2f}   tokens, page tables and parameters of running requests"
     if plan.findings is not None:
         largest = plan.findings.largest
         temporaries = f"{largest.num_tokens} tokens x {largest.num_rows} rows: temporaries and outputs"

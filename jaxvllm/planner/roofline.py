@@ -1,16 +1,17 @@
-"""The least time that a step can take, from the published rates of a chip: a floor and never a forecast.
+"""Computes the least time that a step can take, from the published rates of a chip: a floor and never a forecast.
 
-A step must read its weights and the keys and values that it attends to, multiply, and hear from the other devices. What
-else takes time (launches, latency, padding, activations, imperfect overlap) is not here, so no device is as fast.
+A step must read its weights and the keys and values that it attends to, multiply, and receive data from the other
+devices. Other costs (launches, latency, padding, activations, imperfect overlap) are not counted, so no device is as
+fast.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from jaxvllm.planner.collectives import Collective
-from jaxvllm.planner.findings import Findings
-from jaxvllm.planner.job import Job
+from jaxvllm.planner.compiler import Findings
+from jaxvllm.planner.deployment import Deployment
+from jaxvllm.planner.hlo import Collective
 from pallas_kernels.chips import Chip
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
@@ -18,7 +19,7 @@ BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Floor:
-    """One step on each device, in seconds. Memory and matrix units work side by side, and the links after them."""
+    """The times of one step on each device, in seconds. Memory and matrix units work at once, then the links."""
 
     num_tokens: int  # that the step computes
     memory: float
@@ -33,40 +34,42 @@ class Floor:
         return cls(num_tokens, memory, compute, links, seconds, num_tokens / seconds)
 
 
-def decode_floors(job: Job, chip: Chip, findings: Findings, context: int, num_tokens: int) -> tuple[Floor, ...]:
-    """A step of as many rows as each of `BATCHES` that has room in `num_tokens` tokens of KV, with greedy sampling.
+def decode_floors(
+    deployment: Deployment, chip: Chip, findings: Findings, context: int, num_tokens: int
+) -> tuple[Floor, ...]:
+    """Returns the floor of a greedy decode step for each of `BATCHES` that has room in `num_tokens` tokens of KV.
 
-    Every row attends to `context` positions, its own among them.
+    Every row attends to `context` positions, its own included.
     """
-    batches = [rows for rows in BATCHES if rows <= job.max_num_seqs and rows * context <= num_tokens]
-    return tuple(_decode_floor(job, chip, findings, context, rows) for rows in batches)
+    batches = [rows for rows in BATCHES if rows <= deployment.max_num_seqs and rows * context <= num_tokens]
+    return tuple(_decode_floor(deployment, chip, findings, context, rows) for rows in batches)
 
 
-def _decode_floor(job: Job, chip: Chip, findings: Findings, context: int, rows: int) -> Floor:
-    seen = rows * sum(min(context, window or context) for window in job.spec.windows)
-    # Collectives carry a row's activations each: fewer rows, as many fewer bytes.
-    links = _link_seconds(job, chip, findings.decode.collectives) * rows / findings.decode.num_rows
-    return _floor(job, chip, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, links=links)
+def _decode_floor(deployment: Deployment, chip: Chip, findings: Findings, context: int, rows: int) -> Floor:
+    seen = rows * sum(min(context, window or context) for window in deployment.spec.windows)
+    # Collectives carry the activations of each row, so their bytes are proportional to the rows.
+    links = _link_seconds(deployment, chip, findings.decode.collectives) * rows / findings.decode.num_rows
+    return _floor(deployment, chip, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, links=links)
 
 
-def prefill_floor(job: Job, chip: Chip, findings: Findings) -> Floor:
-    """The largest step, full of the first tokens of one prompt."""
-    tokens = job.max_num_batched_tokens
-    pairs = sum(_pairs(tokens, window or tokens) for window in job.spec.windows)
-    read = tokens * job.spec.num_layers
-    links = _link_seconds(job, chip, findings.largest.collectives)
-    return _floor(job, chip, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
+def prefill_floor(deployment: Deployment, chip: Chip, findings: Findings) -> Floor:
+    """Returns the floor of the largest step, filled with the first tokens of one prompt."""
+    tokens = deployment.max_num_batched_tokens
+    pairs = sum(_pairs(tokens, window or tokens) for window in deployment.spec.windows)
+    read = tokens * deployment.spec.num_layers
+    links = _link_seconds(deployment, chip, findings.largest.collectives)
+    return _floor(deployment, chip, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
 
 
 def _floor(
-    job: Job, chip: Chip, *, num_tokens: int, num_rows: int, positions_read: int, pairs: int, links: float
+    deployment: Deployment, chip: Chip, *, num_tokens: int, num_rows: int, positions_read: int, pairs: int, links: float
 ) -> Floor:
-    """`positions_read` and `pairs` (of a query and a position that it sees) are of all layers together."""
-    spec, share = job.share.spec, job.share
-    # The keys and values of one token in one layer: every one that is seen is read, every new one written.
-    kv_bytes = job.page_bytes / (job.page_size * spec.num_layers)
+    """Computes a floor. `positions_read` and `pairs` (a query and a position that it sees) are sums over all layers."""
+    spec, share = deployment.share.spec, deployment.share
+    # The bytes of one token's keys and values in one layer. The step reads those that are seen and writes the new ones.
+    kv_bytes = deployment.page_bytes / (deployment.page_size * spec.num_layers)
     kv = (positions_read + num_tokens * spec.num_layers) * kv_bytes
-    # Two products, q k' and p v, of 2 D operations a pair.
+    # There are two products, q k' and p v, each with 2 D operations per pair.
     flops = share.flops(num_tokens, num_rows) + 4 * pairs * spec.num_heads * spec.head_size
     return Floor.of(
         num_tokens,
@@ -76,9 +79,12 @@ def _floor(
     )
 
 
-def _link_seconds(job: Job, chip: Chip, collectives: Iterable[Collective]) -> float:
-    """Of what greedy rows need. Chips form the ring; how fast the devices of one chip reach each other is not known."""
-    num_chips = -(-job.size // chip.devices_per_chip)
+def _link_seconds(deployment: Deployment, chip: Chip, collectives: Iterable[Collective]) -> float:
+    """Returns the time of the collectives that greedy rows need.
+
+    Chips form the ring. The speed between the devices of one chip is not known.
+    """
+    num_chips = -(-deployment.size // chip.devices_per_chip)
     if num_chips == 1:
         return 0.0
     sent = sum(each.bytes_sent(num_chips) for each in collectives if not each.conditional)
@@ -86,6 +92,6 @@ def _link_seconds(job: Job, chip: Chip, collectives: Iterable[Collective]) -> fl
 
 
 def _pairs(tokens: int, window: int) -> int:
-    """The query at position p sees min(p + 1, window) positions."""
+    """Counts the pairs of query and position: the query at position p sees min(p + 1, window) positions."""
     full = min(tokens, window)
     return full * (full + 1) // 2 + (tokens - full) * window

@@ -1,4 +1,4 @@
-"""One device's share of a model: bytes of its weights and pages, known without any device."""
+"""Computes one device's share of a model, in bytes of weights and pages, without any device."""
 
 import math
 from dataclasses import dataclass
@@ -7,66 +7,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.models.params import ParamDecl, build
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.params import build
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import kv_pages_struct
 from sharding.rules import MODEL, partition_spec
 
-# The arrays of a layer that its tokens are multiplied by; the rest are norms and biases.
-_MATRICES = ("qkv", "o", "gate_up", "down")
+
+@dataclass(frozen=True)
+class _Held:
+    """The arrays with one declaration on a device: a single one, or one for each of several layers."""
+
+    decl: ParamDecl
+    is_of_layers: bool
+    count: int
+    elements: int  # of each of them, on this device
+    num_bytes: int  # of all
 
 
 @dataclass(frozen=True)
 class Share:
-    """`spread.spec` in `dtype`, on one of `spread.size` devices."""
+    """The share of `spread.spec` in `dtype` that one of `spread.size` devices has."""
 
     spread: Spread
     dtype: np.dtype
 
     @property
     def spec(self) -> ModelSpec:
-        """What the device computes."""
+        """The spec of the device's part."""
         return self.spread.shard
 
     @property
     def weight_bytes(self) -> int:
-        return sum(self._bytes_by_name().values())
+        return sum(held.num_bytes for held in self._held())
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of weights that every step reads whole: of an untied embedding it reads its tokens' rows alone."""
-        by_name = self._bytes_by_name()
-        return sum(by_name.values()) - (0 if self.spec.tie_embeddings else by_name["embed"])
+        """The bytes of weights that every step reads in full. Of an untied embedding a step reads only some rows."""
+        return sum(held.num_bytes for held in self._held() if held.decl.storage != "table")
 
     @property
     def smallest_matrix_bytes(self) -> int:
-        """Bytes of the smallest matrix of one layer: temporaries below it hold a copy of none."""
-        by_name = self._bytes_by_name()
-        return min(by_name[name] for name in _MATRICES) // self.spec.num_layers
+        """The bytes of the smallest matrix of one layer. Smaller temporaries cannot hold a copy of a matrix."""
+        matrices = (held for held in self._held() if held.is_of_layers and held.decl.is_multiplied)
+        return min(held.num_bytes // held.count for held in matrices)
 
     def flops(self, num_tokens: int, num_rows: int) -> int:
-        """Floating-point operations of the matrices for a step of so many tokens, attention not counted."""
-        by_name = self._bytes_by_name()
-        layers = sum(by_name[name] for name in _MATRICES)
-        head = by_name["embed" if self.spec.tie_embeddings else "lm_head"]
-        return 2 * (num_tokens * layers + num_rows * head) // self.dtype.itemsize
+        """Counts the floating-point operations of a step's matrix products, without attention."""
+        # Outside the layers the head is the only matrix, and only rows that sample need it.
+        return sum(
+            2 * (num_tokens if held.is_of_layers else num_rows) * held.count * held.elements
+            for held in self._held()
+            if held.decl.is_multiplied
+        )
 
     def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
-        """Bytes of one page, of all layers."""
+        """Returns the bytes of one page, in all layers."""
         spec = self.spec
         page = kv_pages_struct(
             spec.num_layers, 1, page_size, spec.num_kv_heads, spec.head_size, jnp.dtype(page_dtype), backend
         )
         return int(page.size * page.dtype.itemsize)
 
-    def _bytes_by_name(self) -> dict[str, int]:
-        """Of each array on this device, all layers of it together."""
+    def _held(self) -> list[_Held]:
+        def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> _Held:
+            elements = math.prod(decl.shape) // (self.spread.size if MODEL in partition_spec(decl.axes) else 1)
+            count = 1 if layers is None else len(layers)
+            num_bytes = count * elements * decl.dtype_in(self.dtype).itemsize
+            return _Held(decl, layers is not None, count, elements, num_bytes)
 
-        def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> tuple[str, int]:
-            shares = self.spread.size if MODEL in partition_spec(decl.axes) else 1
-            return name, math.prod(decl.shape) // shares * len(layers or (0,)) * self.dtype.itemsize
-
-        tree = build(self.spread.whole, "stacked", leaf)
-        return dict(jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple)))
+        held: list[_Held] = jax.tree.leaves(build(self.spread.whole, "stacked", leaf))
+        return held

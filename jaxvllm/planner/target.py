@@ -1,4 +1,4 @@
-"""What a plan is for: a chip that nobody has to own, or the CPU at hand."""
+"""The device that a plan is for: a chip, which need not be here, or the CPU of this machine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ CPU: Literal["cpu"] = "cpu"
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device. Of a CPU only the memory is known, which virtual devices share: no rates, so no roofline."""
+    """A kind of device. Virtual devices of a CPU share its memory, and have no known rates and so no roofline."""
 
     name: str
     chip: Chip | None
@@ -22,7 +22,7 @@ class Target:
 
     @classmethod
     def named(cls, name: str, count: int) -> "Target":
-        """The device called `name`, of which there are `count`. ValueError: no such device."""
+        """Returns the device called `name`, of which there are `count`. Raises ValueError for an unknown name."""
         if name == CPU:
             return cls(CPU, None, _host_bytes_available() // count)
         if name not in CHIPS:
@@ -32,12 +32,12 @@ class Target:
 
     @property
     def platform(self) -> Literal["cpu", "gpu", "tpu"]:
-        """What JAX calls the platform of such devices."""
+        """JAX's name for the platform of such devices."""
         if self.chip is None:
             return CPU
         return "tpu" if isinstance(self.chip, TpuChip) else "gpu"
 
     def backend(self, dtype: np.dtype) -> Backend:
-        """The kernels that the engine chooses on such a device, for a model that computes in `dtype`."""
+        """Returns the kernels that the engine chooses on such a device, for a model that computes in `dtype`."""
         backend = Backend.of_chip(self.chip) if self.chip else REFERENCE
         return backend if dtype.name in KERNEL_DTYPES.get(backend.kind, ()) else REFERENCE

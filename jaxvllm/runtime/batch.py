@@ -4,63 +4,111 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.plan import NOT_SCORED, StepPlan
+from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.step_plan import NOT_SCORED, StepPlan
 from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.slot_fields import SlotSizes
 
-_NUM_COLUMNS = 7  # slots, starts, lengths, new_pages, samples, decodes, next_tokens
+_NUM_COLUMNS = 6  # slots, starts, lengths, samples, decodes, next_tokens
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pages", "at"], meta_fields=[])
+@dataclass(frozen=True)
+class OpenedPages:
+    """Entries of the page tables of one group, N at most."""
+
+    pages: jax.Array  # i32[N]; 0: no entry
+    at: jax.Array  # i32[N], indices into the flattened tables of all slots and groups
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slots", "starts", "lengths", "new_pages", "samples", "decodes", "token_ids", "next_tokens"],
+    data_fields=[
+        "width",
+        "slots",
+        "starts",
+        "lengths",
+        "samples",
+        "decodes",
+        "next_tokens",
+        "new_pages",
+        "token_ids",
+    ],
     meta_fields=[],
 )
 @dataclass(frozen=True)
 class Batch:
     """A `StepPlan` on the device, R rows and T tokens of a bucket. Padding rows: trash slot, length 0."""
 
+    width: jax.Array  # i32: decode steps to take, at most the bucket's width
     slots: jax.Array  # i32[R]
-    starts: jax.Array  # i32[R]
+    starts: jax.Array  # i32[R]; of decode rows, which the state has, only a bound
     lengths: jax.Array  # i32[R]
-    new_pages: jax.Array  # i32[R]
     samples: jax.Array  # bool[R]
     decodes: jax.Array  # bool[R]: the input token is the slot's last one
-    token_ids: jax.Array  # i32[T]; 0 where a decode row reads the state
     next_tokens: jax.Array  # i32[R]: behind a row whose tokens are scored, else NOT_SCORED
+    new_pages: tuple[OpenedPages, ...]  # one a group
+    token_ids: jax.Array  # i32[T]; 0 where a decode row reads the state
 
 
-def packed_size(bucket: Bucket) -> int:
+def max_new_pages(bucket: Bucket, sizes: SlotSizes) -> tuple[int, ...]:
+    """The most pages of each group that the rows of `bucket` open.
+
+    A row whose last page has no room opens `pages_for` what it computes. Prompts open them where there is a window;
+    elsewhere they have all their pages from their admission on.
+    """
+    by_rows = bucket.num_rows * pages_for(bucket.width, sizes.page_size)
+    by_prompts = 0 if bucket.is_decode else bucket.num_tokens // sizes.page_size
+    return tuple(by_rows if window is None else by_rows + by_prompts for window in sizes.windows)
+
+
+def packed_size(bucket: Bucket, sizes: SlotSizes) -> int:
     """int32 words of a packed batch. A decode bucket sends no token ids."""
-    return _NUM_COLUMNS * bucket.num_rows + (0 if bucket.is_decode else bucket.num_tokens)
+    num_entries = sum(max_new_pages(bucket, sizes))
+    return 1 + _NUM_COLUMNS * bucket.num_rows + 2 * num_entries + (0 if bucket.is_decode else bucket.num_tokens)
 
 
-def pack(plan: StepPlan, bucket: Bucket, trash_slot: int) -> NDArray[np.int32]:
-    """i32[packed_size(bucket)] of `plan`."""
+def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
+    """i32[packed_size(bucket, sizes)] of `plan`."""
     count = plan.num_rows
-    packed = np.zeros(packed_size(bucket), np.int32)
-    columns = packed[: _NUM_COLUMNS * bucket.num_rows].reshape(_NUM_COLUMNS, bucket.num_rows)
-    columns[0, count:] = trash_slot
+    packed = np.zeros(packed_size(bucket, sizes), np.int32)
+    packed[0] = plan.width
+    first = 1 + _NUM_COLUMNS * bucket.num_rows
+    columns = packed[1:first].reshape(_NUM_COLUMNS, bucket.num_rows)
+    columns[0, count:] = sizes.trash_slot
     columns[0, :count] = plan.slots
     columns[1, :count] = plan.starts
     columns[2, :count] = plan.lengths
-    columns[3, :count] = plan.new_pages
-    columns[4, :count] = plan.samples
-    columns[5, : plan.num_decode] = 1
-    columns[6, count:] = NOT_SCORED
-    columns[6, :count] = plan.next_tokens
+    columns[3, :count] = plan.samples
+    columns[4, : plan.num_decode] = 1
+    columns[5, count:] = NOT_SCORED
+    columns[5, :count] = plan.next_tokens
+    for group, (entries, most) in enumerate(zip(plan.new_pages, max_new_pages(bucket, sizes), strict=True)):
+        if count := len(entries):
+            pages, at = packed[first : first + 2 * most].reshape(2, most)
+            pages[:count] = entries.pages
+            at[:count] = (entries.slots * sizes.num_groups + group) * sizes.max_pages + entries.columns
+        first += 2 * most
     if not bucket.is_decode:
-        first = columns.size + plan.num_decode
+        first += plan.num_decode
         packed[first : first + len(plan.token_ids)] = plan.token_ids
     return packed
 
 
-def unpack(packed: jax.Array, bucket: Bucket) -> Batch:
+def unpack(packed: jax.Array, bucket: Bucket, sizes: SlotSizes) -> Batch:
     """The inverse of `pack`, traced."""
-    size = _NUM_COLUMNS * bucket.num_rows
-    columns = packed[:size].reshape(_NUM_COLUMNS, bucket.num_rows)
-    slots, starts, lengths, new_pages, samples, decodes, next_tokens = columns
-    token_ids = jax.numpy.zeros(bucket.num_tokens, jax.numpy.int32) if bucket.is_decode else packed[size:]
-    return Batch(slots, starts, lengths, new_pages, samples != 0, decodes != 0, token_ids, next_tokens)
+    first = 1 + _NUM_COLUMNS * bucket.num_rows
+    columns = packed[1:first].reshape(_NUM_COLUMNS, bucket.num_rows)
+    slots, starts, lengths, samples, decodes, next_tokens = columns
+    new_pages = []
+    for most in max_new_pages(bucket, sizes):
+        new_pages.append(OpenedPages(packed[first : first + most], packed[first + most : first + 2 * most]))
+        first += 2 * most
+    token_ids = jnp.zeros(bucket.num_tokens, jnp.int32) if bucket.is_decode else packed[first:]
+    return Batch(
+        packed[0], slots, starts, lengths, samples != 0, decodes != 0, next_tokens, tuple(new_pages), token_ids
+    )

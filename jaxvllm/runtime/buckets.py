@@ -1,30 +1,40 @@
-"""Buckets: the few shapes that steps are padded to, so that each is compiled once."""
+"""Buckets: the few shapes that steps are padded to, so that only these shapes are compiled."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from jaxvllm.core.plan import StepPlan
+from jaxvllm.core.step_plan import StepPlan
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A compiled shape. With `num_tokens == num_rows` it is a decode bucket: every row has exactly one token."""
+    """A compiled shape. With `num_tokens == num_rows` it is a decode bucket: every row has exactly one token.
+
+    A decode bucket takes up to `width` decode steps in one call.
+    """
 
     num_tokens: int
     num_rows: int
+    width: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
             raise ValueError(f"a bucket needs 0 < rows <= tokens, got {self.num_rows} rows, {self.num_tokens} tokens")
+        if self.width < 1 or (self.width > 1 and not self.is_decode):
+            raise ValueError(f"a bucket needs a width of 1, or more for decode rows alone, got {self.width} for {self}")
 
     @property
     def is_decode(self) -> bool:
         return self.num_tokens == self.num_rows
 
     def holds(self, plan: StepPlan) -> bool:
-        """Whether `plan` fits; a plan of decode rows fits every bucket that is large enough."""
-        fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens
-        return fits and (not self.is_decode or plan.num_decode == plan.num_rows)
+        """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
+
+        A plan with masked rows does not fit a decode bucket: it needs a bucket that samples in a second program.
+        """
+        fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens and plan.width <= self.width
+        return fits and (not self.is_decode or (plan.num_decode == plan.num_rows and not plan.is_masked))
 
     def __str__(self) -> str:
         return f"decode {self.num_rows}" if self.is_decode else f"{self.num_tokens} tokens x {self.num_rows} rows"
@@ -32,47 +42,54 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketLadder:
-    """All buckets of an engine, smallest first. The last holds every plan that the scheduler can make."""
+    """All buckets of an engine, smallest first. The last one holds every plan that the scheduler can make."""
 
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def build(cls, row_counts: Iterable[int], token_counts: Iterable[int]) -> "BucketLadder":
-        """Decode buckets of each of `row_counts`, and mixed ones of `token_counts` with few rows and with many.
+    def build(cls, row_counts: Iterable[int], token_counts: Iterable[int], width: int = 1) -> "BucketLadder":
+        """Makes a decode bucket for each of `row_counts`, and two mixed buckets for each of `token_counts`.
 
-        Few is at most 8, many half the tokens: a row of a prefill step costs one LM head, little beside its tokens,
-        and every bucket costs a compilation.
+        The decode buckets take up to `width` steps in one call. One mixed bucket has few rows (at most 8), the other
+        has many (half the tokens). There are no more because a row of a prefill step costs one LM head, little beside
+        its tokens, and every bucket costs a compilation.
         """
         rows, tokens = sorted(set(row_counts)), sorted(set(token_counts))
         if not rows or not tokens or tokens[-1] < rows[-1]:
             raise ValueError(f"buckets need rows and at least as many tokens, got rows {rows} and tokens {tokens}")
         mixed = {Bucket(t, r) for t in tokens for most in (8, t // 2) if (r := _last(rows, most)) < t}
-        # This one holds everything. With as many rows as tokens, a spare token keeps it from being a decode bucket.
+        # This bucket holds every plan. If it had as many tokens as rows, it would be a decode bucket: so it has a token
+        # more.
         mixed.add(Bucket(max(tokens[-1], rows[-1] + 1), rows[-1]))
-        return cls((*(Bucket(r, r) for r in rows), *sorted(mixed)))
+        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)))
 
     @property
     def largest(self) -> Bucket:
         return self.buckets[-1]
 
+    @cached_property  # asked before every step
+    def widest(self) -> Bucket | None:
+        """The decode bucket that holds every plan of decode rows, or None if there is no such bucket."""
+        rows = self.largest.num_rows
+        return next((b for b in self.buckets if b.is_decode and b.num_rows == rows), None)
+
     def compile_order(self) -> tuple[Bucket, ...]:
-        """The largest bucket first, since it holds every plan; then the largest for decoding, which is most steps."""
-        most_rows = Bucket(self.largest.num_rows, self.largest.num_rows)
-        first = [bucket for bucket in (self.largest, most_rows) if bucket in self.buckets]
+        """Returns the largest bucket first, which holds every plan, then the largest decode bucket, then the others."""
+        first = (self.largest, *([] if self.widest is None else [self.widest]))
         return (*first, *(bucket for bucket in self.buckets if bucket not in first))
 
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
-        """The cheapest bucket of `ready` that holds `plan`."""
+        """Returns the cheapest bucket of `ready` that holds `plan`, or None."""
         return min((bucket for bucket in ready if bucket.holds(plan)), default=None)
 
 
 def _last(counts: list[int], most: int) -> int:
-    """The largest of the ascending `counts` that is at most `most`, else the smallest of all."""
+    """Returns the largest of the ascending `counts` that is at most `most`, or the smallest if all are larger."""
     return max((count for count in counts if count <= most), default=counts[0])
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """`smallest`, its doublings below `largest`, and `largest`."""
+    """Returns `smallest`, its doublings below `largest`, and `largest`."""
     counts = []
     count = smallest
     while count < largest:

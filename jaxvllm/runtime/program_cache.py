@@ -1,4 +1,4 @@
-"""Compiled programs on disk. An entry is whole or not there, whatever happens to the disk."""
+"""A cache of compiled programs on disk. Whatever happens to the disk, an entry is either whole or absent."""
 
 import logging
 import os
@@ -14,16 +14,16 @@ from jax._src.compilation_cache_interface import CacheInterface
 logger = logging.getLogger(__name__)
 
 _PARTIAL = ".partial-"
-# No write of some megabytes takes as long.
+# A partial file older than this is abandoned: writing a few megabytes never takes as long.
 ABANDONED_SECONDS = 3600.0
 
 
 def use_persistent_cache(directory: Path) -> None:
-    """Makes jax keep compiled programs in `directory`, small ones too, unless the user has chosen a place already.
+    """Makes jax keep compiled programs in `directory`, small ones too, unless the user has already chosen a place.
 
-    jax writes an entry under its final name and never replaces one. After a full disk that left truncated entries for
-    ever, which every later start failed to read. So `WholeEntries` reads and writes the files, wherever they are.
-    A limit of the cache's size (`jax_compilation_cache_max_size`) leaves jax's own cache in charge.
+    jax writes an entry under its final name and never replaces one. When the disk was full, this left truncated
+    entries forever, and every later start failed to read them. So `WholeEntries` reads and writes the files, in
+    whichever directory. If the user limits the cache's size (`jax_compilation_cache_max_size`), jax's own cache stays.
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -32,7 +32,7 @@ def use_persistent_cache(directory: Path) -> None:
     chosen = jax.config.jax_compilation_cache_dir
     if not chosen or "://" in chosen or jax.config.jax_compilation_cache_max_size != -1:
         return
-    # jax has no public way to say how entries are stored (0.11.2). It asks for one of these wherever there is one.
+    # jax (0.11.2) has no public way to replace how entries are stored. It uses this attribute when it is set.
     if not isinstance(compilation_cache._cache, WholeEntries) or compilation_cache._cache.directory != Path(chosen):
         entries = WholeEntries(Path(chosen))
         entries.clean_up()
@@ -40,9 +40,9 @@ def use_persistent_cache(directory: Path) -> None:
 
 
 class WholeEntries(CacheInterface):
-    """jax's entries in a directory, under jax's own names. Damaged ones are deleted when they are read.
+    """Reads and writes jax's entries in a directory, under jax's own names. It deletes damaged ones that it reads.
 
-    Problems of the disk cost a warning, once, and never a request: the program is compiled in any case.
+    A problem of the disk causes one warning and never fails a request, because the program is compiled in any case.
     """
 
     def __init__(self, directory: Path):
@@ -50,7 +50,7 @@ class WholeEntries(CacheInterface):
         self._has_warned: set[str] = set()
 
     def get(self, key: str) -> bytes | None:
-        """Returns the entry, or None when there is none that is whole."""
+        """Returns the entry, or None when there is none or it is damaged."""
         path = self._file(key)
         try:
             content = path.read_bytes()
@@ -60,8 +60,8 @@ class WholeEntries(CacheInterface):
             self._warn("read", error)
             return None
         try:
-            compilation_cache.decompress_executable(content)  # fails for any entry that was cut
-        except Exception as error:  # whichever of its libraries jax compresses with has its own
+            compilation_cache.decompress_executable(content)  # fails for any truncated entry
+        except Exception as error:  # each of the libraries that jax may compress with raises its own class
             self._warn("damaged", error)
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -69,8 +69,8 @@ class WholeEntries(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes the entry in one step, in place of one that jax could not use."""
-        # Not by `tempfile`, whose files are for one user alone: a cache may be shared.
+        """Writes the entry atomically. It replaces an entry that jax could not use."""
+        # `tempfile` would make files that only one user can read, but users may share a cache.
         partial = self.directory / f"{_PARTIAL}{uuid4().hex}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class WholeEntries(CacheInterface):
                 partial.unlink(missing_ok=True)
 
     def clean_up(self) -> None:
-        """Deletes what a process that was killed while it wrote has left behind."""
+        """Deletes partial files of processes that were killed while they wrote."""
         with suppress(OSError):
             for path in self.directory.glob(f"{_PARTIAL}*"):
                 if path.stat().st_mtime < time.time() - ABANDONED_SECONDS:
@@ -99,5 +99,5 @@ class WholeEntries(CacheInterface):
             logger.warning("%s has damaged programs: they are compiled and stored again", self.directory)
         else:
             logger.warning(
-                "compiled programs cannot be %s in %s (%s): each start compiles", what, self.directory, error
+                "compiled programs cannot be %s in %s (%s), so each start compiles", what, self.directory, error
             )

@@ -1,4 +1,4 @@
-"""Compiled programs: one per bucket, compiled ahead of time, largest first, the rest while the engine serves."""
+"""Compiled programs, one for each bucket. The largest is compiled first, the others while the engine serves."""
 
 import logging
 import os
@@ -6,35 +6,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from jaxvllm.core.plan import StepPlan
+from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 
 logger = logging.getLogger(__name__)
 
 COMPILE_NICENESS = 15
-# How often to see whether a program is there: a tenth of a slow step.
+# The interval of checking whether a program is ready: a tenth of a slow step.
 WAIT_SECONDS = 0.01
 
-type Compiled = Callable[..., Any]
 
+class Programs[Program]:
+    """The compiled step of every bucket of a ladder. Until a bucket is ready, its plans run padded in a larger one."""
 
-class Programs:
-    """The step of every bucket of a ladder. Until a bucket is compiled, its plans run padded in a larger one."""
+    def __init__(self, ladder: BucketLadder, compile_step: Callable[[Bucket], Program], yields: bool = True):
+        """Compiles the largest bucket before it returns. That bucket holds every plan, so the engine can serve then.
 
-    def __init__(self, ladder: BucketLadder, compile_step: Callable[[Bucket], Compiled], yields: bool = True):
-        """Returns when the largest bucket is compiled: it holds every plan, so the engine can serve from then on.
-
-        The others are compiled by a thread that `yields` to everything else on this machine, steps above all.
+        A thread compiles the others. With `yields` its priority is low, so that it does not slow the steps down.
         """
         self.ladder = ladder
         self._yields = yields
         self._compile_step = compile_step
         self._closed = threading.Event()
-        self._ready: dict[Bucket, Compiled] = {}
+        self._ready: dict[Bucket, Program] = {}
         self._compile(ladder.largest)
-        # Not a daemon: XLA must not be compiling while the interpreter is torn down. It ends after one bucket then.
+        # The thread is no daemon, because XLA must not compile while the interpreter shuts down. Then the thread ends
+        # after the bucket at hand.
         self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
         self._thread.start()
 
@@ -43,21 +41,27 @@ class Programs:
         return len(self._ready)
 
     @property
-    def largest(self) -> Compiled:
-        """The program that holds every plan. It is always there."""
+    def largest(self) -> Program:
+        """The program of the largest bucket, which holds every plan. It is always compiled."""
         return self._ready[self.ladder.largest]
 
+    @property
+    def burst_width(self) -> int:
+        """The most decode steps that a plan with any number of decode rows may take in one call."""
+        widest = self.ladder.widest
+        return widest.width if widest in self._ready else 1
+
     def choose(self, plan: StepPlan) -> Bucket:
-        """The cheapest bucket that is compiled and holds `plan`."""
-        ready = tuple(self._ready)  # a snapshot: the compiling thread adds to it
+        """Returns the cheapest compiled bucket that holds `plan`."""
+        ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
         bucket = self.ladder.choose(plan, ready)
         assert bucket is not None, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
         return bucket
 
-    def wait_for(self, bucket: Bucket) -> Compiled:
-        """The program of `bucket`, when it is compiled: another process may have chosen it, and had it earlier.
+    def wait_for(self, bucket: Bucket) -> Program:
+        """Waits until `bucket` is compiled and returns its program. Another process may have it, and use it, earlier.
 
-        RuntimeError when it does not compile.
+        Raises RuntimeError when it does not compile.
         """
         while True:
             compiling = self._thread.is_alive()
@@ -68,17 +72,17 @@ class Programs:
             self._thread.join(WAIT_SECONDS)
 
     def wait(self) -> None:
-        """Blocks until every bucket is compiled: nothing compiles after."""
+        """Blocks until every bucket is compiled. Nothing compiles afterwards."""
         self._thread.join()
 
     def close(self) -> None:
-        """Stops compiling, after the bucket at hand."""
+        """Stops compiling after the bucket at hand."""
         self._closed.set()
         self._thread.join()
 
     def _compile_rest(self) -> None:
-        if self._yields and sys.platform == "linux":  # elsewhere it would be the whole process
-            # Steps go first: on 2 cores they ran at 609 tokens per second and not at 496 while this compiled.
+        if self._yields and sys.platform == "linux":  # on other systems this would change the whole process
+            # Steps have priority: on 2 cores they ran at 609 tokens per second instead of 496 while this compiled.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         for bucket in self.ladder.compile_order():
             if self._closed.is_set() or not threading.main_thread().is_alive():
@@ -86,7 +90,7 @@ class Programs:
             if bucket not in self._ready:
                 try:
                     self._compile(bucket)
-                except Exception:  # the largest bucket serves its plans, only slower
+                except Exception:  # a larger bucket serves its plans, only slower
                     logger.exception("bucket %s did not compile; its steps run padded in a larger one", bucket)
 
     def _compile(self, bucket: Bucket) -> None:

@@ -1,17 +1,18 @@
-"""The log-probabilities of prompts: each token's, from the hidden state before it."""
+"""Computes the log-probability of each prompt token from the hidden state of the token before it."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.core.plan import NOT_SCORED
+from jaxvllm.core.step_plan import NOT_SCORED
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.sampler import DeviceLogprobs, token_logprobs
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.axis import ALONE, ModelAxis
 
-# Tokens whose logits are there at once: 64 MiB with 128k tokens of vocabulary. Fewer read the LM head more often.
+# The number of tokens whose logits exist at once: 64 MiB with a vocabulary of 128k. With fewer, the LM head is read
+# more often.
 MAX_CHUNK = 128
 
 
@@ -23,11 +24,11 @@ def score(
     vocab_size: int,
     axis: ModelAxis = ALONE,
 ) -> DeviceLogprobs:
-    """Of each token of a row that is scored, the log-probabilities of the token behind it, [T].
+    """Returns, for each token of a scored row, the log-probabilities of the token after it, [T].
 
     hidden  # [T, E]
     project: [N, E] -> this device's share of the logits, f32[N, V]
-    Means nothing at other tokens; zeros, and nothing is computed, when no row is scored.
+    The values at other tokens are meaningless. When no row is scored, it computes nothing and returns zeros.
     """
     num_tokens = len(hidden)
     width = min(MAX_CHUNK, num_tokens)

@@ -1,7 +1,7 @@
 """The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import batched
@@ -11,65 +11,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
-from jaxvllm.core.plan import StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.request import TokenConstraint
+from jaxvllm.core.step_plan import StepOutput, StepPlan, TopLogprobs
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.spread import Spread
-from jaxvllm.runtime.batch import pack, packed_size
+from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.calls import Admit, Call, Close, Reset, Step
-from jaxvllm.runtime.leader import Leader
-from jaxvllm.runtime.memory import MemoryUse, step_bytes
-from jaxvllm.runtime.programs import Compiled, Programs
+from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.memory import MemoryUse
+from jaxvllm.runtime.multihost.calls import Admit, Call, Close, Forward, Mask, Recall, Reset, Sample, Step
+from jaxvllm.runtime.multihost.leader import Leader
+from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.sampler import DeviceLogprobs
-from jaxvllm.runtime.state import ADMISSION_BATCH, DeviceState, admit, pack_admissions
-from jaxvllm.runtime.step import DeviceOutput, step
+from jaxvllm.runtime.state import (
+    ADMISSION_BATCH,
+    RECALL_WORDS,
+    DeviceState,
+    admit,
+    new_state,
+    pack_admissions,
+    pack_recalls,
+    recall,
+)
+from jaxvllm.runtime.step import DeviceOutput, Unsampled
+from jaxvllm.runtime.step_program import StepCompiler
+from jaxvllm.runtime.token_mask import MASK_BATCH, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import KVPages, kv_pages_struct
-from sharding.axis import ModelAxis
-from sharding.placement import place
 
-# The logical axes of the page pool, [L, P, K, S, 2 D].
-PAGE_AXES = ("layers", None, "kv_heads", None, None)
 
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # For v7x XLA:TPU wants 16-bit weights tiled (16, 128), is given them tiled (8, 128), as everywhere else, and copies
-    # all of them in every step: 3.3 GiB for two layers of Llama 3 70B (compiled HLO, libtpu 0.0.48.1).
-    "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
-    # XLA:GPU's Triton matmuls copy the layer's slice of a stacked weight first, three times decode's memory traffic;
-    # cuBLASLt reads it in place (compiled HLO, jax 0.11.2).
-    "gpu": {"xla_gpu_enable_triton_gemm": False},
-    # LLVM at -O1: a mixed bucket of an 8-layer model compiles in 3.2 s and not 5.7 s, and steps take the same time
-    # (1, 16 and 128 tokens, 2 cores): the matmuls are library calls, the rest is bound by memory.
-    "cpu": {"xla_backend_optimization_level": 1},
-}
+@partial(jax.tree_util.register_dataclass, data_fields=["output", "scores"], meta_fields=[])
+@dataclass(frozen=True)
+class StepResult:
+    """What a dispatched step will yield: tokens, and where a prompt is computed, its scores."""
+
+    output: DeviceOutput
+    scores: DeviceLogprobs | None
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """How large the page pool and the slot table are."""
+class Held:
+    """A step whose forward pass was dispatched, and which samples when the host has supplied masks."""
 
-    num_pages: int
-    page_size: int
-    num_slots: int
-    max_pages: int  # of one slot
-    dtype: jnp.dtype  # of keys and values
-
-    def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """The page pool of a model spread over `mesh`, as `backend` lays it out."""
-        heads = Spread(spec, mesh.size).whole.num_kv_heads
-        struct = kv_pages_struct(
-            spec.num_layers, self.num_pages, self.page_size, heads, spec.head_size, self.dtype, backend
-        )
-        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place(mesh)(PAGE_AXES))
-
-    def state(self, mesh: Mesh) -> DeviceState:
-        """The abstract state, which every device of `mesh` has whole."""
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        state = jax.eval_shape(partial(DeviceState.create, self.num_slots, self.max_pages))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
+    plan: StepPlan
+    bucket: Bucket
 
 
 @dataclass(frozen=True)
@@ -78,35 +65,12 @@ class InFlight:
 
     plan: StepPlan
     bucket: Bucket
-    output: DeviceOutput
+    result: StepResult
 
-
-def compile_step(
-    params: Params, kv: Any, spec: ModelSpec, shape: CacheShape, bucket: Bucket, backend: Backend, mesh: Mesh
-) -> jax.stages.Compiled:
-    """The step of `bucket` for the devices of `mesh`, compiled ahead of time, with the kernels of `backend`.
-
-    `params` and `kv` may be arrays or their abstract shapes, spread over `mesh`.
-    """
-    axis = ModelAxis(mesh.size)
-    run = partial(step, spec=spec, bucket=bucket, page_size=shape.page_size, backend=backend, axis=axis)
-    everywhere = PartitionSpec()
-    if axis.size > 1:
-        pages = kv.sharding.spec
-        shares = jax.tree.map(lambda x: x.sharding.spec, params)
-        run = jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(shares, pages, everywhere, everywhere),
-            out_specs=(pages, everywhere, everywhere),
-            check_vma=False,  # Pallas calls do not say over which axes their outputs vary
-        )
-    packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32, sharding=NamedSharding(mesh, everywhere))
-    program = jax.jit(run, donate_argnums=(1, 2))
-    # Mosaic GPU asks the context for its device when there is none: see pallas_kernels/deviceless.py.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = program.lower(params, kv, shape.state(mesh), packed)
-    return lowered.compile(COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
+    @property
+    def is_ready(self) -> bool:
+        """Whether reading the tokens would not wait."""
+        return bool(self.result.output.yielded.is_ready())  # type: ignore[attr-defined]  # jax hides it
 
 
 class Runner:
@@ -131,67 +95,88 @@ class Runner:
         self.shape = shape
         self._leader = leader
         self._params = params
-        pages, state = shape.pages(spec, backend, mesh), shape.state(mesh)
+        pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
+        self._sizes = shape.sizes(spec)
         # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
-        self._new_pages: Callable[[], KVPages] = (
-            partial(untouched, pages, mesh)
+        self._new_pages: Callable[[], KVCachePages] = (
+            (lambda: tuple(untouched(of_group, mesh) for of_group in pages))
             if self._pages_grow
-            else _maker(partial(jnp.zeros, pages.shape, pages.dtype), pages)
+            else _maker(lambda: tuple(jnp.zeros(of_group.shape, of_group.dtype) for of_group in pages), pages)
         )
-        self._new_state = _maker(partial(DeviceState.create, shape.num_slots, shape.max_pages), state)
-        self._kv_pages: KVPages
+        self._new_state = _maker(partial(new_state, self._sizes), state)
+        self._kv_pages: KVCachePages
         self._state: DeviceState
+        self._unsampled: tuple[Unsampled, DeviceLogprobs] | None = None  # of a step whose second half is held back
         self.make(Reset())
-        admissions = jax.ShapeDtypeStruct(
-            pack_admissions((), shape.num_slots, shape.max_pages).shape, jnp.int32, sharding=state.last_token.sharding
-        )
-        self._admit: Compiled = jax.jit(admit, donate_argnums=0).lower(state, admissions).compile()
+
+        def compile_update(update: Callable[..., DeviceState], packed: NDArray[np.int32]) -> Callable[..., DeviceState]:
+            struct = jax.ShapeDtypeStruct(packed.shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+            return jax.jit(update, donate_argnums=0).lower(state, struct).compile()
+
+        self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
+        self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
+        self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self.programs = Programs(
-            ladder, lambda bucket: compile_step(shapes, pages, spec, shape, bucket, backend, mesh), yields
-        )
+        self.programs = Programs(ladder, StepCompiler(shapes, pages, spec, shape, backend, mesh).compile, yields)
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
         self._call(Reset())
 
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        """Starts the step and returns at once: the next may be dispatched before this one's output is read."""
+    def dispatch(self, plan: StepPlan) -> InFlight | Held:
+        """Starts the step and returns at once: the next may be dispatched before this one's output is read.
+
+        A plan with masked rows is held behind its forward pass: `supply` starts the other half.
+        """
         for admissions in batched(plan.admissions, ADMISSION_BATCH):
-            self._call(Admit(pack_admissions(admissions, self.shape.num_slots, self.shape.max_pages)))
+            self._call(Admit(pack_admissions(admissions, self._sizes)))
+            for packed in (packed for admission in admissions for packed in pack_recalls(admission)):
+                self._call(Recall(packed))
         bucket = self.programs.choose(plan)
-        output = self._call(Step(bucket, pack(plan, bucket, trash_slot=self.shape.num_slots)))
-        assert output is not None
-        output.token_ids.copy_to_host_async()
-        return InFlight(plan, bucket, output)
+        packed = pack(plan, bucket, self._sizes)
+        if plan.is_masked:
+            self._call(Forward(bucket, packed))
+            return Held(plan, bucket)
+        return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
+
+    def supply(self, held: Held, constraints: Iterable[tuple[int, TokenConstraint]]) -> InFlight:
+        """Starts the half of the step that was held back, which samples under the constraints of these slots."""
+        for rows in batched(constraints, MASK_BATCH):
+            self._call(Mask(pack_masks(rows, self._sizes)))
+        return self._in_flight(held.plan, held.bucket, self._call(Sample(held.bucket)))
+
+    def _in_flight(self, plan: StepPlan, bucket: Bucket, result: StepResult | None) -> InFlight:
+        assert result is not None
+        result.output.yielded.copy_to_host_async()
+        return InFlight(plan, bucket, result)
 
     def collect(self, step: InFlight) -> StepOutput:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
-        plan, output = step.plan, step.output
+        plan, result = step.plan, step.result
+        yielded = np.asarray(result.output.yielded)[: plan.num_rows]
         return StepOutput(
-            np.asarray(output.token_ids)[: plan.num_rows],
-            _on_host(output.logprobs, plan.num_rows) if plan.wants_logprobs else None,
-            _on_host(output.scores, plan.num_tokens) if plan.scores_prompts else None,
+            yielded[:, 1 : 1 + plan.width],
+            yielded[:, 0],
+            _by_row(result.output.logprobs, plan) if plan.wants_logprobs else None,
+            _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
         )
 
-    def read_pages(self, pages: np.ndarray) -> np.ndarray:
-        """The KV of `pages` on the host, for those who want to look: f[L, len(pages), ...], layout of the backend."""
-        if not self._kv_pages.is_fully_addressable:
+    def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
+        """The KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
+        if not self._kv_pages[group].is_fully_addressable:
             raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
-        return np.asarray(self._kv_pages[:, pages])
+        return np.asarray(self._kv_pages[group][:, pages])
 
     def memory_use(self) -> MemoryUse:
         """Returns what this runner takes of each device."""
-        largest = self.programs.largest
-        assert isinstance(largest, jax.stages.Compiled)
         return MemoryUse(
             weights=_bytes_on_a_device(self._params),
             pages=_bytes_on_a_device(self._kv_pages),
             num_tokens=(self.shape.num_pages - 1) * self.shape.page_size,  # page 0 is the trash page
             state=_bytes_on_a_device(self._state),
-            step=step_bytes(largest),
+            step=self.programs.largest.step_bytes,
             grows=self._pages_grow,
         )
 
@@ -199,30 +184,53 @@ class Runner:
         """Stops compiling and lets go of the device's memory. Nothing may be dispatched afterwards."""
         self._call(Close())
 
-    def make(self, call: Call) -> DeviceOutput | None:
-        """Does `call` here, and only here; a step has an output. Whatever changes the devices is one of these calls."""
+    def make(self, call: Call) -> StepResult | None:
+        """Does `call` here, and only here; a step has a result. Whatever changes the devices is one of these calls."""
         match call:
             case Admit(packed):
                 self._state = self._admit(self._state, packed)
+            case Recall(packed):
+                self._state = self._recall(self._state, packed)
+            case Mask(packed):
+                self._state = self._store_masks(self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
-                self._kv_pages, self._state, output = program(self._params, self._kv_pages, self._state, packed)
-                return output
+                self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)
+                return StepResult(output, scores)
+            case Forward(bucket, packed):
+                begin = self.programs.wait_for(bucket).begin
+                self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
+                self._unsampled = (held[0], held[1])
+            case Sample(bucket):
+                assert self._unsampled is not None, "nothing was forwarded"
+                (unsampled, scores), self._unsampled = self._unsampled, None
+                self._state, output = self.programs.wait_for(bucket).finish(self._params, self._state, unsampled)
+                return StepResult(output, scores)
             case Reset():
-                self._kv_pages = self._state = None  # type: ignore[assignment]  # freed before there are new ones
+                self._kv_pages = self._state = self._unsampled = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
                 self._state = self._new_state()
             case Close():
                 self.programs.close()
-                self._params = self._kv_pages = self._state = None  # type: ignore[assignment]
+                self._params = self._kv_pages = self._state = self._unsampled = None  # type: ignore[assignment]
         return None
 
-    def _call(self, call: Call) -> DeviceOutput | None:
+    def _call(self, call: Call) -> StepResult | None:
         return self.make(call) if self._leader is None else self._leader.call(self.make, call)
 
 
+def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
+    """Those of [W, R] on the host, number `r * plan.width + w` for token w of row r."""
+
+    def flat(x: jax.Array) -> np.ndarray:
+        values = np.swapaxes(np.asarray(x), 0, 1)[: plan.num_rows, : plan.width]
+        return values.reshape(-1, *values.shape[2:])
+
+    return TopLogprobs(*(flat(x) for x in (logprobs.token, logprobs.ranks, logprobs.top_ids, logprobs.top)))
+
+
 def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:
-    """Copies the first `count` rows to the host."""
+    """Copies the first `count` to the host."""
     assert logprobs is not None, "a decode bucket has no prompts"
     device = jax.tree.map(lambda x: np.asarray(x)[:count], logprobs)
     return TopLogprobs(device.token, device.ranks, device.top_ids, device.top)
@@ -232,6 +240,6 @@ def _bytes_on_a_device(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _maker(make: Callable[[], Any], like: Any) -> Compiled:
+def _maker(make: Callable[[], Any], like: Any) -> Callable[[], Any]:
     """`make`, whose arrays come up where those of `like` are: nothing is sent."""
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))

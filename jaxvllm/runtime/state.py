@@ -1,123 +1,112 @@
 """Device state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
 
-Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read and write there.
+Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read there, and what it holds never changes.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.plan import Admission
-from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
+from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
+from jaxvllm.runtime.slot_fields import HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
 
 # Requests that one `admit` call brings in. One padded call costs what one request would; 64 arriving at once cost 8.
 ADMISSION_BATCH = 8
+# Tokens of a cached prefix that one `recall` call brings in.
+RECALL_TOKENS = 2048
+RECALL_WORDS = 3 + RECALL_TOKENS  # slot, first position, number of tokens, tokens
+
+_OF_STAGES = (field for stage in (*LOGIT_STAGES, *FILTER_STAGES) for field in stage.fields)
+SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, *_OF_STAGES)))
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "min_length", "stop_ids", "num_logprobs"],
-    meta_fields=[],
-)
+def new_state(sizes: SlotSizes) -> DeviceState:
+    """The state of an engine without requests."""
+    rows = sizes.num_slots + 1
+    return {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in SLOT_FIELDS}
+
+
 @dataclass(frozen=True)
-class SamplingState:
-    """Sampling parameters of N slots or rows, in vLLM's meaning; `temperature` 0 is greedy, `top_k` 0 is off."""
+class _Words:
+    """Where an admission has a field's words."""
 
-    temperature: jax.Array  # f32[N]
-    top_k: jax.Array  # i32[N]
-    top_p: jax.Array  # f32[N]
-    min_p: jax.Array  # f32[N]
-    seed: jax.Array  # u32[N, 2]
-    min_length: jax.Array  # i32[N]: no stop id is sampled at a position below it
-    stop_ids: jax.Array  # i32[N, MAX_STOP_IDS], padded with NO_TOKEN
-    num_logprobs: jax.Array  # i32[N]; -1 = none wanted
-
-    def take(self, rows: jax.Array) -> "SamplingState":
-        """The parameters of `rows`."""
-        return jax.tree.map(lambda x: x[rows], self)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["last_token", "page_table", "sampling"], meta_fields=[])
-@dataclass(frozen=True)
-class DeviceState:
-    """All slots. Donated to every call that changes it."""
-
-    last_token: jax.Array  # i32[N + 1]: input of the slot's next decode row
-    page_table: jax.Array  # i32[N + 1, max_pages]
-    sampling: SamplingState
-
-    @classmethod
-    def create(cls, num_slots: int, max_pages: int) -> "DeviceState":
-        """The state of an engine without requests."""
-        n = num_slots + 1
-        return cls(
-            last_token=jnp.zeros(n, jnp.int32),
-            page_table=jnp.zeros((n, max_pages), jnp.int32),
-            sampling=SamplingState(
-                temperature=jnp.zeros(n, jnp.float32),
-                top_k=jnp.zeros(n, jnp.int32),
-                top_p=jnp.ones(n, jnp.float32),
-                min_p=jnp.zeros(n, jnp.float32),
-                seed=jnp.zeros((n, 2), jnp.uint32),
-                min_length=jnp.zeros(n, jnp.int32),
-                stop_ids=jnp.full((n, MAX_STOP_IDS), NO_TOKEN, jnp.int32),
-                num_logprobs=jnp.full(n, -1, jnp.int32),
-            ),
-        )
+    field: SlotField
+    first: int
+    shape: tuple[int, ...]
 
     @property
-    def trash_slot(self) -> int:
-        return len(self.last_token) - 1
+    def columns(self) -> slice:
+        return slice(self.first, self.first + math.prod(self.shape))
 
 
-# An admission is one row of 32-bit words: its slot, the sampling parameters in field order, its pages.
-_SCALARS = ("temperature", "top_k", "top_p", "min_p", "min_length", "num_logprobs")
-_FLOATS = ("temperature", "top_p", "min_p")
-_SEED = 1 + len(_SCALARS)
-_STOP_IDS = _SEED + 2
-_PAGES = _STOP_IDS + MAX_STOP_IDS
+def _layout(sizes: SlotSizes) -> list[_Words]:
+    """An admission is one row of 32-bit words: its slot, then the fields that it fills, in order."""
+    words: list[_Words] = []
+    first = 1
+    for field in SLOT_FIELDS:
+        if field.fill is not None:
+            words.append(_Words(field, first, field.shape(sizes)))
+            first += math.prod(words[-1].shape)
+    return words
 
 
-def pack_admissions(admissions: Sequence[Admission], num_slots: int, max_pages: int) -> NDArray[np.int32]:
+def pack_admissions(admissions: Sequence[Admission], sizes: SlotSizes) -> NDArray[np.int32]:
     """i32[ADMISSION_BATCH, words] for `admit`; unused rows go to no slot."""
     assert len(admissions) <= ADMISSION_BATCH
-    packed = np.zeros((ADMISSION_BATCH, _PAGES + max_pages), np.int32)
-    # Past the trash slot, so dropped: that one must never want log-probabilities or top_p, for padding rows read it.
-    packed[:, 0] = num_slots + 1
-    floats = packed.view(np.float32)
+    layout = _layout(sizes)
+    packed = np.zeros((ADMISSION_BATCH, layout[-1].columns.stop), np.int32)
+    packed[:, 0] = sizes.num_slots + 1  # past the trash slot, so dropped
     for row, admission in enumerate(admissions):
-        request, params = admission.request, admission.request.sampling_params
         packed[row, 0] = admission.slot
-        floats[row, 1] = 0.0 if params.greedy else params.temperature
-        packed[row, 2] = max(params.top_k, 0)
-        floats[row, 3] = params.top_p
-        floats[row, 4] = params.min_p
-        packed[row, 5] = request.num_prompt_tokens + params.min_tokens
-        packed[row, 6] = -1 if params.logprobs is None else params.logprobs
-        packed[row, _SEED:_STOP_IDS] = np.array([request.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        packed[row, _STOP_IDS:_PAGES] = NO_TOKEN
-        packed[row, _STOP_IDS : _STOP_IDS + len(request.stop_token_ids)] = request.stop_token_ids
-        packed[row, _PAGES : _PAGES + len(admission.pages)] = admission.pages
+        for words in layout:
+            field = words.field
+            assert field.fill is not None
+            at = packed[row, words.columns].view(field.dtype).reshape(words.shape or (1,))
+            values = np.atleast_1d(np.asarray(field.fill(admission), field.dtype))
+            at[..., : values.shape[-1]] = values
+            at[..., values.shape[-1] :] = field.default
     return packed
 
 
-def admit(state: DeviceState, packed: jax.Array) -> DeviceState:
+def admit(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceState:
     """Stores the parameters and pages of newly admitted requests (`pack_admissions`) in their slots."""
     slots = packed[:, 0]
-    news: dict[str, jax.Array] = {}
-    for column, name in enumerate(_SCALARS, 1):
-        word = packed[:, column]
-        news[name] = jax.lax.bitcast_convert_type(word, jnp.float32) if name in _FLOATS else word
-    news["seed"] = jax.lax.bitcast_convert_type(packed[:, _SEED:_STOP_IDS], jnp.uint32)
-    news["stop_ids"] = packed[:, _STOP_IDS:_PAGES]
-    olds = {field.name: getattr(state.sampling, field.name) for field in fields(SamplingState)}
-    return replace(
-        state,
-        page_table=state.page_table.at[slots].set(packed[:, _PAGES:], mode="drop"),
-        sampling=SamplingState(**{name: olds[name].at[slots].set(news[name], mode="drop") for name in olds}),
-    )
+    filled: DeviceState = {}
+    for words in _layout(sizes):
+        name = words.field.name
+        values = jax.lax.bitcast_convert_type(packed[:, words.columns], words.field.dtype)
+        filled[name] = state[name].at[slots].set(values.reshape(len(slots), *words.shape), mode="drop")
+    return state | filled
+
+
+def pack_recalls(admission: Admission) -> list[NDArray[np.int32]]:
+    """For `recall`, i32[RECALL_WORDS] each."""
+    tokens = admission.request.token_ids()[: admission.num_cached]
+    packed = []
+    for first in range(0, len(tokens), RECALL_TOKENS):
+        part = tokens[first : first + RECALL_TOKENS]
+        packed.append(np.zeros(RECALL_WORDS, np.int32))
+        packed[-1][:3] = admission.slot, first, len(part)
+        packed[-1][3 : 3 + len(part)] = part
+    return packed
+
+
+def recall(state: DeviceState, packed: jax.Array) -> DeviceState:
+    """Stores tokens of a cached prefix, which no step computes, in their slot's history."""
+    slot, first, count = packed[0], packed[1], packed[2]
+    history = state[HISTORY.name]
+    index = jnp.arange(RECALL_TOKENS)
+    positions = jnp.where(index < count, first + index, history.shape[1])
+    return state | {HISTORY.name: history.at[slot, positions].set(packed[3:], mode="drop")}
+
+
+def state_bytes(sizes: SlotSizes) -> int:
+    """Bytes that the state takes of each device."""
+    words = sum(math.prod(field.shape(sizes)) for field in SLOT_FIELDS)
+    return 4 * words * (sizes.num_slots + 1)

@@ -1,7 +1,7 @@
-"""Arrays on CPU whose memory nobody has written: the operating system provides each part when it is first used.
+"""Uninitialized arrays on CPU: the operating system provides each part of their memory when it is first used.
 
-XLA has no such array: `jax.lax.empty` writes zeros on CPU (jax 0.11.2), and so a pool of 4 GiB for KV took 4 GiB and a
-second at start, although a few requests fill a tenth of it.
+XLA has no such array: `jax.lax.empty` writes zeros on CPU (jax 0.11.2). So a KV pool of 4 GiB took 4 GiB and a second
+at start, although a few requests fill only a tenth of it.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _METADATA_EXTENSION = 1
 
 
 def untouched(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
-    """Returns an array like `struct`, spread over the CPU devices of `mesh`. It may hold anything."""
+    """Returns an array like `struct`, spread over the CPU devices of `mesh`. Its values are arbitrary."""
     _register()
     axes = struct.sharding.spec
     shard = jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype)
@@ -53,7 +53,7 @@ class _CallFrame(ctypes.Structure):
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
 def _leave_untouched(frame):  # type: ignore[no-untyped-def]
-    """Leaves the output as it was allocated, and answers when XLA asks for the version. Returns no error."""
+    """Leaves the output as it was allocated, tells XLA the version when it asks, and returns None for no error."""
     extension = frame.contents.extension
     if extension and extension.contents.base.kind == _METADATA_EXTENSION:
         version = extension.contents.metadata.contents.version

@@ -1,4 +1,4 @@
-"""The application: every endpoint over one `Service`, and every error in one shape."""
+"""The FastAPI application: it has every endpoint of one `Service`, and gives all errors the same shape."""
 
 from functools import cache
 from typing import Any
@@ -12,9 +12,9 @@ import jaxvllm
 from jaxvllm.server import http_doc
 from jaxvllm.server.errors import ApiError, from_validation
 from jaxvllm.server.exchange import ClientGoneError, as_api_error
-from jaxvllm.server.request_id import RequestId
+from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.routes import (
-    chat,
+    chat_completions,
     completions,
     development,
     info,
@@ -26,21 +26,21 @@ from jaxvllm.server.routes import (
 )
 from jaxvllm.server.service import Service
 
-# nginx's own: the client closed the connection. Nobody reads it.
+# nginx's status for a client that closed the connection. No client sees it.
 GONE = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """All endpoints. The guards around them (keys, limits) are `jaxvllm.server.serve`'s."""
+    """Makes the application with all endpoints. `jaxvllm.server.serve` adds the guards (keys, limits) around it."""
     app = FastAPI(
         title="jaxvllm",
         version=jaxvllm.__version__,
         description="LLM inference in JAX behind the APIs of OpenAI and Anthropic.",
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # it would send clients to whatever Host they named
+        redirect_slashes=False,  # it would redirect clients to the Host that they sent, which may be any host
     )
-    for module in (completions, chat, responses, messages, tokenization, info, sagemaker, playground):
+    for module in (completions, chat_completions, responses, messages, tokenization, info, sagemaker, playground):
         app.include_router(module.router(service))
     if service.config.dev_endpoints:
         app.include_router(development.router(service))
@@ -49,8 +49,8 @@ def create_app(service: Service) -> FastAPI:
     page = cache(lambda: http_doc.page(app))
 
     @app.get("/docs", include_in_schema=False)
-    def docs() -> Response:  # in a thread: the first time it takes a while
-        # No script, so that no text in it can become one; the style is in the page.
+    def docs() -> Response:  # not async, so that it runs in a thread: the first call takes a while
+        # The page may run no script, so that no text in it can become one. Its style is inline.
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
         return Response(page(), headers=headers, media_type="text/html")
 
@@ -60,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        texts = {404: "there is no such endpoint: GET /docs lists all", 405: "this endpoint takes another method"}
+        texts = {404: "there is no such endpoint: GET /docs lists all", 405: "this endpoint does not take this method"}
         response = ApiError(error.status_code, texts.get(error.status_code, str(error.detail))).response(
             request.url.path
         )
@@ -81,10 +81,9 @@ def create_app(service: Service) -> FastAPI:
 
 
 class HeadAsGet:
-    """Answers HEAD as GET, without the body, on every path that has GET.
+    """ASGI middleware that answers HEAD like GET, without the body, on every path that has GET.
 
-    FastAPI's own routes answer only the methods that they name, and a second method would be documented as a second
-    endpoint.
+    FastAPI's routes answer only the methods that they name, and naming HEAD would document a second endpoint.
     """
 
     def __init__(self, app: ASGIApp):
@@ -102,7 +101,7 @@ class HeadAsGet:
 
 
 def _forget_422(app: FastAPI) -> None:
-    """FastAPI documents its own answer to a bad body, which ours takes the place of."""
+    """Removes FastAPI's own response to a bad body from the OpenAPI document: the application answers 400 instead."""
     document = app.openapi()
     for methods in document["paths"].values():
         for endpoint in methods.values():

@@ -1,30 +1,35 @@
-"""ServerConfig: everything a user may choose about the server around an engine, validated once, never changed."""
+"""`ServerConfig`: all options of the server around an engine, validated once and never changed."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+KEY_VARIABLE = "JAXVLLM_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How to serve. Names and meaning are vLLM's where vLLM has them."""
+    """The options of the server. Those that vLLM has too keep its names and meanings."""
 
-    host: str = "127.0.0.1"  # 0.0.0.0: every network of this host; then set an api_key
-    port: int = 8000  # 0: any free one, which is printed
-    served_model_name: tuple[str, ...] = ()  # what clients may call the model, the first in answers; (): its own name
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: every network of this host, which needs an api_key
+    port: int = 8000  # port to listen on; 0: any free port, which is printed
+    served_model_name: tuple[str, ...] = ()  # names of the model for clients; answers use the first; (): its own name
     api_key: tuple[str, ...] = field(default=(), repr=False)  # keys that clients may use, beside $JAXVLLM_API_KEY
-    api_key_file: str | None = None  # one key a line; lines that begin with # are comments
+    api_key_file: str | None = None  # a file with one key in each line; lines that begin with # are comments
     allowed_host: tuple[str, ...] = ()  # names beside localhost that clients may use while there is no key, or "*"
-    open_metrics: bool = False  # /metrics without a key
+    open_metrics: bool = False  # serve /metrics without a key
     max_num_queued_requests: int | None = None  # requests beyond those that can run; more get 503. None: no limit
     max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; more get 503. None: no limit
-    request_timeout: float = 600.0  # seconds a request may take in all
+    request_timeout: float = 600.0  # seconds that a request may take in all
     shutdown_timeout: float = 30.0  # seconds for running requests to finish after SIGTERM
-    max_body_bytes: int = 8 * 2**20  # of a request, before it is parsed
-    metrics_prefix: str = "jaxvllm"  # vllm: dashboards made for vLLM work
+    max_body_bytes: int = 8 * 2**20  # largest body of a request, in bytes, before it is parsed
+    metrics_prefix: str = "jaxvllm"  # first part of the names of metrics; with vllm, dashboards made for vLLM work
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
-    access_log: bool = False  # a log line for each HTTP request
+    access_log: bool = False  # log a line for each HTTP request
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
-    dev_endpoints: bool = False  # adds POST /reset_prefix_cache, which measurements use to empty the cache
-    ssl_certfile: str | None = None  # with ssl_keyfile: https
+    dev_endpoints: bool = False  # add POST /reset_prefix_cache, which measurements use to empty the cache
+    ssl_certfile: str | None = None  # the certificate for https; needs ssl_keyfile
     ssl_keyfile: str | None = None  # the private key of ssl_certfile
 
     def __post_init__(self) -> None:
@@ -43,4 +48,32 @@ class ServerConfig:
             raise ValueError("ssl_certfile and ssl_keyfile belong together: give both, or none")
         for name in ("served_model_name", "api_key", "allowed_host"):
             if not all(getattr(self, name)):
-                raise ValueError(f"{name} has an empty one: leave it out")
+                raise ValueError(f"{name} has an empty value: leave it out")
+
+
+def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Returns every key of the command line, the environment and the file, or () when the server is open to all.
+
+    Raises ValueError when the file cannot be read, or a key cannot be sent in a header. No message contains a key.
+    """
+    keys = list(config.api_key)
+    if from_environment := environment.get(KEY_VARIABLE, "").strip():
+        keys.append(from_environment)
+    if config.api_key_file is not None:
+        keys += _keys_in(Path(config.api_key_file))
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ValueError("an API key has a space or a character that no header can hold: use printable ASCII")
+    return tuple(dict.fromkeys(keys))
+
+
+def _keys_in(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"api_key_file {path} cannot be read: {reason}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        # An empty file must not open the server to everybody.
+        raise ValueError(f"api_key_file {path} has no key: write one in each line, or leave the option out")
+    return keys

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one shape, a status, never a path, an address or a traceback."""
+"""Errors as clients see them: a status and a body of one shape, never a path, an address or a traceback."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from jaxvllm.core.errors import ContextLengthError, ParameterError
 
-# OpenAI's clients raise an exception of their own for each status; the type is what they print.
+# OpenAI's clients raise a different exception for each status, and print the type.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -19,17 +19,18 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Seconds after which a client may ask again: a step or two when the queue is full, a restart when the engine died.
+# Seconds after which a client may try again. A full queue needs a step or two, an engine that died needs a restart.
 RETRY_AFTER = 1
 
 
-# What begins the location of a field that is wrong, and what follows its name when it may have several forms.
+# In pydantic's errors, the location of a field begins with one of these sources. The name of a field with several
+# possible forms is followed by one of these forms.
 _SOURCES = ("body", "query", "path")
 _FORMS = ("str", "list[")
 
 
 class ApiError(Exception):
-    """A request that gets an error: its status, and what to tell."""
+    """An error response to a request: its status and its message."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -43,18 +44,18 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's shape; as data of a stream's `error` event too."""
+        """Returns the body in OpenAI's shape, which is also the data of a stream's `error` event."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's shape."""
+        """Returns the body in Anthropic's shape."""
         kind = "api_error" if self.status == 500 else self.type
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, path: str = "") -> JSONResponse:
-        """The whole response, in the shape of the API that `path` belongs to."""
+        """Returns the whole response, in the shape of the API that `path` belongs to."""
         headers = {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
-        if self.status == 504:  # OpenAI's clients would send it twice more, to work as long for nothing
+        if self.status == 504:  # OpenAI's clients would send it twice more, only to run into the timeout again
             headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -63,7 +64,7 @@ class ApiError(Exception):
 
 
 class PromptTooLongError(ApiError):
-    """A prompt that is too long, in the words by which OpenAI's and Anthropic's clients recognise one."""
+    """The response to a prompt that is too long, in words that OpenAI's and Anthropic's clients recognise."""
 
     def __init__(self, error: ContextLengthError):
         self._error = error
@@ -91,7 +92,7 @@ class PromptTooLongError(ApiError):
 
 @contextmanager
 def concerning(param: str) -> Iterator[None]:
-    """Makes `param` the parameter of errors of the caller's that come from inside and name none."""
+    """Sets `param` as the parameter of each ValueError that is raised inside the block and names none."""
     try:
         yield
     except ParameterError as error:
@@ -102,7 +103,7 @@ def concerning(param: str) -> Iterator[None]:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """A 400 that names the first field that is wrong."""
+    """Returns a 400 error that names the first wrong field."""
     error = errors[0]
     location = list(error["loc"])
     if location and location[0] in _SOURCES:
@@ -117,7 +118,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"{at or 'the body'} is missing", param=param)
     if len(location) > 1 and str(location[1]).startswith(_FORMS):
         name = str(location[0])
-        return ApiError(400, f"{name} has none of the forms that it may have", param=name)
+        return ApiError(400, f"{name} has none of the types that it may have", param=name)
     message = str(error["msg"]).removeprefix("Value error, ")
     if at and not message.startswith(str(location[0])):
         message = f"{at}: {message}"
@@ -125,5 +126,5 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """Where in the body, as one would write it: messages[0].content."""
+    """Returns a location in the body as one would write it in a program, such as messages[0].content."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")

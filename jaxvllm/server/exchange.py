@@ -1,8 +1,8 @@
-"""How a generation is answered: at once when it is done, or as a stream of server-sent events while it goes on."""
+"""Answers HTTP requests with a generation: as a whole when it is done, or as a stream of server-sent events."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,17 +12,19 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from jaxvllm.core.errors import ContextLengthError, ParameterError, UnsupportedParameterError
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.admission import OverloadedError
-from jaxvllm.engine.async_llm import EngineDiedError, EngineUnavailableError
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.errors import ApiError, PromptTooLongError
-from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.generation import Generation
+from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.service import Service
+from jaxvllm.worker.async_llm import EngineDiedError, EngineUnavailableError
+from jaxvllm.worker.queue_limits import OverloadedError
 
 logger = logging.getLogger(__name__)
 
-# A comment goes out after so long without an event, so that nothing on the way takes the connection for dead.
+# After this long without an event a comment is sent, so that no proxy on the way takes the connection for dead.
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -34,30 +36,30 @@ type Events = AsyncIterator[bytes]
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Encodes one server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + encode(data) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that failed, as OpenAI's clients raise it."""
+    """Returns the end of a stream that failed: an event that OpenAI's clients raise as an exception, and [DONE]."""
     return event(error.body(), "error") + DONE
 
 
 async def whole_answer(params: SamplingParams, make: Callable[[], Any]) -> Response:
-    """`answer` of what `make` makes, in a thread if log-probabilities may make it large: half a million take 0.7 s."""
+    """Returns `answer(make())`. It runs in a thread if there are log-probabilities: half a million take 0.7 s."""
     if params.logprobs is None and params.prompt_logprobs is None:
         return answer(make())
     return await run_in_threadpool(lambda: answer(make()))
 
 
 def answer(body: Any) -> Response:
-    """A JSON response, already in the form that its model describes: that one is for the docs and the tests."""
+    """Returns a JSON response of `body`, unchecked. The response's pydantic model is only for the docs and tests."""
     return Response(encode(body), media_type="application/json")
 
 
 def as_api_error(error: Exception, request_id: str) -> ApiError:
-    """What a client is told of `error`, which an endpoint could not deal with."""
+    """Converts `error`, which an endpoint did not handle, to the error that the client gets."""
     match error:
         case ApiError():
             return error
@@ -78,11 +80,11 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection: nobody reads an answer."""
+    """Raised when the client has closed the connection, so that no answer is needed."""
 
 
 async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. ClientGoneError, with `work` cancelled, when the client closes the connection."""
+    """Returns the result of `work`. If the client closes the connection, cancels it and raises ClientGoneError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -99,7 +101,7 @@ async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events out of a generation, which is closed when they end or the client leaves."""
+    """A response of server-sent events. It closes their generation when they end or the client disconnects."""
 
     def __init__(
         self, generation: Generation, events: Events, error_event: Callable[[ApiError], bytes], request_id: str
@@ -132,7 +134,7 @@ class EventStream(Response):
             async for data in self._events:
                 self._sent_at = _now()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:  # too late for a status
+        except Exception as error:  # the status has been sent already
             data = self._error_event(as_api_error(error, self._request_id))
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -147,22 +149,26 @@ class EventStream(Response):
 async def respond(
     request: Request,
     service: Service,
-    job: Job,
+    requests: Sequence[GenerationRequest],
     whole: Callable[[list[RequestOutput]], Any],
     events: Callable[[Generation], Events],
     error_event: Callable[[ApiError], bytes] = error_event,
 ) -> Response:
-    """Does `job`, and answers with its `events` if it streams, otherwise with the `whole` of its last outputs."""
-    generation = await unless_gone(request, Generation.start(service, job))
-    if job.params.output_kind is RequestOutputKind.DELTA:
-        return EventStream(generation, events(generation), error_event, job.request_id)
+    """Answers the HTTP `request`, for which the engine completes `requests`.
+
+    If it streams, the answer consists of the `events` of the generation, otherwise it is `whole` of the last outputs.
+    """
+    params = requests[0].params
+    generation = await unless_gone(request, Generation.start(service, requests))
+    if params.output_kind is RequestOutputKind.DELTA:
+        return EventStream(generation, events(generation), error_event, RequestId.of(request).text)
     async with generation:
         outputs = await unless_gone(request, generation.results())
-        return await whole_answer(job.params, lambda: whole(outputs))
+        return await whole_answer(params, lambda: whole(outputs))
 
 
 def _now() -> float:
-    # The clock of the sleeps beside it.
+    # The event loop's clock, which asyncio.sleep uses too.
     return asyncio.get_running_loop().time()
 
 

@@ -1,4 +1,4 @@
-"""The reference of all endpoints, as Markdown and as a page, made from the application itself."""
+"""Makes the reference of all endpoints from the application itself, as Markdown and as an HTML page."""
 
 import html
 import inspect
@@ -12,14 +12,14 @@ from pydantic import BaseModel, TypeAdapter
 
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.exchange import EVENT_STREAM
-from jaxvllm.server.protocol.chat import ChatChunk
+from jaxvllm.server.protocol.chat_completions import ChatChunk
 from jaxvllm.server.protocol.completions import CompletionResponse
 from jaxvllm.server.protocol.fields import NOT_SUPPORTED, SamplingFields
 from jaxvllm.server.protocol.messages import MessagesEvent
 from jaxvllm.server.protocol.responses import ResponsesEvent
 
 REFERENCE = "#/components/schemas/"
-# The data of a stream's events: the document of the application itself cannot say it.
+# The type of the data of a stream's events, which an OpenAPI document cannot express.
 STREAMS: dict[str, Any] = {
     "/v1/completions": CompletionResponse,
     "/v1/chat/completions": ChatChunk,
@@ -41,19 +41,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 INTRODUCTION = """\
 # The HTTP API
 
-Made from the application by `python -m tools.http_doc`; a running server shows it at `/docs`, and as OpenAPI at
-`/openapi.json`.
+`python -m tools.http_doc` makes this page from the application. A running server shows it at `/docs`, and an OpenAPI
+document at `/openapi.json`.
 
 A field that is not listed is an error, and so is one that is listed as not supported, unless its value changes nothing.
-Nothing is converted: `"1"` is no number. What a request leaves open is as the checkpoint recommends, or as
-`SamplingParams` has it.
+Values are never converted: `"1"` is no number. A sampling parameter that a request leaves out has the value that the
+checkpoint recommends, or else the default of `SamplingParams`.
 """
 
 type Schema = Mapping[str, Any]
 
 
 def markdown(app: FastAPI) -> str:
-    """The whole reference."""
+    """Returns the whole reference as Markdown."""
     document = app.openapi()
     objects: dict[str, Schema] = dict(document["components"]["schemas"])
     sections: list[str] = []
@@ -76,7 +76,7 @@ def _endpoint(path: str, method: str, endpoint: Schema, objects: dict[str, Schem
         name = _name(asked)
         yield _fields(name, objects[name], objects) + "\n"
         if refused := list(_refused(objects[name])):
-            yield f"Not supported, and refused unless as here: {', '.join(refused)}.\n"
+            yield f"Fields that are not supported, and refused unless they have these values: {', '.join(refused)}.\n"
     if path in EXAMPLES:
         body = json.dumps(EXAMPLES[path])
         yield f"```sh\ncurl localhost:8000{path} -H 'Content-Type: application/json' -d '{body}'\n```\n"
@@ -98,7 +98,7 @@ def _endpoint(path: str, method: str, endpoint: Schema, objects: dict[str, Schem
 
 
 def _fields(name: str, schema: Schema, objects: Mapping[str, Schema]) -> str:
-    """A table of an object's fields, without those that are not supported."""
+    """Returns a table of an object's fields, without those that are not supported."""
     notes = _notes(name)
     rows = ["| field | type | default | |", "|---|---|---|---|"]
     required = schema.get("required", ())
@@ -118,7 +118,7 @@ def _refused(schema: Schema) -> Iterator[str]:
 
 
 def _type(schema: Schema, objects: Mapping[str, Schema]) -> str:
-    """What a value may be, in words."""
+    """Describes the type of a value in words."""
     if "$ref" in schema:
         name = _name(schema)
         is_object = "properties" in objects.get(name, {})
@@ -158,7 +158,7 @@ def _shown(value: Any) -> str:
 
 
 def _notes(name: str) -> dict[str, str]:
-    """The comments beside the fields of a model, so that what they say is written once."""
+    """Returns the comments beside a model's fields by field, so that the reference need not repeat them."""
     notes: dict[str, str] = {}
     for model in _models(BaseModel):
         if model.__name__ == name and model.__module__.startswith("jaxvllm."):
@@ -186,14 +186,14 @@ pre { padding: .8rem; overflow-x: auto; background: #8882 }
 
 
 def page(app: FastAPI) -> str:
-    """The reference as a page that needs nothing else: no script, and no file from anywhere."""
+    """Returns the reference as one HTML page without scripts. The page loads no other file."""
     body = "\n".join(_block(block) for block in re.split(r"\n{2,}", markdown(app)) if block.strip())
     head = f'<meta charset="utf-8"><title>jaxvllm: HTTP API</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
 def _block(text: str) -> str:
-    """A block of the Markdown that `markdown` writes."""
+    """Converts a block of the Markdown that `markdown` writes to HTML."""
     text = text.strip("\n")
     if text.startswith("#"):
         marks, title = text.split(" ", 1)

@@ -1,4 +1,4 @@
-"""The end of a server: signals, and the time that requests get to finish."""
+"""The shutdown of a server: it waits for signals, and then gives running requests time to finish."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGHUP while it is entered: the first asks to stop, the second insists."""
+    """Handles SIGTERM, SIGINT and SIGHUP inside its context: the first asks the server to stop, the second insists."""
 
     def __init__(self) -> None:
         self._numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             self._numbers.append(signal.SIGHUP)
         self.first: signal.Signals | None = None
         self._asked = asyncio.Event()
@@ -41,20 +41,23 @@ class StopSignals:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether there were two."""
+        """Whether there were two signals."""
         return self._insisted.is_set()
 
     async def asked(self) -> None:
-        """Returns after the first signal."""
+        """Waits for the first signal."""
         await self._asked.wait()
 
     async def insisted(self) -> None:
-        """Returns after the second."""
+        """Waits for the second signal."""
         await self._insisted.wait()
 
 
 async def drain(service: "Service", stop: StopSignals) -> bool:
-    """Takes no new requests and lets the running ones finish; False when they took too long, or may not."""
+    """Takes no new requests and lets the running ones finish. Returns whether all of them did.
+
+    They do not when they take longer than the shutdown_timeout, or a second signal comes.
+    """
     service.drain()
     if service.num_open:
         seconds = service.config.shutdown_timeout
@@ -67,7 +70,7 @@ async def drain(service: "Service", stop: StopSignals) -> bool:
 
 
 async def until_first(*works: Awaitable[object], timeout: float | None = None) -> None:
-    """Returns when one of them has ended, or failed, which it raises. The others are cancelled."""
+    """Waits until one of `works` ends, and cancels the others. If it failed, raises its exception."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

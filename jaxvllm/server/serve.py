@@ -1,4 +1,4 @@
-"""The whole server: its socket, its engine, and what happens from the first signal to the last."""
+"""Runs the whole server: it opens the socket, starts the engine, serves, and shuts down after a signal."""
 
 import asyncio
 import logging
@@ -10,34 +10,33 @@ from os import cpu_count
 from typing import TYPE_CHECKING
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.admission import QueueLimits
-from jaxvllm.engine.async_llm import AsyncLLM, FollowedError
-from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.keys import read_keys
+from jaxvllm.server.config import ServerConfig, read_keys
+from jaxvllm.server.http.listener import RESERVED_FILES, is_open_to_strangers, listen, raise_file_limit, url_of
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
-from jaxvllm.server.listener import RESERVED_FILES, is_open_to_strangers, listen, raise_file_limit, url_of
+from jaxvllm.worker.async_llm import AsyncLLM, FollowedError
+from jaxvllm.worker.queue_limits import QueueLimits
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from jaxvllm.server.http_server import HttpServer
+    from jaxvllm.server.http.http_server import HttpServer
     from jaxvllm.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-# Streams share so many events a second, unless the user says how many: one costs this process 60 us, half of them the
-# kernel's, and on a CPU the engine waits for that core. 64 streams on two cores cost 17% of its tokens at 750 a core,
-# and at 500 each of them still moves 15 times a second.
+# The events a second that all streams share, for each core and at most, unless the user sets a number. An event costs
+# this process 60 us, half of them in the kernel, and on a CPU the engine waits for that core. At 750 a core, 64 streams
+# on two cores cost the engine 17% of its tokens; at 500 each stream still moves 15 times a second.
 OUTPUTS_PER_CORE, MOST_OUTPUTS = 500, 5000
 
 
 async def serve(engine: EngineConfig, config: ServerConfig) -> int:
-    """Serves until a signal, and returns the exit code; no process is left then.
+    """Serves until a signal, ends all its processes, and returns the exit code.
 
-    SIGTERM and SIGHUP: 0 when every request could finish, otherwise 1; SIGINT: 130. ValueError when an option is
-    wrong, OSError when the address cannot be listened on, RuntimeError when the engine cannot be built.
-    Where the environment says that this process is not the first of several, it computes for that one, never gets
-    ready, and returns 0 when that one has ended.
+    After SIGTERM and SIGHUP the code is 0 when every request could finish, otherwise 1; after SIGINT it is 130. Raises
+    ValueError when an option is wrong, OSError when it cannot listen on the address, and RuntimeError when the engine
+    cannot be built. When the environment says that this process is one of several and not process 0, it computes for
+    process 0, never becomes ready, and returns 0 when process 0 has ended.
     """
     start = time.monotonic()
     keys = read_keys(config)
@@ -45,14 +44,14 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
     with listen(config.host, config.port, max_files) as listener, StopSignals() as stop:
         url = url_of(listener, config)
         if not keys and is_open_to_strangers(listener):
-            logger.warning("whoever reaches %s may use this server: it has no --api-key", url)
+            logger.warning("every client that reaches %s may use this server: it has no --api-key", url)
         logger.info("listening on %s: /ready tells when model %s is loaded", url, engine.model)
         if engine.max_outputs_per_second is None:
             engine = replace(engine, max_outputs_per_second=min(OUTPUTS_PER_CORE * (cpu_count() or 1), MOST_OUTPUTS))
         llm = AsyncLLM.from_config(engine, QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens))
         try:
             llm.launch()
-            await asyncio.sleep(0)  # the engine's process starts, and imports JAX while this one imports FastAPI
+            await asyncio.sleep(0)  # starts the engine's process, which imports JAX while this one imports FastAPI
             service, server = _http(llm, config, keys, not is_open_to_strangers(listener), max_files)
             async with server.running(listener) as serving:
                 try:
@@ -64,7 +63,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
                 except FollowedError:
                     return 0
                 finally:
-                    # Requests that are left end with an error, which is still sent.
+                    # The remaining requests end with an error, which is still sent.
                     await until_first(llm.close(), stop.insisted())
                     if stop.is_urgent:
                         server.hurry()
@@ -76,30 +75,30 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
 
 def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local: bool = False) -> "ASGIApp":
-    """`app` behind its guards: whoever has no key cannot make the server read a body.
+    """Returns `app` behind its guards. The server reads no body of a client that has no key.
 
-    Without keys, a server that `is_local` (no other machine reaches it) answers only to its own names.
+    Without keys, a server that `is_local` (no other machine can reach it) answers only requests for its own names.
     """
-    from jaxvllm.server.auth import Auth
-    from jaxvllm.server.host_guard import HostGuard
-    from jaxvllm.server.limits import RequestLimits, StrictHead
-    from jaxvllm.server.request_id import RequestIds
+    from jaxvllm.server.http.auth import Auth
+    from jaxvllm.server.http.request_id import RequestIds
+    from jaxvllm.server.http.request_limits import RequestLimits, StrictHead
+    from jaxvllm.server.http.trusted_host import TrustedHost
 
     app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
     if not keys and is_local and "*" not in config.allowed_host:
-        app = HostGuard(app, (config.host, *config.allowed_host))
+        app = TrustedHost(app, (config.host, *config.allowed_host))
     return RequestIds(StrictHead(app))
 
 
 def _http(
     llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bool, max_files: int
 ) -> "tuple[Service, HttpServer]":
-    # Imported here: it takes 0.8 s, while the engine starts.
+    # These imports take 0.8 s. Here they happen while the engine starts.
     from jaxvllm.server.app import create_app
-    from jaxvllm.server.connection import ConnectionLimits
-    from jaxvllm.server.counting import Counting
-    from jaxvllm.server.http_server import HttpServer
-    from jaxvllm.server.log_line import StatsLogger
+    from jaxvllm.server.http.connection import ConnectionLimits
+    from jaxvllm.server.http.http_server import HttpServer
+    from jaxvllm.server.metrics.counting import Counting
+    from jaxvllm.server.metrics.log_line import StatsLogger
     from jaxvllm.server.service import Service
 
     llm.observe(StatsLogger(config.log_stats_interval))

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the names of its model, and which requests are open."""
+"""`Service`: the state that all endpoints share, such as the engine, the model's names and the open requests."""
 
 import asyncio
 import hashlib
@@ -9,26 +9,27 @@ from typing import Any
 
 import jaxvllm
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.async_llm import AsyncLLM, EngineUnavailableError
-from jaxvllm.engine.prompts import Prompt, PromptReader
-from jaxvllm.engine.tokenizer import Tokenizer
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.errors import ApiError, concerning
-from jaxvllm.server.metrics import Metrics
+from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.server.protocol.fields import now
+from jaxvllm.text.prompts import PromptReader
+from jaxvllm.text.tokenizer import Tokenizer
+from jaxvllm.worker.async_llm import AsyncLLM, EngineUnavailableError
 
-# Of a text whose tokens are only counted: a second's work, and 200 MB.
+# The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
 MAX_TEXT = 2**20
 
 
 class Service:
-    """One served model."""
+    """One served model, with what its endpoints share."""
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig):
         self.llm = llm
         self.config = config
-        # A directory's own name: its path is nobody's business.
+        # Only the directory's name: clients must not see its path.
         own_name = Path(llm.config.model).name if Path(llm.config.model).is_absolute() else llm.config.model
         self.model_names = config.served_model_name or (own_name,)
         self.fingerprint = _fingerprint(own_name, llm.config)
@@ -40,7 +41,7 @@ class Service:
         self._idle.set()
         llm.observe(self.metrics)
 
-    # ---- what there is ----
+    # ---- the model ----
 
     @property
     def reader(self) -> PromptReader:
@@ -48,7 +49,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """ApiError when the model has none."""
+        """The model's tokenizer. Raises ApiError when the model has none."""
         if self.reader.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: give token ids as prompt to /v1/completions")
         return self.reader.tokenizer
@@ -59,11 +60,11 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken: the engine is idle and answers, or its steps make progress."""
+        """Whether the server takes requests: the engine is idle and answers, or its steps make progress."""
         return not self.draining and self.llm.is_responsive
 
     def answer_head(self, model: str) -> dict[str, Any]:
-        """What answers of OpenAI's older endpoints and their chunks begin with, behind their id."""
+        """Returns the fields after the id with which answers of OpenAI's older endpoints, and their chunks, begin."""
         return {
             "created": now(),
             "model": model,
@@ -72,7 +73,7 @@ class Service:
         }
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer with. ApiError for a model that is not here."""
+        """Returns the name of the model for the answer. Raises ApiError for a model that this server does not have."""
         if asked is None:
             return self.model_names[0]
         if asked not in self.model_names:
@@ -95,9 +96,9 @@ class Service:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that a conversation, the request's `field`, becomes.
+        """Renders a conversation, which is the request's `field`, with the model's chat template.
 
-        With None, the generation prompt is there unless the last message goes on.
+        With `add_generation_prompt` None, the prompt is added unless the answer continues the last message.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -114,27 +115,24 @@ class Service:
         prompt: str | Sequence[int],
         *,
         field: str,
-        cache_salt: str | None,
         add_special_tokens: bool,
         scores_only: bool = False,
     ) -> Prompt:
-        """The prompt that the request's `field` became. ParameterError for one that the model cannot take."""
-        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        """Reads the prompt from the request's `field`. Raises ParameterError for one that the model cannot take."""
         with concerning(field):
-            return self.reader.read(
-                {kind: prompt, "cache_salt": cache_salt},
-                add_special_tokens=add_special_tokens,
-                scores_only=scores_only,
-            )
+            return self.reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=scores_only)
 
     def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text that need not fit the model. ApiError for one that would keep the server busy."""
+        """Returns the tokens of a text, which may be longer than the model's context.
+
+        Raises ApiError for a text that would keep the server busy for long.
+        """
         if len(text) > (most := max(MAX_TEXT, self.reader.max_chars)):
             raise ApiError(400, f"a text of {len(text)} characters is longer than {most}: send it in parts")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_room(self, prompt: Prompt, max_tokens: int | None, field: str) -> None:
-        """ApiError when `max_tokens` new ones are more than the model has room for behind `prompt`."""
+        """Raises ApiError when the model's context has no room for `max_tokens` new tokens after `prompt`."""
         length, count = self.reader.max_model_len, len(prompt.token_ids)
         if max_tokens is not None and max_tokens > length - count:
             raise ApiError(
@@ -145,19 +143,19 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    # ---- its life ----
+    # ---- its lifecycle ----
 
     def drain(self) -> None:
-        """Takes no new requests from now on."""
+        """Stops taking new requests."""
         self.draining = True
 
     async def idle(self) -> None:
-        """Returns when no request is open."""
+        """Waits until no request is open."""
         await self._idle.wait()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """A request that generates, for as long as it is worked on. EngineUnavailableError when none is taken."""
+        """Counts a generating request as open inside the context. Raises EngineUnavailableError during shutdown."""
         if self.draining:
             raise EngineUnavailableError("the server is shutting down")
         self.num_open += 1
@@ -171,6 +169,6 @@ class Service:
 
 
 def _fingerprint(model: str, config: EngineConfig) -> str:
-    """The same for servers whose answers to one seed should be the same: equal version, model and numerics."""
+    """Returns a hash of version, model and numerics. Servers with equal hashes should answer one seed alike."""
     facts = (jaxvllm.__version__, model, config.mesh, config.dtype, config.kv_cache_dtype)
     return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Ragged paged attention: checks the arguments, fits them to the backend, writes the new KV, attends."""
+"""The API of ragged paged attention: checks arguments, fits them to the backend, writes the new KV, and attends."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.write import write_kv
 
-# What `plan_rows` makes: a pytree that only its backend looks into, None where there is nothing to plan.
+# The result of `plan_rows`: a pytree that only its backend understands, or None where there is nothing to plan.
 type Plan = Any
 
 
 def plan_rows(
     rows: RaggedRows, kv_pages: KVPages | jax.ShapeDtypeStruct, *, num_heads: int, dtype: DTypeLike, backend: Backend
 ) -> Plan:
-    """What `backend` works out about `rows` before it attends, the same for all layers: call it once a step.
+    """Makes the plan of `backend` for `rows`, which is the same for all layers: call this once a step.
 
-    For queries of `num_heads` heads in `dtype` over pages like `kv_pages`. XLA does not move it out of a loop over
-    layers by itself: some six small kernels a layer on GPU.
+    The plan is for queries of `num_heads` heads in `dtype` over pages like `kv_pages`. XLA does not move the planning
+    out of a loop over layers by itself: it would be some six small kernels a layer on GPU.
     """
     if backend.kind != "gpu":
         return None
@@ -51,18 +51,19 @@ def ragged_paged_attention(
     plan: Plan = None,
     backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
-    """Causal attention of every token to its row's KV up to itself, after this step's KV is in the pages.
+    """Writes this step's KV into the pages, then attends causally: a token sees its row's KV up to itself.
 
     q f[T, H, D], k and v f[T, K, D] with H a multiple of K; query head h reads KV head h // (H // K).
     A query sees the `window` positions that end at its own (`NO_WINDOW`: all). `soft_cap` c bends the scaled logits
-    to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit a head, which takes weight
-    and has no value (gpt-oss, arXiv 2508.10925). Pages of int8 or float8 hold keys and values divided by
-    `kv_scales` f32[2, K], keys first (None: by one). `plan`: what `plan_rows` made of these rows.
-    Returns f[T, H, D], with arbitrary finite values for padding tokens, and the pages; donate `kv_pages` for the write
-    to be in place.
+    to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit for each head, which
+    takes weight and has no value (gpt-oss, arXiv 2508.10925). Pages of int8 or float8 hold keys and values divided by
+    `kv_scales` f32[2, K], keys first (None: by one). `plan` is the result of `plan_rows` for
+    these rows. Returns f[T, H, D], with arbitrary finite values for padding tokens, and the pages. Donate `kv_pages`,
+    so that the write is in place.
 
-    Raises ValueError for shapes and dtypes that do not agree, NotImplementedError for what only another backend can.
-    That a page table is as wide as its longest row needs cannot be seen here: its length is a value, not a shape.
+    Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
+    backend supports. A page table that is too narrow for its longest row is not detected, because the length of a row
+    is a value and not a shape.
     """
     _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, kv_scales, backend)
     num_tokens, num_heads, head_size = q.shape
@@ -70,12 +71,12 @@ def ragged_paged_attention(
     if kv_pages.dtype in QUANTIZED:
         scales = jnp.ones((2, num_kv_heads)) if kv_scales is None else kv_scales
         k, v = (quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
-        # The kernels see stored keys and values: what those were divided by is put into the queries and the output.
+        # The kernels see stored keys and values. The scales that divided them go into the queries and the output.
         q = _scale_heads(q, scales[0])
     padding = ((0, 0), (0, 0), (0, kv_pages.shape[-1] // 2 - head_size))
     q, k, v = (jnp.pad(x, padding) for x in (q, k, v))
     if backend.kind == "tpu":
-        # Imported where it runs: Pallas is half a second of start-up that the reference does without.
+        # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.ragged_paged_attention import tpu
 
         assert isinstance(backend.chip, TpuChip)
@@ -102,7 +103,7 @@ def ragged_paged_attention(
 
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
-    """x f[T, H, D] times the scale f32[K] of each head's KV head."""
+    """Multiplies x f[T, H, D] by the scale f32[K] of each head's KV head."""
     return (x.astype(jnp.float32) * jnp.repeat(scales, x.shape[1] // len(scales))[:, None]).astype(x.dtype)
 
 

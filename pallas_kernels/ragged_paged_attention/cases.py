@@ -1,8 +1,8 @@
-"""Realistic ragged batches, one list of them: tests, deviceless compilation, benchmarks and tuning all read it.
+"""One list of realistic ragged batches, which tests, deviceless compilation, benchmarks and tuning all read.
 
-Heads and pages are those of real models or of one tensor-parallel shard of them. In `CASES`, contexts stay short enough
-for a float64 oracle on a laptop, and lie around what implementations split at: pages, chunks of 256, tiles of 64.
-`SERVING` are the sizes that a GPU or TPU serves, for compilers and clocks.
+Heads and pages are those of real models or of one tensor-parallel shard of them. In `CASES`, contexts are short enough
+for a float64 oracle on a laptop, and lie around the sizes at which implementations split: pages, chunks of 256, tiles
+of 64. `SERVING` has the sizes that a GPU or TPU serves, for compilers and clocks.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SERVING_PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class RowCase:
-    """A row that computes the last `query_len` of `kv_len` tokens. Both 0: a padding row."""
+    """A row that computes the last `query_len` of `kv_len` tokens. A padding row has 0 for both."""
 
     query_len: int
     kv_len: int
@@ -26,7 +26,7 @@ class RowCase:
 
 @dataclass(frozen=True)
 class RaggedCase:
-    """One call. With as many tokens as rows it is the decode form, where row r owns token r."""
+    """One call. If it has as many tokens as rows, it has the decode form, where row r owns token r."""
 
     name: str
     num_heads: int
@@ -51,21 +51,21 @@ class RaggedCase:
 
     @property
     def scale(self) -> float:
-        """Multiplies q . k."""
+        """The factor of q . k."""
         return self.head_size**-0.5
 
     @property
     def max_pages(self) -> int:
-        """Columns of the page table: one more than the longest row fills."""
+        """The columns of the page table: one more than the longest row fills."""
         return max(-(-row.kv_len // self.page_size) for row in self.rows) + 1
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool: the trash page, those that rows own, and one that nobody owns."""
+        """The pages of the pool: the trash page, those that rows own, and one without an owner."""
         return 2 + sum(-(-row.kv_len // self.page_size) for row in self.rows)
 
     def first_token(self, row: int) -> int:
-        """The number of the first query of `row`."""
+        """Returns the number of the first query of `row`."""
         return row if self.is_decode else sum(r.query_len for r in self.rows[:row])
 
     def __str__(self) -> str:
@@ -84,9 +84,9 @@ CASES = (
     RaggedCase("decode-gqa", 8, 2, 128, 16, 4, _rows((1, 17), (1, 512), (1, 16), (1, 1025))),
     RaggedCase("decode-window", 8, 4, 64, 16, 6,
                _rows((1, 900), (1, 32), (1, 33), (1, 1), (0, 0), (1, 320)), window=32),
-    # Decode rows first, as the scheduler makes them.
+    # Decode rows come first, as the scheduler plans them.
     RaggedCase("mixed-mqa", 7, 1, 12, 16, 256, _rows((1, 3), (1, 500), (5, 40), (70, 70), (64, 300), (0, 0))),
-    # In any order, with empty rows between, filling the bucket to the last token.
+    # The rows are in any order, with empty rows between them, and fill the bucket to the last token.
     RaggedCase("mixed-any-order", 6, 2, 16, 32, 136,
                _rows((0, 0), (65, 65), (1, 256), (2, 260), (0, 0), (63, 400), (1, 1), (4, 4))),
     RaggedCase("mixed-window", 8, 4, 32, 16, 128, _rows((1, 700), (40, 600), (1, 5), (50, 50)), window=20),
@@ -116,7 +116,7 @@ CASES = (
 
 
 def _serving() -> tuple[RaggedCase, ...]:
-    """Decode at every batch size and context, and prefill of one prompt, for heads of 8B to 70B models, 8 KV heads."""
+    """Returns decode at every batch size and context, and prefill of one prompt, for 8B to 70B models (8 KV heads)."""
     shapes = [(heads, head_size) for head_size in (128, 64) for heads in (8, 32, 64)]
     decodes = [(batch, context) for batch in (1, 8, 64, 256) for context in (512, 4096, 32768)]
     return tuple(

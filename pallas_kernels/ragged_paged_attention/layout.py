@@ -1,4 +1,4 @@
-"""How KV pages lie in memory: one array for all layers, keys beside values."""
+"""The layout of KV pages in memory: one array for all layers, with keys beside values."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64}
 
 
 def padded_head_size(head_size: int, backend: Backend) -> int:
-    """The head size D of the pages that `backend` reads, for a model's `head_size`."""
+    """Returns the head size D of the pages that `backend` reads, for a model's `head_size`."""
     alignment = HEAD_ALIGNMENT[backend.kind]
     return -(-head_size // alignment) * alignment
 
@@ -30,6 +30,6 @@ def kv_pages_struct(
     dtype: jnp.dtype,
     backend: Backend,
 ) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the pages of a whole model. Page 0 is the trash page that padding tokens write to."""
+    """Returns shape and dtype of the pages of a whole model. Page 0 is the trash page, to which padding writes."""
     width = 2 * padded_head_size(head_size, backend)
     return jax.ShapeDtypeStruct((num_layers, num_pages, num_kv_heads, page_size, width), dtype)

@@ -1,4 +1,4 @@
-"""Ragged paged attention in XLA: the oracle for the kernels, and what CPU runs.
+"""Ragged paged attention in XLA: the oracle for the kernels, and the implementation on CPU.
 
 Both paths are flash attention (online softmax in float32, arXiv 2205.14135) over chunks of pages, with loop bounds
 that come from the data, so the work follows the real context lengths and nothing of shape [rows, max_len] exists:
@@ -38,7 +38,7 @@ def attend(
     window: jax.Array | int,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Attention of q f[T, H, D] over the pages, which hold this step's KV already."""
+    """Attends with q f[T, H, D] to the pages, which hold this step's KV already."""
     num_tokens, _, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     grouped = (q * jnp.asarray(scale, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_size)
@@ -59,7 +59,7 @@ def attend(
 
 
 class _Softmax(NamedTuple):
-    """Online softmax of queries [N, K, M]: the largest logit so far, the denominator and the weighted values."""
+    """The online softmax of queries [N, K, M]: the largest logit so far, the denominator and the weighted values."""
 
     peak: jax.Array
     total: jax.Array
@@ -70,10 +70,10 @@ class _Softmax(NamedTuple):
         return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
     def merge(self, parts: "_Softmax", rows: jax.Array, owned: jax.Array) -> "_Softmax":
-        """With `parts` folded in, each into its row of `rows` i32[lanes]; `owned` bool[N, lanes] says the same.
+        """Folds in `parts`, each into its row of `rows` i32[lanes]; `owned` bool[N, lanes] says the same.
 
-        Sums by matmul, not by scatter: the order is fixed, so the same bits come out on every device. A part with NaN
-        makes its own row NaN and no other, though the matmul multiplies it by the zeros of all the others.
+        The sums are matmuls and not scatters, so their order is fixed and every device gives the same bits. A part with
+        NaN makes its own row NaN and no other, although the matmul multiplies it by the zeros of all the others.
         """
         peak = jnp.maximum(self.peak, jnp.where(owned[:, :, None, None], parts.peak, MASKED).max(axis=1))
         decay, parts_decay = jnp.exp(self.peak - peak), jnp.exp(parts.peak - peak[rows])
@@ -85,7 +85,7 @@ class _Softmax(NamedTuple):
         return _Softmax(peak, total, self.values * decay[..., None] + add(values))
 
     def result(self, sinks: jax.Array | None) -> jax.Array:
-        """The weighted mean. `sinks` f32[K, G] are logits that take weight and have no value; M counts G fastest."""
+        """Returns the weighted mean. `sinks` f32[K, G] are logits with weight and without value; M counts G fastest."""
         if sinks is None:
             return self.values / jnp.maximum(self.total, 1e-30)[..., None]
         sinks = jnp.tile(sinks, self.peak.shape[-1] // sinks.shape[-1])
@@ -108,11 +108,11 @@ class _Context:
 
     @property
     def chunk(self) -> int:
-        """Tokens in a chunk."""
+        """The number of tokens in a chunk."""
         return self.chunk_pages * self.kv_pages.shape[3]
 
     def first_chunk(self, position: jax.Array) -> jax.Array:
-        """The first chunk that a query at `position` sees anything of: pages before its window are not read."""
+        """Returns the first chunk that a query at `position` sees any of: pages before its window are not read."""
         return jnp.maximum(position + 1 - self.window, 0) // self.chunk
 
     def attend(
@@ -135,14 +135,15 @@ class _Context:
         peak = jnp.maximum(state.peak, logits.max(axis=-1))
         weights = jnp.where(seen[:, None], jnp.exp(logits - peak[..., None]), 0.0)
         decay = jnp.exp(state.peak - peak)
-        # A page past the context may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where((at[:, 0] <= positions.max(axis=1)[:, None])[:, None, :, None], v, 0)
+        # A page past the context or before the window may hold anything, NaN included, and 0 * NaN is NaN.
+        first, last = positions.min(axis=1)[:, None] - self.window, positions.max(axis=1)[:, None]
+        v = jnp.where(((at[:, 0] > first) & (at[:, 0] <= last))[:, None, :, None], v, 0)
         values = jnp.einsum("nkms,nksd->nkmd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return _Softmax(peak, state.total * decay + weights.sum(axis=-1), state.values * decay[..., None] + values)
 
 
 def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
-    """f32[R, K, G, D] for q f[R, K, G, D], one query a row at the end of `kv_lens` i32[R] positions (0: no row)."""
+    """Attends with q f[R, K, G, D], one query a row at the end of `kv_lens` i32[R] positions (0: no row)."""
     num_rows, _, group, _ = q.shape
     last = kv_lens - 1
     first_chunks = context.first_chunk(last)
@@ -153,7 +154,7 @@ def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
     def fold(step: jax.Array, state: _Softmax) -> _Softmax:
         pairs = step * num_rows + lanes
         rows = jnp.searchsorted(ends, pairs, side="right", method="compare_all").astype(jnp.int32)
-        owned = rows == lanes[:, None]  # bool[R, lanes]; a lane behind the end of the list belongs to nobody
+        owned = rows == lanes[:, None]  # bool[R, lanes]; a lane behind the end of the list belongs to no row
         rows = jnp.minimum(rows, num_rows - 1)
         chunks = first_chunks[rows] + pairs - (ends[rows] - counts[rows])
         positions = jnp.where(pairs < ends[-1], last[rows], -1)
@@ -167,7 +168,7 @@ def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
 
 
 def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Context) -> jax.Array:
-    """f32[T, K, G, D] for q f[T, K, G, D] of the rows with `query_lens` > 0; other tokens hold anything finite."""
+    """Attends with q f[T, K, G, D] for the rows with `query_lens` > 0. Other tokens get arbitrary finite values."""
     num_tokens, num_kv_heads, group, head_size = q.shape
     tile = min(TILE_QUERIES, num_tokens)
     tile_ends = jnp.cumsum(-(-query_lens // tile))
@@ -190,7 +191,7 @@ def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Co
             context.first_chunk(start), last // context.chunk + 1, fold, _Softmax.start(queries.shape)
         )
         values = state.result(context.sinks).reshape(num_kv_heads, tile, group, head_size).transpose(1, 0, 2, 3)
-        # The tile may reach over the row's end; the row behind it is written later and wins.
+        # The tile may reach beyond the row's end. The next row is written later and overwrites that part.
         return lax.dynamic_update_slice_in_dim(out, values, first, 0)
 
     out = jnp.zeros((num_tokens + tile, num_kv_heads, group, head_size), jnp.float32)

@@ -1,4 +1,4 @@
-"""Which token belongs to which row: the metadata of a ragged batch, computed once a step for all layers."""
+"""The metadata of a ragged batch: which token belongs to which row. It is computed once a step for all layers."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# A window that no context reaches. An int32, since the window of a layer is a traced scalar inside a scan.
+# A window that no context reaches. It fits int32, because the window of a layer is a traced scalar inside a scan.
 NO_WINDOW = 2**30
 
 
@@ -17,7 +17,7 @@ NO_WINDOW = 2**30
 )
 @dataclass(frozen=True)
 class RaggedRows:
-    """R rows over T tokens. Row r's queries are tokens `query_starts[r]:query_starts[r + 1]`, its last ones.
+    """R rows over T tokens. The queries of row r are tokens `query_starts[r]:query_starts[r + 1]`, its last ones.
 
     A row without queries is padding. Tokens from `query_starts[R]` on are padding too; they carry row R - 1.
     """
@@ -30,7 +30,7 @@ class RaggedRows:
 
     @classmethod
     def build(cls, page_table: jax.Array, starts: jax.Array, query_lens: jax.Array, num_tokens: int) -> "RaggedRows":
-        """Rows that compute `query_lens` i32[R] tokens each, from positions `starts` i32[R] on.
+        """Builds rows that compute `query_lens` i32[R] tokens each, from positions `starts` i32[R] on.
 
         `num_tokens` T equal to R promises that no row has more than one query, and that row r owns token r.
         """
@@ -48,17 +48,17 @@ class RaggedRows:
 
     @property
     def decode_only(self) -> bool:
-        """Whether the shapes alone say that every row has at most one query."""
+        """Whether the shapes alone tell that every row has at most one query."""
         return len(self.token_rows) == len(self.kv_lens)
 
     def query_lens(self) -> jax.Array:
-        """i32[R]. With one token a row, padding rows are those without KV."""
+        """Returns the number of queries i32[R] of each row. With one token a row, padding rows are those without KV."""
         if self.decode_only:
             return jnp.minimum(self.kv_lens, 1)
         return jnp.diff(self.query_starts)
 
     def is_real(self) -> jax.Array:
-        """bool[T]: tokens that are not padding."""
+        """Returns bool[T], true for tokens that are not padding."""
         if self.decode_only:
             return self.kv_lens > 0
         return jnp.arange(len(self.token_rows)) < self.query_starts[-1]

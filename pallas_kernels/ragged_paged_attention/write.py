@@ -1,4 +1,4 @@
-"""Writing a step's keys and values into their pages: for backends whose kernel does not write them itself."""
+"""Writes a step's keys and values into their pages, for backends whose kernel does not write them itself."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,14 @@ from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 
 def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
-    """The pages with k and v f[T, K, D] at the tokens' positions; padding goes to page 0. In place when donated."""
+    """Writes k and v f[T, K, D] at the tokens' positions, and padding to page 0. This is in place when donated."""
     page_size = kv_pages.shape[3]
     pages = rows.page_table[rows.token_rows, rows.positions // page_size]
     pages = jnp.where(rows.is_real(), pages, 0)
     new = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)
-    # XLA:TPU transposes all the pages for windows of several heads, 3 GiB of copies for 1 GiB of them (compiled HLO,
-    # v5e). Elsewhere such windows are fewer, larger writes: 538 us a layer of 512 tokens x 8 heads on CPU, not 1184.
+    # For windows of several heads XLA:TPU transposes all the pages: 3 GiB of copies for 1 GiB of pages (compiled HLO,
+    # v5e). Elsewhere such windows make fewer and larger writes: a layer of 512 tokens x 8 heads took 538 us on CPU and
+    # not 1184.
     return lax.platform_dependent(
         kv_pages, new, pages, rows.positions % page_size, jnp.int32(layer), tpu=_write_heads, default=_write_tokens
     )

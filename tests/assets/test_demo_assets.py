@@ -82,7 +82,8 @@ def test_weights_are_finite_and_have_the_declared_shapes(name: str) -> None:
     for key, value in found.items():
         assert value.dtype == np.dtype(getattr(ml_dtypes, config["torch_dtype"])), key
         assert np.isfinite(value.astype(np.float32)).all(), key
-        assert value.astype(np.float32).std() > 0 or value.ndim == 1, key
+        if value.ndim > 1:  # norms may be all ones
+            assert value.astype(np.float32).std() > 0, key
 
 
 @given(st.text())

@@ -74,7 +74,10 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
     [
         (
             ["serve", "demo", "--tensor-parallel-size", "8"],
-            ["--tensor-parallel-size 8: use --mesh 1x8 (replicas of the model x devices that each is spread over)"],
+            [
+                "--tensor-parallel-size 8: use --mesh 1x8 "
+                "(replicas of the model x devices that each replica is spread over)"
+            ],
         ),
         (["generate", "hi", "-tp=4"], ["-tp 4: use --mesh 1x4 (replicas"]),
         (["plan", "--device", "v5e", "-dp", "2"], ["-dp 2: use --mesh 2x1 (replicas"]),
@@ -176,7 +179,7 @@ def test_the_table_of_vllms_options_is_of_options_that_exist_here_and_names_that
         (
             {"tensor_parallel_size": 8},
             "unknown option 'tensor_parallel_size' (did you mean 'mesh'?): use mesh='1x8' "
-            "(replicas of the model x devices that each is spread over)",
+            "(replicas of the model x devices that each replica is spread over)",
         ),
         (
             {"gpu_memory_utilization": 0.5},

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from jaxvllm.cli import serve
-from jaxvllm.cli.flags import add_flags, given
+from jaxvllm.cli.flags import add_client_sampling_flags, add_flags, given
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.config import ServerConfig
@@ -50,6 +50,16 @@ def test_values_are_of_the_fields_types():
 def test_stop_strings_repeat():
     args = parser(SamplingParams).parse_args(["--stop", "a b", "--stop", "c"])
     assert SamplingParams(**given(args, SamplingParams)).stop == ("a b", "c")
+
+
+def test_clients_have_a_flag_for_what_draws_tokens_and_tell_no_default():
+    result = argparse.ArgumentParser(add_help=False)
+    add_client_sampling_flags(result, skip=("stop",))
+    helps = {action.dest: action.help for action in result._actions}
+    assert set(helps) == {"temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"}
+    assert all(text and "default" not in text for text in helps.values()), "the server has its own"
+    args = result.parse_args(["--top-k", "3", "--seed", "5"])
+    assert given(args, SamplingParams, skip=("seed",)) == {"top_k": 3}
 
 
 def test_options_have_the_names_of_vllm_where_they_mean_the_same():

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 from jaxvllm.cli.plan import main
-from jaxvllm.planner import plan as planning
-from jaxvllm.planner.collectives import Collective
-from jaxvllm.planner.findings import Findings, Refusal, StepFindings
-from jaxvllm.planner.job import Job
+from jaxvllm.planner import capacity_plan as planning
+from jaxvllm.planner.compiler import Findings, Refusal, StepFindings
+from jaxvllm.planner.deployment import Deployment
+from jaxvllm.planner.hlo import Collective
 
 MIB = 2**20
 COLLECTIVES = (Collective("all-reduce", 65, 2 * MIB, False), Collective("all-to-all", 2, 16 * MIB, True))
 
 
-def compiled(job: Job) -> Findings:
+def compiled(deployment: Deployment) -> Findings:
     """What a compiler would find, without its minute."""
     shapes = {"largest": (2048, 256), "decode": (256, 256)}
     steps = {
-        name: StepFindings(tokens, rows, 12.3, 0, 300 * MIB, 290 * MIB, 0, COLLECTIVES if job.size > 1 else ())
+        name: StepFindings(tokens, rows, 12.3, 0, 300 * MIB, 290 * MIB, 0, COLLECTIVES if deployment.size > 1 else ())
         for name, (tokens, rows) in shapes.items()
     }
     return Findings(**steps, pool_bytes=0, versions={"jax": "0.11.2"})
@@ -62,7 +62,7 @@ def test_json_has_all_of_it(capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and plan["advice"] == "" and plan["mesh"] == {"data": 1, "model": 8}
     memory = plan["memory"]
-    assert memory["weights"] + memory["step"] + memory["kv"] + memory["unused"] == memory["total"]
+    assert sum(memory[part] for part in ("weights", "state", "step", "kv", "unused")) == memory["total"]
     assert memory["num_requests"] == memory["num_tokens"] // 16 // 63, "pages of 16"
     assert plan["findings"]["decode"]["collectives"][0]["kind"] == "all-reduce"
     assert plan["decode"][0]["tokens_per_second"] > 0 and plan["context"] == 100
@@ -109,22 +109,22 @@ def test_what_a_step_takes_counts(capsys, monkeypatch):
     assert main(argv) == 0
     small = compiled
 
-    def hungry(job: Job) -> Findings:
-        found = small(job)
+    def hungry(deployment: Deployment) -> Findings:
+        found = small(deployment)
         object.__setattr__(found.largest, "step_bytes", 6 * 2**30)
         return found
 
     monkeypatch.setattr(planning, "compile_in_child", hungry)
     assert main(argv) == 1
     assert "about 1x2 of l4 would hold it (with this step's temporaries)" in capsys.readouterr().err
-    monkeypatch.setattr(planning, "compile_in_child", lambda job: Refusal("memory", "RESOURCE_EXHAUSTED"))
+    monkeypatch.setattr(planning, "compile_in_child", lambda deployment: Refusal("memory", "RESOURCE_EXHAUSTED"))
     assert main(argv) == 1
     assert "about 1x2 of l4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "code"), [("usage", 2), ("compiler", 1)])
 def test_a_refusal_is_one_line(kind, code, capsys, monkeypatch):
-    monkeypatch.setattr(planning, "compile_in_child", lambda job: Refusal(kind, "no compiler for v5e"))
+    monkeypatch.setattr(planning, "compile_in_child", lambda deployment: Refusal(kind, "no compiler for v5e"))
     assert main(["--model", "Llama-3.2-1B", "--device", "v5e"]) == code
     captured = capsys.readouterr()
     assert captured.err == "jaxvllm plan: no compiler for v5e\n" and not captured.out

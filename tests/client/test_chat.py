@@ -7,8 +7,8 @@ import re
 import pytest
 
 from jaxvllm.cli import chat, complete
+from jaxvllm.client.answer import Asker
 from jaxvllm.client.api import Api
-from jaxvllm.client.asking import Asker
 from jaxvllm.client.conversation import Conversation
 from jaxvllm.client.markdown import split_blocks
 from jaxvllm.client.repl import Repl

@@ -1,7 +1,7 @@
 """A device without a model: pages that remember which token was written where, and a next token read from them.
 
-Every sampled row reads its whole context through its page table, so a page that is shared wrongly, reused too
-early or never filled shows as a wrong (token, position), at the step where it happens.
+Every token that is computed reads what it sees through the page table of each group, so a page that is shared wrongly,
+reused or freed too early, or never filled shows as a wrong (token, position), at the step where it happens.
 """
 
 import zlib
@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_pool import TRASH_PAGE
-from jaxvllm.core.plan import NOT_SCORED, StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.request import Request
+from jaxvllm.core.step_plan import NOT_SCORED, StepOutput, StepPlan, TopLogprobs
 
 VOCAB_SIZE = 5
-GARBAGE = -7  # what rows that do not sample yield: it must reach nobody
+GARBAGE = VOCAB_SIZE - 1  # what a row does not yield: it must reach nobody, and looks like a stop id
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -21,44 +23,133 @@ def next_token(token_ids: Sequence[int]) -> int:
     return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
 
 
-class FakeDevice:
-    """Pages, and per slot a page table and the last sampled token, changed by plans in dispatch order."""
+class FakeGroup:
+    """Pages of one group, and a page table for each slot."""
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int):
+    def __init__(self, size: GroupSize, num_slots: int, page_size: int):
+        self.window = size.window
         self.page_size = page_size
-        self.pages: list[list[tuple[int, int] | None]] = [[None] * page_size for _ in range(num_pages)]
-        self.page_tables: list[list[int]] = [[] for _ in range(num_slots)]
-        self.last_token = [GARBAGE] * num_slots
+        self.pages: list[list[tuple[int, int] | None]] = [[None] * page_size for _ in range(size.num_pages)]
+        self.tables: list[dict[int, int]] = [{} for _ in range(num_slots)]  # pages by column; what is freed stays
+
+    def write(self, slot: int, position: int, entry: tuple[int, int] | None) -> tuple[int, int]:
+        """Stores the KV at `position`, and returns where it is."""
+        page, offset = self.tables[slot].get(position // self.page_size, TRASH_PAGE), position % self.page_size
+        assert page != TRASH_PAGE, "a token goes to the trash page"
+        self.pages[page][offset] = entry
+        return page, offset
+
+    def read(self, slot: int, start: int, length: int) -> list[int | None]:
+        """The tokens that those from `start` to `length` see, by position; None before the window."""
+        first = 0 if self.window is None else max(start - self.window + 1, 0)
+        seen: list[int | None] = [None] * first
+        for position in range(first, length):
+            entry = self.pages[self.tables[slot][position // self.page_size]][position % self.page_size]
+            assert entry is not None and entry[1] == position, f"slot {slot} reads {entry} at position {position}"
+            seen.append(entry[0])
+        return seen
+
+
+class FakeDevice:
+    """Pages, and per slot what the device owns: page tables, its tokens and where it ends. Plans change it in order.
+
+    With `rng`, a decode row yields fewer tokens than it might: as after speculation, the positions that the others
+    would have had hold garbage until a later step writes there. No live row yields nothing three times in a row.
+    """
+
+    def __init__(
+        self, num_slots: int, sizes: Sequence[GroupSize], page_size: int, rng: np.random.Generator | None = None
+    ):
+        self.groups = [FakeGroup(size, num_slots, page_size) for size in sizes]
+        self.tokens: list[list[int]] = [[] for _ in range(num_slots)]
+        self.requests: list[Request | None] = [None] * num_slots
+        self._num_idle = [0] * num_slots
+        self._rng = rng
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Writes the tokens of `plan`, then reads every row's context back and samples."""
+        """Writes the tokens of `plan`, then reads every row's context back and samples, up to `width` times."""
         for admission in plan.admissions:
-            self.page_tables[admission.slot] = admission.pages.tolist()
-        written: set[tuple[int, int]] = set()
+            for group, row in zip(self.groups, admission.pages.tolist(), strict=True):
+                group.tables[admission.slot] = {column: page for column, page in enumerate(row) if page != TRASH_PAGE}
+            self.tokens[admission.slot] = []
+            self.requests[admission.slot] = admission.request
+        assert plan.width == 1 or plan.num_decode == plan.num_rows, "a prompt is computed in several steps at once"
+        tokens = np.full((plan.num_rows, plan.width), GARBAGE, np.int32)
+        counts = np.zeros(plan.num_rows, np.int32)
+        written: set[tuple[int, int, int]] = set()
+        self._open_pages(plan)
+        contexts: list[list[int]] = []
         first = 0
         for row, slot in enumerate(plan.slots.tolist()):
-            start, length = int(plan.starts[row]), int(plan.lengths[row])
-            table = self.page_tables[slot]
             if row < plan.num_decode:
-                inputs = [self.last_token[slot]]
-                if plan.new_pages[row]:
-                    assert start == len(table) * self.page_size, "a page opened elsewhere than at the end"
-                    table.append(int(plan.new_pages[row]))
+                got = self._decode(plan, row, written)
+                contexts.append([])
             else:
-                assert not plan.new_pages[row], "only decode rows open pages"
+                start, length = int(plan.starts[row]), int(plan.lengths[row])
                 inputs = plan.token_ids[first : first + length].tolist()
                 first += length
-            for position, token in enumerate(inputs, start):
-                page, offset = table[position // self.page_size], position % self.page_size
-                assert page != TRASH_PAGE, "a token goes to the trash page"
-                assert (page, offset) not in written, "two rows write one place"
-                written.add((page, offset))
-                self.pages[page][offset] = (token, position)
+                self._write(slot, start, inputs, written)
+                contexts.append(self._context(slot, start, start + length))
+                got = []
+                if plan.samples[row]:
+                    got = [next_token(contexts[row])]
+                    self.tokens[slot] = contexts[row] + got
+            tokens[row, : len(got)] = got
+            counts[row] = len(got)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
-        sampled = [self._sample(plan, row) for row in range(plan.num_rows)]
-        return StepOutput(np.array(sampled, np.int32), scores=self._scores(plan) if plan.scores_prompts else None)
+        return StepOutput(tokens, counts, scores=self._scores(plan, contexts) if plan.scores_prompts else None)
 
-    def _scores(self, plan: StepPlan) -> TopLogprobs:
+    def _open_pages(self, plan: StepPlan) -> None:
+        for group, entries in zip(self.groups, plan.new_pages, strict=True):
+            assert set(entries.slots.tolist()) <= set(plan.slots.tolist()), "a slot without a row opens a page"
+            for slot, column, page in zip(entries.slots, entries.columns, entries.pages, strict=True):
+                table = group.tables[slot]
+                assert int(column) == max(table, default=-1) + 1, "a page opened elsewhere than at the end"
+                table[int(column)] = int(page)
+
+    def _decode(self, plan: StepPlan, row: int, written: set[tuple[int, int, int]]) -> list[int]:
+        slot = int(plan.slots[row])
+        tokens, most = self.tokens[slot], int(plan.max_new[row])
+        assert 1 <= most <= plan.width
+        count = most
+        if self._rng is not None:
+            count = int(self._rng.integers(self._num_idle[slot] >= 2, most + 1))
+            self._num_idle[slot] = 0 if count else self._num_idle[slot] + 1
+        if self._has_ended(slot):
+            return []
+        start = len(tokens) - 1
+        assert start <= plan.starts[row], "a row is farther than the host takes it for"
+        got: list[int] = []
+        for step in range(most):
+            if step < max(count, 1) and not self._has_ended(
+                slot
+            ):  # a row that yields nothing writes its token's KV too
+                self._write(slot, start + step, tokens[-1:], written)
+                if step < count:
+                    got.append(next_token(self._context(slot, start + step, start + step + 1)))
+                    tokens.append(got[-1])
+            elif self._rng is not None:  # a draft that was not accepted
+                self._write(slot, start + step, [GARBAGE], written, valid=False)
+        return got
+
+    def _has_ended(self, slot: int) -> bool:
+        request, tokens = self.requests[slot], self.tokens[slot]
+        assert request is not None
+        num_outputs = len(tokens) - request.num_prompt_tokens
+        return len(tokens) == request.limit or (
+            num_outputs > request.sampling_params.min_tokens and tokens[-1] in request.stop_token_ids
+        )
+
+    def _write(
+        self, slot: int, start: int, tokens: Sequence[int], written: set[tuple[int, int, int]], valid: bool = True
+    ) -> None:
+        for position, token in enumerate(tokens, start):
+            for number, group in enumerate(self.groups):
+                place = (number, *group.write(slot, position, (token, position) if valid else None))
+                assert place not in written, "two rows write one place"
+                written.add(place)
+
+    def _scores(self, plan: StepPlan, contexts: Sequence[list[int]]) -> TopLogprobs:
         """Of each token that is scored, what the model would say next (`top_ids`) and what came (`ranks`)."""
         ranks = np.full(plan.num_tokens, GARBAGE, np.int32)
         top_ids = np.full((plan.num_tokens, 1), GARBAGE, np.int32)
@@ -66,25 +157,20 @@ class FakeDevice:
         for row in np.flatnonzero(plan.next_tokens != NOT_SCORED):
             assert row >= plan.num_decode, "a decode row is scored"
             at, length = int(first[row]), int(plan.lengths[row])
-            context = self._context(plan, row)
+            context = contexts[row]
             inputs = plan.token_ids[at - plan.num_decode :][:length].tolist()
             ranks[at : at + length] = [*inputs[1:], plan.next_tokens[row]]
             top_ids[at : at + length, 0] = [next_token(context[: len(context) - i]) for i in reversed(range(length))]
         return TopLogprobs(np.zeros(plan.num_tokens, np.float32), ranks, top_ids, top_ids.astype(np.float32))
 
-    def _sample(self, plan: StepPlan, row: int) -> int:
-        slot = int(plan.slots[row])
-        context = self._context(plan, row)
-        if not plan.samples[row]:
-            return GARBAGE
-        self.last_token[slot] = next_token(context)
-        return self.last_token[slot]
-
-    def _context(self, plan: StepPlan, row: int) -> list[int]:
-        slot = int(plan.slots[row])
-        context = []
-        for position in range(int(plan.starts[row] + plan.lengths[row])):
-            entry = self.pages[self.page_tables[slot][position // self.page_size]][position % self.page_size]
-            assert entry is not None and entry[1] == position, f"slot {slot} reads {entry} at position {position}"
-            context.append(entry[0])
+    def _context(self, slot: int, start: int, length: int) -> list[int]:
+        """The tokens up to `length`, of which those from `start` on are computed now, as each group has them."""
+        request = self.requests[slot]
+        assert request is not None
+        # What no group has any more: the prompt, and what the device sampled.
+        context = [*request.token_ids().tolist(), *self.tokens[slot][request.num_tokens :]][:length]
+        assert len(context) == length
+        for group in self.groups:
+            seen = group.read(slot, start, length)
+            assert all(token in (None, of) for token, of in zip(seen, context, strict=True)), "a page of other tokens"
         return context

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxvllm.core.page_pool import PagePool
-from jaxvllm.core.plan import Admission, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.kv_cache import GroupSize, KVCache
+from jaxvllm.core.page_pool import TRASH_PAGE, PagePool
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.request import FinishReason, QueueKey, Request
+from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepUpdate
 from tests.core.fake_device import FakeDevice, next_token
 
 EOS = 4  # a stop id that the caller did not ask for
@@ -23,7 +24,11 @@ EOS = 4  # a stop id that the caller did not ask for
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine without a model. `depth` is how many steps may be dispatched before one is read."""
+    """An engine without a model. `depth` is how many steps may be dispatched before one is read.
+
+    `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
+    missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others.
+    """
 
     policy: str = "v1"
     num_slots: int = 4
@@ -32,6 +37,14 @@ class Setup:
     budget: int = 16
     caching: bool = True
     depth: int = 2
+    width: int = 1
+    seed: int | None = None
+    window: int | None = None
+    more_groups: tuple[GroupSize, ...] = ()
+
+    @property
+    def groups(self) -> tuple[GroupSize, ...]:
+        return (GroupSize(self.num_pages, self.window), *self.more_groups)
 
 
 @dataclass(frozen=True)
@@ -78,10 +91,11 @@ class Shadow:
     state: str = "waiting"  # then running, waiting again after a preemption, ended or aborted
     tenancy: int = 0  # counts its stays in a slot
     slot: int | None = None
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)  # of each group, by column; trash where it left the window
+    target: int = 0  # tokens for which it was promised room
     prefill_len: int = 0
-    computed: int = 0
-    planned: int = 0  # tokens it has, those in flight included
+    computed: int = 0  # the most positions that have been computed
+    planned: int = 0  # the most tokens it may have, those in flight included
     known: int = 0
     emitted: list[int] = field(default_factory=list)
     num_started: int = 0
@@ -118,14 +132,27 @@ class Simulation:
     def __init__(self, setup: Setup, max_model_len: int = 64):
         self.setup = setup
         self.policy = POLICIES[setup.policy]
-        self.pool = PagePool(setup.num_pages, setup.page_size, setup.caching)
-        self.slots = SlotTable(setup.num_slots, max_model_len, setup.page_size)
-        self.scheduler = Scheduler(self.slots, self.pool, self.policy, setup.budget)
-        self.device = FakeDevice(setup.num_slots, setup.num_pages, setup.page_size)
+        self.cache = KVCache(
+            setup.groups,
+            num_slots=setup.num_slots,
+            max_model_len=max_model_len,
+            page_size=setup.page_size,
+            max_chunk=setup.budget,
+            enable_prefix_caching=setup.caching,
+        )
+        self.slots = SlotTable(setup.num_slots, max_model_len)
+        self.scheduler = Scheduler(self.slots, self.cache, self.policy, setup.budget)
+        rng = None if setup.seed is None else np.random.default_rng(setup.seed)
+        self.device = FakeDevice(setup.num_slots, setup.groups, setup.page_size, rng)
         self.shadows: dict[str, Shadow] = {}
         self.plans: list[StepPlan] = []
         self.num_steps = 0
         self._in_flight: deque[InFlight] = deque()
+
+    @property
+    def pool(self) -> PagePool:
+        """Of the first group."""
+        return self.cache.groups[0].pool
 
     def add(self, job: Job) -> Shadow:
         """Queues `job`. Raises ValueError exactly when the pool could never hold it."""
@@ -137,21 +164,18 @@ class Simulation:
             prompt_logprobs=0 if job.scored else None,
         )
         request = Request(
-            request_id=f"r{number}",
-            prompt_token_ids=np.array(job.prompt, np.int32),
-            sampling_params=params,
+            asked=GenerationRequest(f"r{number}", Prompt(None, np.array(job.prompt, np.int32), job.salt), params),
             seed=0,
             stop_token_ids=job.stops,
             limit=job.limit,
             key=QueueKey(job.priority, number),
-            salt=job.salt,
         )
         try:
             self.scheduler.add(request, watched=job.watched)
         except ValueError:
-            assert self._pages_for(job.limit - 1) > self.setup.num_pages - 1, "a request that fits was refused"
+            assert not self._fits_alone(job), "a request that fits was refused"
             raise
-        assert self._pages_for(job.limit - 1) <= self.setup.num_pages - 1, "a request that never fits was queued"
+        assert self._fits_alone(job), "a request that never fits was queued"
         tokens = [*job.prompt, *job.answer()[0]]
         shadow = Shadow(job, request, tokens, planned=len(job.prompt), known=len(job.prompt))
         self.shadows[request.request_id] = shadow
@@ -185,20 +209,23 @@ class Simulation:
         """Steps until all have ended; fails when that takes longer than one at a time would, many times over."""
         unfinished = [s for s in self.shadows.values() if s.state in ("waiting", "running")]
         patience = 20 + sum(4 * s.job.limit + 10 for s in unfinished)
+        if self.setup.seed is not None:
+            patience *= 3  # a row yields nothing twice in a row at most
         while self.scheduler.has_work or self._in_flight:
             self.step()
             patience -= 1
             assert patience, "somebody waits for ever"
         assert all(s.state in ("ended", "aborted") for s in self.shadows.values())
-        assert self.pool.num_owned == self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert not any(group.pool.num_owned for group in self.cache.groups)
 
     # The plan, predicted.
 
     def _schedule(self) -> StepPlan | None:
+        self._forget_unseen()
         expected_victims = self._predict_victims()
-        opening = {s for s in self._running() if self._opens(s)} - expected_victims
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.setup.width)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -209,23 +236,77 @@ class Simulation:
             assert self._running() or not self._waiting(), "an idle scheduler keeps a request waiting"
         else:
             self.plans.append(plan)
-            self._follow(plan, opening, bool(victims))
+            self._follow(plan, bool(victims))
         self._check_state()
         return plan
+
+    def _forget_unseen(self) -> None:
+        """What no token to come sees is given back: a decode row is at least as far as the host knows."""
+        for shadow in self._running():
+            position = min(shadow.computed, shadow.known - 1)
+            for group, pages in zip(self.setup.groups, shadow.pages, strict=True):
+                pages[:] = [page if self._is_seen(group, i, position) else TRASH_PAGE for i, page in enumerate(pages)]
+
+    def _is_seen(self, group: GroupSize, column: int, position: int) -> bool:
+        """Whether a token at `position` or behind it sees a position of that page."""
+        last = (column + 1) * self.setup.page_size - 1
+        return group.window is None or last > position - group.window
 
     def _predict_victims(self) -> set[Shadow]:
         running = sorted(self._running(), key=lambda s: s.key)
         victims: set[Shadow] = set()
-        while sum(map(self._opens, running)) > self.setup.num_pages - 1 - len({p for s in running for p in s.pages}):
+        while not self._can_grow(running, 1):
             victims.add(running.pop())
         return victims
 
-    def _opens(self, shadow: Shadow) -> bool:
-        return shadow.decoding and shadow.computed == len(shadow.pages) * self.setup.page_size
+    def _can_grow(self, running: list[Shadow], width: int) -> bool:
+        """Whether every group has the pages for `width` more tokens of each."""
+        return all(
+            self._demand(number, running, {s: self._opens(s, number, width) for s in running}) <= group.num_pages - 1
+            for number, group in enumerate(self.setup.groups)
+        )
 
-    def _follow(self, plan: StepPlan, opening: set[Shadow], preempted: bool) -> None:
+    def _demand(self, number: int, running: list[Shadow], opens: dict[Shadow, int]) -> int:
+        """Pages of a group that are owned or promised when each of `running` has opened so many more."""
+        if self.setup.groups[number].window is None:
+            return len({page for s in running for page in s.pages[number]}) + sum(opens.values())
+        demand = 0
+        for shadow in running:
+            held = sum(page != TRASH_PAGE for page in shadow.pages[number]) + opens[shadow]
+            columns = len(shadow.pages[number]) + opens[shadow]
+            promised = self._most(number, shadow.target) if columns < self._pages_for(shadow.target) else 0
+            demand += max(held, promised)
+        return demand
+
+    def _most(self, number: int, num_tokens: int) -> int:
+        """The most pages of a group that a prompt of so many tokens holds at once."""
+        window = self.setup.groups[number].window
+        pages = self._pages_for(num_tokens)
+        return pages if window is None else min(pages, self._pages_for(window - 1 + self.setup.budget) + 1)
+
+    def _fits_alone(self, job: Job) -> bool:
+        groups = enumerate(self.setup.groups)
+        return all(self._most(number, job.limit - 1) <= group.num_pages - 1 for number, group in groups)
+
+    def _opens(self, shadow: Shadow, number: int, width: int) -> int:
+        """Pages that `shadow` lacks in a group for `width` more tokens, of which the last needs none."""
+        if not shadow.decoding:
+            return 0
+        wanted = self._pages_for(min(shadow.computed + width, shadow.job.limit - 1))
+        return max(0, wanted - len(shadow.pages[number]))
+
+    def _width(self, running: list[Shadow], preempted: bool) -> int:
+        """Several tokens a row where nothing waits or is prefilled, and the pages for them are free."""
+        if self._waiting() or preempted or any(s.prefilling for s in running):
+            return 1
+        return self.setup.width if self._can_grow(running, self.setup.width) else 1
+
+    def _follow(self, plan: StepPlan, preempted: bool) -> None:
         assert 0 < plan.num_tokens <= self.setup.budget
         before = self._running()
+        joined = {admission.request.request_id for admission in plan.admissions}
+        assert joined or plan.width == self._width(before, preempted)
+        assert plan.width == 1 or not joined
         decoding = {s for s in before if s.decoding}
         prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
         if plan.admissions:
@@ -252,34 +333,56 @@ class Simulation:
             start, length = int(plan.starts[row]), int(plan.lengths[row])
             assert start == shadow.computed
             if row < plan.num_decode:
-                assert length == 1 and plan.samples[row]
-                assert (plan.new_pages[row] > 0) == (shadow in opening)
-                shadow.pages.extend(plan.new_pages[row : row + 1][plan.new_pages[row : row + 1] > 0].tolist())
+                assert length == 1
+                assert plan.max_new[row] == min(plan.width, shadow.job.limit - shadow.planned)
+                end = min(start + plan.width, shadow.job.limit - 1)
+                length = int(plan.max_new[row])
             else:
                 assert 1 <= length <= shadow.prefill_len - start
-                assert plan.samples[row] == (start + length == shadow.prefill_len)
+                end = start + length
+                assert plan.max_new[row] == (start + length == shadow.prefill_len)
                 assert plan.samples[row] or plan.num_tokens == self.setup.budget, "a chunk cut short for nothing"
                 given = plan.token_ids[first : first + length].tolist()
                 assert given == shadow.tokens[start : start + length]
                 first += length
+            if shadow not in admitted:
+                self._open(plan, shadow, end)
             shadow.computed += length
-            shadow.planned += int(plan.samples[row])
+            shadow.planned += int(plan.max_new[row])
             for position in range(start, start + length):
-                page = shadow.pages[position // self.setup.page_size]
-                assert self.pool.ref_counts[page] == 1, "a shared page is written"
+                for group, pages in zip(self.cache.groups, shadow.pages, strict=True):
+                    page = pages[position // self.setup.page_size]
+                    assert group.pool.ref_counts[page] == 1, "a shared page is written"
+
+    def _open(self, plan: StepPlan, shadow: Shadow, end: int) -> None:
+        """Follows the pages that a row opens: those that its tokens up to `end` lack, and no others."""
+        for entries, pages in zip(plan.new_pages, shadow.pages, strict=True):
+            mine = entries.slots == shadow.slot
+            wanted = max(self._pages_for(end), len(pages))
+            assert entries.columns[mine].tolist() == list(range(len(pages), wanted))
+            pages.extend(entries.pages[mine].tolist())
 
     def _admit(self, admission: Admission, plan: StepPlan) -> Shadow:
         shadow = self.shadows[admission.request.request_id]
         assert shadow.state == "waiting"
         assert all(admission.slot != s.slot for s in self._running()), "a slot has two tenants"
         first_time = shadow.tenancy == 0
-        shadow.state, shadow.slot, shadow.pages = "running", admission.slot, admission.pages.tolist()
+        shadow.state, shadow.slot = "running", admission.slot
         shadow.prefill_len = shadow.planned = shadow.known
         shadow.computed = int(plan.starts[plan.slots == admission.slot].item())
         assert shadow.computed % self.setup.page_size == 0 and shadow.computed < shadow.known
         assert (self.setup.caching and not shadow.job.scored) or not shadow.computed
-        target = shadow.job.limit - 1 if self.policy.reserves_limit else shadow.known
-        assert len(shadow.pages) == self._pages_for(target)
+        shadow.target = shadow.job.limit - 1 if self.policy.reserves_limit else shadow.known
+        end = shadow.computed + int(plan.lengths[plan.slots == admission.slot].item())
+        assert not any((entries.slots == admission.slot).any() for entries in plan.new_pages)
+        shadow.pages = []
+        for group, row in zip(self.setup.groups, admission.pages.tolist(), strict=True):
+            count = self._pages_for(shadow.target if group.window is None else end)
+            assert not any(row[count:])
+            assert [bool(page) for page in row[:count]] == [
+                self._is_seen(group, column, shadow.computed) for column in range(count)
+            ]
+            shadow.pages.append(row[:count])
         if first_time:
             assert shadow.request.num_cached_tokens == shadow.computed
         return shadow
@@ -314,18 +417,22 @@ class Simulation:
             if done.plan.samples[row] and shadow.tenancy == tenancy
         ]
         update = self.scheduler.update(done.plan, done.output)
-        assert update.num_new_tokens == len(live)
+        assert update.num_new_tokens == sum(int(done.output.counts[row]) for row, _ in live)
         emitted, started, finished = [], [], {}
         for row, shadow in live:
-            token = shadow.tokens[shadow.known]
-            assert int(done.output.token_ids[row]) == token, "a token that the request alone would not get"
-            if shadow.known == len(shadow.job.prompt):
+            count, most = int(done.output.counts[row]), int(done.plan.max_new[row])
+            shadow.planned -= most - count
+            shadow.computed -= most - count
+            if count and shadow.known == len(shadow.job.prompt):
                 started.append(shadow.request)
                 shadow.num_started += 1
-            shadow.known += 1
-            if shadow.job.watched:
-                emitted.append((shadow.request, row, token))
-                shadow.emitted.append(token)
+            for index, got in enumerate(done.output.tokens[row, :count].tolist()):
+                token = shadow.tokens[shadow.known]
+                assert got == token, "a token that the request alone would not get"
+                shadow.known += 1
+                if shadow.job.watched:
+                    emitted.append((shadow.request, row * done.plan.width + index, token))
+                    shadow.emitted.append(token)
             if shadow.known == len(shadow.tokens):
                 finished[shadow.request] = shadow
         for scored in update.scored:
@@ -334,7 +441,7 @@ class Simulation:
             for row, position in enumerate(scored.tokens, scored.first):
                 shadow.scores[position] = (int(values.top_ids[row, 0]), int(values.ranks[row]))
         assert list(update.started) == started
-        assert [(e.request, e.row, e.token_id) for e in update.emitted] == emitted
+        assert [(e.request, e.at, e.token_id) for e in update.emitted] == emitted
         self._check_finished(update, finished)
         self._check_state()
 
@@ -361,22 +468,47 @@ class Simulation:
         assert [request for _, request in self.scheduler.running()] == [
             s.request for s in sorted(running, key=lambda s: s.key)
         ]
-        assert self.pool.num_owned == len({page for s in running for page in s.pages})
+        for number, group in enumerate(self.cache.groups):
+            owned = {page for s in running for page in s.pages[number] if page != TRASH_PAGE}
+            assert group.pool.num_owned == len(owned)
         for shadow in running:
             at, slots = shadow.slot, self.slots
             assert at is not None and slots.tenants[at] is shadow.request
             assert (slots.num_computed[at], slots.num_known[at]) == (shadow.computed, shadow.known)
             assert (slots.num_tokens[at], slots.prefill_len[at]) == (shadow.planned, shadow.prefill_len)
-            assert slots.pages(at).tolist() == shadow.pages
+            for group, pages in zip(self.cache.groups, shadow.pages, strict=True):
+                assert group.table[at].tolist() == pages + [TRASH_PAGE] * (self.cache.max_pages - len(pages))
             assert slots.outputs(at).tolist() == shadow.tokens[len(shadow.job.prompt) : shadow.known]
-        self._check_sharing(running)
+        for number in range(len(self.setup.groups)):
+            self._check_sharing(running, number)
+        for shadow in self._waiting():
+            assert self.scheduler.num_cached_tokens(shadow.request) == self._num_cached(shadow)
 
-    def _check_sharing(self, running: list[Shadow]) -> None:
+    def _num_cached(self, shadow: Shadow) -> int:
+        """The longest prefix whose pages every group has, but for those that no token behind it sees."""
+        size = self.setup.page_size
+        if not self.setup.caching or shadow.job.scored:
+            return 0
+        hashes = shadow.request.hashes(size)
+        lengths = (
+            count
+            for count in range((shadow.known - 1) // size + 1)
+            if all(
+                hashes[column] in group.pool._page_of_hash
+                for group, of in zip(self.cache.groups, self.setup.groups, strict=True)
+                for column in range(count)
+                if self._is_seen(of, column, count * size)
+            )
+        )
+        return max(lengths) * size
+
+    def _check_sharing(self, running: list[Shadow], number: int) -> None:
         for i, a in enumerate(running):
             for b in running[:i]:
-                for page in set(a.pages) & set(b.pages):
-                    index = a.pages.index(page)
-                    assert b.pages.index(page) == index, "a page has two places"
+                ours, theirs = a.pages[number], b.pages[number]
+                for page in set(ours) & set(theirs) - {TRASH_PAGE}:
+                    index = ours.index(page)
+                    assert theirs.index(page) == index, "a page has two places"
                     end = (index + 1) * self.setup.page_size
                     assert a.job.salt == b.job.salt and a.tokens[:end] == b.tokens[:end], "a page of other tokens"
 

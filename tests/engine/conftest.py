@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxvllm import LLM
+from jaxvllm.engine.burst_pace import BurstPace
 from tests.engine.tiny import Recomputation, assert_idle, tiny_llm, write_tiny_checkpoint
 
 
@@ -21,7 +22,8 @@ def recomputation(tiny_checkpoint: Path) -> Recomputation:
 
 @pytest.fixture(scope="session")
 def shared_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
-    with tiny_llm(tiny_checkpoint) as llm:
+    # One token a step: tests of this engine count steps and outputs. Bursts run on the wide one, and in test_bursts.py.
+    with tiny_llm(tiny_checkpoint, max_decode_burst=1) as llm:
         yield llm
 
 
@@ -44,7 +46,18 @@ def wide_llm(shared_wide_llm: LLM) -> Iterator[LLM]:
     yield from _watched(shared_wide_llm)
 
 
+@pytest.fixture
+def bursting(wide_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The wide one with bursts, in no hurry: the pace of this machine decides nothing."""
+    wide_llm.wait_until_compiled()
+    pace = BurstPace(max_seconds=1e9)
+    for num_rows in range(1, 33):
+        pace.measured(num_rows, 1, 1e-3)
+    monkeypatch.setattr(wide_llm.engine.replicas[0], "_pace", pace)
+    return wide_llm
+
+
 def _watched(llm: LLM) -> Iterator[LLM]:
-    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.cache.reset_prefix_cache()
     yield llm
     assert_idle(llm)

@@ -1,6 +1,8 @@
 """The whole engine on interpreted TPU and GPU kernels writes what it writes on the reference."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,16 +66,27 @@ def test_an_unknown_backend_is_refused() -> None:
         EngineConfig(attention_backend="triton")
 
 
+SMALL: dict[str, Any] = dict(
+    max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None
+)
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[LLM]:
+    """An engine whose pages have the model's own dtype."""
+    with LLM(**SMALL) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
-def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str) -> None:
-    options = dict(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None)
+def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str, full: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
-    with LLM(kv_cache_dtype=dtype, **options) as small, LLM(**options) as full:
+    with LLM(kv_cache_dtype=dtype, **SMALL) as small:
         pages = [llm.engine.replicas[0].runner.read_pages(np.arange(1, 3)) for llm in (small, full)]
         assert pages[0].nbytes * 4 == pages[1].nbytes
         coarse, exact = (llm.generate(PROMPTS, params, use_tqdm=False) for llm in (small, full))
     for one, other in zip(coarse, exact, strict=True):
         # Coarser keys and values, nearly the same beliefs: a wrong layout or a missing cast yields noise.
         chances = [np.exp(output.outputs[0].cumulative_logprob) for output in (one, other)]
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids or abs(chances[0] - chances[1]) < 0.1
-        assert abs(chances[0] - chances[1]) < 0.25, chances
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert abs(chances[0] - chances[1]) < 0.1, chances  # 0.044 at most when this was written

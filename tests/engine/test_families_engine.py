@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxvllm import LLM
+from jaxvllm.core.kv_cache import windowed_pages
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
 from tests.models.fixture import NAMES, Fixture
 
@@ -17,13 +18,14 @@ CASES = [pytest.param(name, marks=[pytest.mark.slow] if "-" in name else []) for
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fixture, LLM]]:
     fixture = Fixture.load(request.param)
     directory = fixture.write_checkpoint(tmp_path_factory.mktemp(fixture.name))
-    with tiny_llm(directory, max_model_len=fixture.max_model_len) as llm:
+    # Room for all prompts, in the pools of windowed groups too.
+    with tiny_llm(directory, max_model_len=fixture.max_model_len, num_pages=129) as llm:
         yield fixture, llm
 
 
 def test_alone(family: tuple[Fixture, LLM]) -> None:
     fixture, llm = family
-    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.cache.reset_prefix_cache()
     for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):
         assert greedy_tokens(llm, [prompt]) == [expected], f"prompt of {len(prompt)} tokens"
     assert_idle(llm)
@@ -32,7 +34,7 @@ def test_alone(family: tuple[Fixture, LLM]) -> None:
 def test_mixed_in_one_batch_and_chunked(family: tuple[Fixture, LLM]) -> None:
     fixture, llm = family
     assert llm.engine.replicas[0].scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
-    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.cache.reset_prefix_cache()
     before = llm.engine.stats()
     assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
     after = llm.engine.stats()
@@ -44,7 +46,7 @@ def test_mixed_in_one_batch_and_chunked(family: tuple[Fixture, LLM]) -> None:
 
 def test_with_a_prefix_hit(family: tuple[Fixture, LLM]) -> None:
     fixture, llm = family
-    llm.engine.replicas[0].scheduler.pool.reset_prefix_cache()
+    llm.engine.replicas[0].scheduler.cache.reset_prefix_cache()
     greedy_tokens(llm, fixture.prompts)
     page_size = llm.config.page_size
     for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):
@@ -52,6 +54,30 @@ def test_with_a_prefix_hit(family: tuple[Fixture, LLM]) -> None:
         assert output.outputs[0].token_ids == expected
         # All full pages but the last token's, whose logits are needed.
         assert output.num_cached_tokens == (len(prompt) - 1) // page_size * page_size
+    assert_idle(llm)
+
+
+def test_a_window_bounds_the_pages_of_a_request(family: tuple[Fixture, LLM]) -> None:
+    fixture, llm = family
+    engine, longest = llm.engine, max(fixture.prompts, key=len)
+    cache, budget = engine.replicas[0].scheduler.cache, engine.replicas[0].scheduler.max_num_batched_tokens
+    cache.reset_prefix_cache()
+    engine.submit(engine.check("long", longest, GREEDY))
+    most = dict.fromkeys(cache.groups, 0)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        for group in most:
+            most[group] = max(most[group], int((group.end - group.first).max()))
+    assert outputs[-1].outputs[0].token_ids == fixture.greedy[fixture.prompts.index(longest)]
+    every = -(-(len(longest) + 23) // cache.page_size)
+    for group, held in most.items():
+        assert held == every if group.window is None else held <= windowed_pages(group.window, budget, cache.page_size)
+        assert group.window is None or held < every
+    # It begins where the first one ended, with only a window of pages in some groups.
+    [again] = llm.generate([[*longest, *outputs[-1].outputs[0].token_ids[:8]]], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == (len(longest) + 7) // cache.page_size * cache.page_size
+    assert again.outputs[0].token_ids[:16] == outputs[-1].outputs[0].token_ids[8:]
     assert_idle(llm)
 
 

@@ -264,7 +264,7 @@ def test_a_stream_never_shows_half_a_character(llm: LLM) -> None:
 
     def scripted(step: Any) -> Any:
         output = collect(step)
-        return replace(output, token_ids=np.full_like(output.token_ids, next(tokens, 0)))
+        return replace(output, tokens=np.full_like(output.tokens, next(tokens, 0)))
 
     count = len(llm.get_tokenizer().encode(text, add_special_tokens=False))
     assert count > 1.5 * len(text)

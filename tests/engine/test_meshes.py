@@ -16,14 +16,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxvllm import LLM, EngineConfig, RequestOutput, SamplingParams
 from jaxvllm.cli.generate import Timeline
 from jaxvllm.engine import build
-from jaxvllm.engine.choices import Choices
 from jaxvllm.engine.replica import DEPTH, Replica
+from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
 from jaxvllm.models.checkpoint import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.runner import COMPILER_OPTIONS
+from jaxvllm.runtime.state import state_bytes
+from jaxvllm.runtime.step_program import COMPILER_OPTIONS
 from pallas_kernels.backend import Backend
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
@@ -58,7 +59,7 @@ def quick_compilation() -> Iterator[None]:
 def one_program() -> Iterator[None]:
     """Engines with the bucket that holds every plan, and no other."""
     with quick_compilation(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketLadder, "build", lambda *counts: BucketLadder((Bucket(16, 8),)))
+        patch.setattr(BucketLadder, "build", lambda *counts, width: BucketLadder((Bucket(16, 8),)))
         yield
 
 
@@ -190,7 +191,7 @@ def test_heads_that_do_not_divide_are_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("mesh", "pages"),
     [
-        ("1x1", 100),
+        ("1x1", 100),  # beside the state of the slots, which every device has whole
         ("1x2", 100),  # half the room a device, and half of each page
         ("1x8", 25),  # four copies of each of the two KV heads
         ("4x1", 25),  # for each replica
@@ -199,13 +200,14 @@ def test_heads_that_do_not_divide_are_told(caplog: pytest.LogCaptureFixture) -> 
 )
 def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch, mesh: str, pages: int) -> None:
     config = EngineConfig(mesh=mesh)
-    choices = Choices.of(config, checkpoint.read_config(DEMO_MODEL), "cpu")
-    spec = choices.spec
+    resolved = ResolvedConfig.of(config, checkpoint.read_config(DEMO_MODEL), "cpu")
+    spec = resolved.spec
     page_bytes = 4 * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
     fullest = jax.devices()[0]
-    monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes)
     meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
-    assert build._num_pages(config, choices, {}, Bucket(16, 8), Backend(), meshes) == pages
+    state = state_bytes(resolved.cache_shape(num_pages=2).sizes(spec)) * sum(one.size for one in meshes)
+    monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes + state)
+    assert build._num_pages(config, resolved, {}, Bucket(16, 8), Backend(), meshes) == pages
 
 
 # Two replicas.
@@ -246,7 +248,7 @@ def test_completions_of_one_request_share_a_replica(two: LLM) -> None:
     assert running(two) == [["three#0", "three#1", "three#2"], ["one", "other"]]
     stats = two.engine.stats()
     assert (stats.num_running, stats.num_pages) == (5, 2 * 64)
-    assert stats.num_pages_owned == sum(one.scheduler.pool.num_owned for one in two.engine.replicas)
+    assert stats.num_pages_owned == sum(one.scheduler.cache.pool.num_owned for one in two.engine.replicas)
     assert [len(two.pages(replica).requests) for replica in (0, 1)] == [3, 2]
     with pytest.raises(ValueError, match="replica 2 is not one of the 2 of mesh 2x1"):
         two.pages(2)
@@ -266,7 +268,7 @@ def test_a_prompt_comes_back_to_the_replica_that_knows_it(two: LLM) -> None:
         for prompts in (long, long, long[::-1])  # the last time it is the other one's turn
     ]
     assert cached == [[0, 0], [48, 48], [48, 48]]
-    assert [one.scheduler.pool.num_owned for one in two.engine.replicas] == [0, 0]
+    assert [one.scheduler.cache.pool.num_owned for one in two.engine.replicas] == [0, 0]
 
 
 @pytest.mark.parametrize("where", ["collect", "dispatch"])
@@ -285,7 +287,7 @@ def test_what_breaks_one_replica_off_resets_all(two: LLM, monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             two.generate(PROMPTS, SEEDED, use_tqdm=False)
     assert_idle(two)
-    assert [len(one.scheduler.pool._cached) for one in two.engine.replicas] == [0, 0]
+    assert [len(one.scheduler.cache.pool._cached) for one in two.engine.replicas] == [0, 0]
     assert [Answer.of(output) for output in two.generate(PROMPTS, SEEDED, use_tqdm=False)] == expected
 
 

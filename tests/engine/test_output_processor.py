@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from jaxvllm.core.plan import Emitted, Finished, StepOutput, StepUpdate, TopLogprobs
-from jaxvllm.core.request import FinishReason, QueueKey, Request
+from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.step_plan import Emitted, Finished, StepOutput, StepUpdate, TopLogprobs
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
-from jaxvllm.engine.prompts import Prompt
-from tests.engine.small_tokenizers import small_tokenizer
+from tests.text.small_tokenizers import small_tokenizer
 
 PROMPT = np.array([1], np.int32)
 
@@ -24,9 +23,10 @@ def run(
 ) -> tuple[RequestOutput, list[list[str]]]:
     """One request that gets `tokens`, one an update, and ends for `reason` with the last."""
     outputs = OutputProcessor(small_tokenizer("byte_fallback"))
-    request = Request("r", PROMPT, params, 0, (), 99, QueueKey(0, 0))
+    asked = GenerationRequest("r", Prompt(None, PROMPT), params)
+    request = Request(asked, 0, (), 99, QueueKey(0, 0))
     request.num_preemptions = num_preemptions
-    outputs.add("r", Prompt(None, PROMPT), params, ["r"], 0.0)
+    outputs.add(asked, ["r"], 0.0)
     stops = []
     for count, token_id in enumerate(tokens, 1):
         last = count == len(tokens)
@@ -39,7 +39,8 @@ def run(
         )
         top = np.array([[token_id, 5]], np.int32)
         values = TopLogprobs(np.float32([-0.5]), np.int32([1]), top, np.float32([[-0.5, -2.0]]))
-        results, stopped = outputs.process(update, StepOutput(np.int32([token_id]), values))
+        processed = outputs.process(update, StepOutput(np.int32([[token_id]]), np.int32([1]), values))
+        results, stopped = processed.outputs, processed.stopped
         stops.append(stopped)
         if "r" not in outputs:
             break

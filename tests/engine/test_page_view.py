@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxvllm.core.page_pool import PagePool
-from jaxvllm.core.plan import StepOutput
+from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.request import QueueKey, Request
+from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_plan import StepOutput
 from jaxvllm.engine.page_view import PageState, PoolView
 
 PAGE_SIZE = 16
@@ -19,17 +19,15 @@ PROMPT = range(100, 140)  # two full pages and half of one
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    slots = SlotTable(num_slots=4, max_model_len=96, page_size=PAGE_SIZE)
-    return Scheduler(slots, PagePool(NUM_PAGES, PAGE_SIZE), POLICIES["v1"], max_num_batched_tokens=64)
+    cache = KVCache([GroupSize(NUM_PAGES)], num_slots=4, max_model_len=96, page_size=PAGE_SIZE, max_chunk=64)
+    return Scheduler(SlotTable(num_slots=4, max_model_len=96), cache, POLICIES["v1"], max_num_batched_tokens=64)
 
 
 def add(scheduler: Scheduler, request_id: str, arrival: int) -> None:
     prompt = np.array(PROMPT, np.int32)
     scheduler.add(
         Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(temperature=0),
+            asked=GenerationRequest(request_id, Prompt(None, prompt), SamplingParams(temperature=0)),
             seed=0,
             stop_token_ids=(),
             limit=len(prompt) + 40,
@@ -41,7 +39,9 @@ def add(scheduler: Scheduler, request_id: str, arrival: int) -> None:
 def step(scheduler: Scheduler, token_id: int) -> None:
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.update(plan, StepOutput(np.full(plan.num_rows, token_id, np.int32)))
+    scheduler.update(
+        plan, StepOutput(np.full((plan.num_rows, 1), token_id, np.int32), np.ones(plan.num_rows, np.int32))
+    )
 
 
 def test_pages_of_running_requests(scheduler: Scheduler) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxvllm.core.page_pool import extend_page_hashes
-from jaxvllm.core.request import QueueKey, Request
+from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.engine.router import Router
@@ -31,14 +31,15 @@ ACTIONS = st.one_of(
 
 def request(job: Job) -> Request:
     return Request(
-        request_id="routed",
-        prompt_token_ids=np.array(job.prompt, np.int32),
-        sampling_params=SamplingParams(max_tokens=job.max_tokens),
+        asked=GenerationRequest(
+            "routed",
+            Prompt(None, np.array(job.prompt, np.int32), job.salt),
+            SamplingParams(max_tokens=job.max_tokens),
+        ),
         seed=0,
         stop_token_ids=(),
         limit=job.limit,
         key=QueueKey(0, 0),
-        salt=job.salt,
     )
 
 

@@ -41,9 +41,21 @@ def random_params(random: np.random.Generator) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_mixed_arrivals(llm: LLM, recomputation: Recomputation, seed: int) -> None:
+    arrive(llm, recomputation, seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixed_arrivals_between_bursts(bursting: LLM, recomputation: Recomputation, seed: int) -> None:
+    bursting.engine.take_reports()
+    arrive(bursting, recomputation, seed)
+    assert any(report.num_steps > 1 for report in bursting.engine.take_reports())
+
+
+def arrive(llm: LLM, recomputation: Recomputation, seed: int) -> None:
     random = np.random.default_rng(seed)
     engine, eos = llm.engine, llm.get_tokenizer().eos_token_id
-    slots, pool = engine.replicas[0].scheduler.slots, engine.replicas[0].scheduler.pool
+    slots, cache = engine.replicas[0].scheduler.slots, engine.replicas[0].scheduler.cache
+    [group] = cache.groups
     requests: dict[str, Submitted] = {}
     aborted = set()
     before = engine.stats()
@@ -64,7 +76,9 @@ def test_mixed_arrivals(llm: LLM, recomputation: Recomputation, seed: int) -> No
                     assert not requests[output.request_id].completions, "ended twice"
                     requests[output.request_id].completions = [(c.token_ids, c.finish_reason) for c in output.outputs]
             slots.check_invariants()
-            pool.check_invariants([held, *(slots.pages(slot) for slot, _ in engine.replicas[0].scheduler.running())])
+            group.pool.check_invariants(
+                [held, *(group.pages(slot) for slot, _ in engine.replicas[0].scheduler.running())]
+            )
     after = engine.stats()
     assert after.num_preemptions > before.num_preemptions and 0 < len(aborted) < NUM_REQUESTS / 2
     for name, one in requests.items():

@@ -15,9 +15,9 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.core.page_pool import Pages
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from tests.engine.small_tokenizers import TEMPLATE, byte_level_backend, save
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
+from tests.text.small_tokenizers import TEMPLATE, byte_level_backend, save
 
 MAX_MODEL_LEN = 128
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -56,13 +56,16 @@ def tiny_llm(directory: Path | str, **options: Any) -> LLM:
 @contextmanager
 def few_pages(llm: LLM, count: int) -> Iterator[Pages]:
     """Leaves the engine `count` pages, none of them with a cached prefix: the test holds the others."""
-    pool = llm.engine.replicas[0].scheduler.pool
-    pool.reset_prefix_cache()
-    held = pool.allocate(pool.num_available - count)
+    cache = llm.engine.replicas[0].scheduler.cache
+    cache.reset_prefix_cache()
+    group = cache.groups[0]
+    held = group.pool.allocate(group.pool.num_available - count)
+    group.usable -= len(held)
     try:
         yield held
     finally:
-        pool.release(held)
+        group.pool.release(held)
+        group.usable += len(held)
 
 
 def assert_idle(llm: LLM) -> None:

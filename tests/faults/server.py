@@ -64,7 +64,7 @@ class Server:
     def find_engine(self) -> int | None:
         """The same, or None while there is none."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next((int(child) for child in children if "engine.worker" in _command(int(child))), None)
+        return next((int(child) for child in children if "jaxvllm.worker" in _command(int(child))), None)
 
     async def send(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which `data` has been sent."""

@@ -14,7 +14,7 @@ def dense_attend(spec: ModelSpec) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ...; it needs no cache."""
 
     def attend(kv: tuple, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
-        G = spec.group_size
+        G = q.shape[1] // k.shape[1]
         dtype = q.dtype
         q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.attention_scale

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.orientation import MATRICES, InOut, to_in_out
+from jaxvllm.models.ops import InOut
+from jaxvllm.models.orientation import to_in_out
 from jaxvllm.models.params import Layout
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
@@ -36,7 +37,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     forms: list[tuple[Layout, bool]] = [("separate", False), ("stacked", False), ("separate", True)]
     for layout, turned in forms:
         params, spec = load(fixture, tmp_path / layout, layout)
-        params = to_in_out(params) if turned else params
+        params = to_in_out(params, spec) if turned else params
         # Padded to one length, so that each layout compiles once: what comes after cannot change what was.
         run = jax.jit(lambda params, tokens, spec=spec: dense_logits(params, spec, tokens))
         for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
@@ -49,8 +50,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 def test_turning_round_takes_every_matrix_and_nothing_else(tmp_path: Path) -> None:
     params, spec = load(Fixture.load("llama"), tmp_path, "separate")
     before = dict(params["layers"][0])
-    turned = to_in_out(params)["layers"][0]
-    assert {name for name, value in turned.items() if isinstance(value, InOut)} == MATRICES & before.keys()
+    turned = to_in_out(params, spec)["layers"][0]
+    assert {name for name, value in turned.items() if isinstance(value, InOut)} == {"qkv", "o", "gate_up", "down"}
     again = turned["gate_up"].array.T.reshape(before["gate_up"].shape)
     chex.assert_trees_all_equal(again, before["gate_up"])
     assert turned["gate_up"].out_shape == (2, spec.ffn_size)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxvllm.models import checkpoint, orbax_tree
-from jaxvllm.models.conversion import convert
+from jaxvllm.models.checkpoint import convert
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout, Params
 from sharding.mesh import MeshShape

@@ -160,7 +160,7 @@ MEMORY = """
 import json, sys, threading, time
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxvllm.models import checkpoint, stored_weights
+from jaxvllm.models import checkpoint, hf_weights
 from jaxvllm.models.families import model_spec
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -191,7 +191,7 @@ def sample():
     beside.append(held)
 
 
-def watched_copied(array, copied=stored_weights.copied):
+def watched_copied(array, copied=hf_weights.copied):
     fill = copied(array)
 
     def watched_fill(out, start):
@@ -212,7 +212,7 @@ def watch(done):
         total.append(on_host())
 
 
-stored_weights.copied, jax.make_array_from_callback = watched_copied, watched_make
+hf_weights.copied, jax.make_array_from_callback = watched_copied, watched_make
 directory, limit = Path(sys.argv[1]), float(sys.argv[2])
 spec = model_spec(checkpoint.read_config(directory))
 for size, layout in ((1, "separate"), (8, "separate"), (1, "stacked"), (2, "stacked"), (8, "stacked")):

@@ -201,9 +201,9 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("h200", "attention", ["attention/decode-gqa/gpu", "attention/mixed-sinks/gpu"]),
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/decode/reference"]),
-        ("v5e", "step", ["step/decode/tpu", "step/decode-narrow/tpu"]),
+        ("v5e", "step", ["step/decode/tpu", "step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v7x", "step", ["step/decode/tpu"]),
-        ("h200", "step", ["step/decode/gpu"]),
+        ("h200", "step", ["step/decode/gpu", "step/burst/gpu"]),
     ],
 )
 def test_compiles_in_place(chip: str, kind: Kind, programs: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.ragged_paged_attention import gpu
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
-from pallas_kernels.ragged_paged_attention.gpu.plan import plan_decode, plan_prefill
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import plan_decode, plan_prefill
 from tests.pallas_kernels.attention_call import LAYER, Call, make_call
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,8 @@ def test_the_tuned_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     blocks = Blocks(tile_queries=1, fetch_pages=12, step_pages=4, slots=5)
     assert tpu_blocks.choose("decode", problem, V5E) == tpu_blocks.model("decode", problem, V5E) != blocks
     file = tmp_path / "tuned.json"
-    file.write_text(json.dumps([tpu_blocks.tuned_entry("decode", problem, V5E, blocks)]))
+    entry = {"stage": "decode", "chip": V5E.name, "problem": asdict(problem), "blocks": asdict(blocks)}
+    file.write_text(json.dumps([entry]))
     monkeypatch.setattr(tpu_blocks, "TUNED_FILE", file)
     assert tpu_blocks.choose("decode", problem, V5E) == blocks
     for other in TPUS[1:]:
@@ -240,7 +241,7 @@ def test_the_shipped_table_is_valid() -> None:
 def test_a_broken_table_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     file.write_text('[{"stage": "decode", "chip": "v5e", "problem": {"heads": 3}, "blocks": {}}]')
-    with pytest.raises(ValueError, match="must have what tuned_entry gives it"):
+    with pytest.raises(ValueError, match="must have stage, chip, problem and blocks"):
         tpu_blocks.tuned_table(file)
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxvllm.planner import worker
-from jaxvllm.planner.collectives import UnreadableHlo
-from jaxvllm.planner.compiler import compile_in_child
-from jaxvllm.planner.findings import Findings, Refusal, from_json, to_json
-from tests.planner.jobs import TINY, job
+from jaxvllm.planner import compile_worker
+from jaxvllm.planner.compiler import Findings, Refusal, compile_in_child, from_json, to_json
+from jaxvllm.planner.hlo import UnreadableHlo
+from tests.planner.deployments import TINY, deployment
 
 type MakePython = Callable[[str], None]
 
@@ -33,31 +32,33 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePython:
 def test_a_fatal_error_is_a_message(python):
     python("print('LLVM ERROR: no such instruction\\n', file=sys.stderr, flush=True); os.abort()")
     expected = "the compiler ended its process, SIGABRT: LLVM ERROR: no such instruction"
-    assert compile_in_child(job(TINY, "v5e")) == Refusal("compiler", expected)
+    assert compile_in_child(deployment(TINY, "v5e")) == Refusal("compiler", expected)
 
 
 def test_so_is_an_exit(python):
     python("sys.exit(3)")
-    assert compile_in_child(job(TINY, "v5e")).message == "the compiler ended its process, exit status 3: no message"
+    assert (
+        compile_in_child(deployment(TINY, "v5e")).message == "the compiler ended its process, exit status 3: no message"
+    )
 
 
 def test_the_job_and_its_devices_reach_the_process(python):
-    planned = job(TINY, "cpu", mesh="1x4")
+    planned = deployment(TINY, "cpu", mesh="1x4")
     python(
-        "from jaxvllm.planner.findings import Refusal, to_json\n"
-        "from jaxvllm.planner.job import Job\n"
-        "job = Job.from_json(sys.stdin.read())\n"
-        "about = [job.size, os.environ['JAX_PLATFORMS'], os.environ['JAX_NUM_CPU_DEVICES'], *sys.argv[1:]]\n"
+        "from jaxvllm.planner.compiler import Refusal, to_json\n"
+        "from jaxvllm.planner.deployment import Deployment\n"
+        "deployment = Deployment.from_json(sys.stdin.read())\n"
+        "about = [deployment.size, os.environ['JAX_PLATFORMS'], os.environ['JAX_NUM_CPU_DEVICES'], *sys.argv[1:]]\n"
         "print(to_json(Refusal('usage', str(about))))"
     )
-    expected = "[4, 'cpu', '4', '-m', 'jaxvllm.planner.worker']"
+    expected = "[4, 'cpu', '4', '-m', 'jaxvllm.planner.compile_worker']"
     assert compile_in_child(planned) == Refusal("usage", expected)
 
 
 @pytest.fixture(scope="module")
 def findings() -> Findings:
     # 7 query heads over 1 KV head, on two devices.
-    found = compile_in_child(job(TINY, "cpu", mesh="1x2", max_num_seqs=4, max_num_batched_tokens=16))
+    found = compile_in_child(deployment(TINY, "cpu", mesh="1x2", max_num_seqs=4, max_num_batched_tokens=16))
     assert isinstance(found, Findings), found
     return found
 
@@ -82,7 +83,7 @@ def test_a_step_has_the_collectives_of_its_design(findings):
         assert sampling["all-to-all"].num_bytes * sampling["all-to-all"].count == 2 * step.num_rows * 132 // 2 * 4
         assert step.step_bytes >= step.temp_bytes > 0
         # The pool of an engine: 4 requests of 64 tokens, and the trash page.
-        assert step.argument_bytes > findings.pool_bytes == 17 * job(TINY, "cpu", mesh="1x2").page_bytes
+        assert step.argument_bytes > findings.pool_bytes == 17 * deployment(TINY, "cpu", mesh="1x2").page_bytes
     assert (findings.largest.num_tokens, findings.decode.num_tokens) == (16, 4)
     assert findings.versions["jax"] == jax.__version__
 
@@ -99,14 +100,14 @@ def test_a_step_has_the_collectives_of_its_design(findings):
     ],
 )
 def test_errors_become_refusals_of_one_line(error, kind, monkeypatch):
-    def fail(job):
+    def fail(deployment):
         raise error
 
-    monkeypatch.setattr(worker, "compile_job", fail)
-    refusal = worker._outcome(job(TINY, "v5e"))
+    monkeypatch.setattr(compile_worker, "compile_steps", fail)
+    refusal = compile_worker._outcome(deployment(TINY, "v5e"))
     assert refusal == Refusal(kind, str(error).splitlines()[0])
 
 
 def test_too_many_devices_are_refused_before_anything_compiles():
-    refusal = worker._outcome(replace(job(TINY, "v5e"), size=16))
+    refusal = compile_worker._outcome(replace(deployment(TINY, "v5e"), size=16))
     assert refusal == Refusal("usage", "16 devices: between 1 and 8 can be compiled for")

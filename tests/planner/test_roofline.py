@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxvllm.planner.collectives import Collective
-from jaxvllm.planner.findings import Findings, StepFindings
+from jaxvllm.planner.compiler import Findings, StepFindings
+from jaxvllm.planner.hlo import Collective
 from jaxvllm.planner.roofline import _pairs, decode_floors, prefill_floor
 from pallas_kernels.chips import chip_named
-from tests.planner.jobs import job
+from tests.planner.deployments import deployment
 
 
 def findings(*collectives: Collective) -> Findings:
@@ -15,7 +15,7 @@ def findings(*collectives: Collective) -> Findings:
 
 
 def test_decode_reads_weights_and_context():
-    planned, chip = job("Llama-3.1-8B", "h200"), chip_named("h200")
+    planned, chip = deployment("Llama-3.1-8B", "h200"), chip_named("h200")
     one, *_ = decode_floors(planned, chip, findings(), 2048, 10**6)
     # All weights but the embedding, and 2049 tokens of 128 KiB: one is written.
     assert one.memory == pytest.approx((2 * (8_030_261_248 - 128256 * 4096) + 2049 * 131072) / 4.8e12, rel=1e-6)
@@ -26,15 +26,15 @@ def test_decode_reads_weights_and_context():
 
 
 def test_batches_are_those_that_have_room():
-    planned, chip = job("Llama-3.1-8B", "h200"), chip_named("h200")
+    planned, chip = deployment("Llama-3.1-8B", "h200"), chip_named("h200")
     assert [floor.num_tokens for floor in decode_floors(planned, chip, findings(), 1000, 64_000)] == [1, 8, 32, 64]
     assert [floor.num_tokens for floor in decode_floors(planned, chip, findings(), 1000, 63_999)] == [1, 8, 32]
-    few = job("Llama-3.1-8B", "h200", max_num_seqs=10)
+    few = deployment("Llama-3.1-8B", "h200", max_num_seqs=10)
     assert [floor.num_tokens for floor in decode_floors(few, chip, findings(), 1, 10**6)] == [1, 8]
 
 
 def test_links_follow_the_batch_and_skip_what_is_conditional():
-    planned, chip = job("Llama-3.1-8B", "v5e", mesh="1x8"), chip_named("v5e")
+    planned, chip = deployment("Llama-3.1-8B", "v5e", mesh="1x8"), chip_named("v5e")
     told = findings(Collective("all-reduce", 65, 2**21, False), Collective("all-to-all", 2, 2**24, True))
     floors = decode_floors(planned, chip, told, 2048, 10**6)
     whole = 65 * 2 * 7 / 8 * 2**21 / 100e9
@@ -45,8 +45,8 @@ def test_links_follow_the_batch_and_skip_what_is_conditional():
 
 def test_a_window_bounds_what_is_read():
     chip = chip_named("h200")
-    mixed = job("gemma-2-9b", "h200")
-    full = job(mixed.hf_config | {"sliding_window": None}, "h200")
+    mixed = deployment("gemma-2-9b", "h200")
+    full = deployment(mixed.hf_config | {"sliding_window": None}, "h200")
     near, far = (decode_floors(mixed, chip, findings(), context, 10**7)[0] for context in (4096, 8192))
     wide = decode_floors(full, chip, findings(), 8192, 10**7)[0]
     # Half of the 42 layers see twice as much, the others what they saw; without windows all do.
@@ -72,7 +72,7 @@ def test_pairs_by_brute_force(tokens, window):
 )
 def test_links_are_those_between_chips(device, mesh, seconds):
     told = findings(Collective("all-reduce", 1, 10**9, False))
-    floor = prefill_floor(job("Llama-3.1-8B", device, mesh=mesh), chip_named(device), told)
+    floor = prefill_floor(deployment("Llama-3.1-8B", device, mesh=mesh), chip_named(device), told)
     assert floor.links == pytest.approx(seconds)
 
 
@@ -87,7 +87,7 @@ def test_rings_are_what_is_published():
 
 
 def test_prefill_is_bound_by_the_matrix_units():
-    planned, chip = job("Llama-3.1-8B", "h200"), chip_named("h200")
+    planned, chip = deployment("Llama-3.1-8B", "h200"), chip_named("h200")
     floor = prefill_floor(planned, chip, findings())
     assert floor.num_tokens == 2048
     assert floor.seconds == floor.compute > floor.memory

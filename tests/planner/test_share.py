@@ -9,10 +9,10 @@ import pytest
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.share import Share
-from jaxvllm.runtime.runner import CacheShape
+from jaxvllm.runtime.cache_shape import CacheShape
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
-from tests.planner.jobs import TINY, job
+from tests.planner.deployments import TINY, deployment
 
 MODELS = {"tiny": TINY, "untied": "Qwen2.5-7B", "tied": "gemma-2-2b"}
 
@@ -24,7 +24,7 @@ def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_are_those_of_the_shards(model, size):
-    planned = job(MODELS[model], "h200", mesh=f"1x{size}", dtype="bfloat16")
+    planned = deployment(MODELS[model], "h200", mesh=f"1x{size}", dtype="bfloat16")
     mesh = make_mesh(MeshShape(1, size), jax.devices())
     params = abstract_params(planned.spec, jnp.bfloat16, "stacked", mesh)
     assert planned.share.weight_bytes == sum(map(shard_bytes, jax.tree.leaves(params)))
@@ -33,12 +33,12 @@ def test_bytes_are_those_of_the_shards(model, size):
     assert planned.share.smallest_matrix_bytes == min(
         shard_bytes(params["layers"][name]) // planned.spec.num_layers for name in ("qkv", "o", "gate_up", "down")
     )
-    pages = CacheShape(6, 16, 1, 1, jnp.dtype(jnp.bfloat16)).pages(planned.spec, planned.backend, mesh)
-    assert 6 * planned.page_bytes == shard_bytes(pages)
+    pages = CacheShape(6, 16, 1, 1, jnp.dtype(jnp.bfloat16), 16).pages(planned.spec, planned.backend, mesh)
+    assert 6 * planned.page_bytes == sum(map(shard_bytes, pages))
 
 
 def test_operations_are_two_a_weight_and_token():
-    spec = job("Llama-3.1-8B", "v5e").spec
+    spec = deployment("Llama-3.1-8B", "v5e").spec
     # Of 8.03 billion parameters, 2 x 525 million are embedding and head, and norms have 266 thousand.
     share = Share(Spread(spec), jnp.dtype("bfloat16"))
     assert share.flops(1, 0) == 2 * (8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096)

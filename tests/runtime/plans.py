@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxvllm.core.plan import NOT_SCORED, StepPlan
+from jaxvllm.core.step_plan import NOT_SCORED, PageEntries, StepPlan
 
 
-def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 0) -> StepPlan:
+def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 0, width: int = 1) -> StepPlan:
     """`num_decode` decode rows, then a prefill row for each length in `chunks`, in slots from `first_slot` on."""
     count = num_decode + len(chunks)
     numbers = np.arange(count, dtype=np.int32)
@@ -17,10 +17,11 @@ def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 
         epochs=100 + numbers,
         starts=200 + numbers,
         lengths=lengths,
-        new_pages=np.where(numbers < num_decode, 300 + numbers, 0).astype(np.int32),
-        samples=numbers % 3 != 1,
+        new_pages=(PageEntries(numbers[:num_decode], 600 + numbers[:num_decode], 300 + numbers[:num_decode]),),
+        max_new=(numbers % 3 != 1).astype(np.int32),
         num_decode=num_decode,
         token_ids=400 + np.arange(sum(chunks), dtype=np.int32),
         next_tokens=np.where((numbers >= num_decode) & (numbers % 2 == 0), 500 + numbers, NOT_SCORED).astype(np.int32),
         wants_logprobs=False,
+        width=width,
     )

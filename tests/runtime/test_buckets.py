@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxvllm.core.plan import StepPlan
+from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
 from tests.runtime.plans import make_plan
 

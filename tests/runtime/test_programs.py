@@ -4,12 +4,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.programs import COMPILE_NICENESS, Compiled, Programs
+from jaxvllm.runtime.programs import COMPILE_NICENESS, Programs
 from tests.runtime.plans import make_plan
 from tests.waiting import PATIENCE
 
@@ -26,7 +26,7 @@ class Compiler:
         self.permits = threading.Semaphore(1)  # the largest bucket compiles in the constructor
         self.started = threading.Semaphore(0)
 
-    def __call__(self, bucket: Bucket) -> Compiled:
+    def __call__(self, bucket: Bucket) -> Callable[[], Bucket]:
         self.asked.append(bucket)
         self.started.release()
         assert self.permits.acquire(timeout=PATIENCE)
@@ -107,7 +107,7 @@ def test_compiling_yields_to_steps_where_there_are_any(compiler: Compiler, yield
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    def compile_step(bucket: Bucket) -> Compiled:
+    def compile_step(bucket: Bucket) -> Callable[[], Bucket]:
         nicenesses[bucket] = niceness()
         return compiler(bucket)
 

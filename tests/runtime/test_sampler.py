@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
-from jaxvllm.runtime.state import SamplingState
+from jaxvllm.runtime.slot_fields import Rows
 
 
 @jax.jit
-def jitted_sample(logits: jax.Array, params: SamplingState, positions: jax.Array) -> jax.Array:
+def jitted_sample(logits: jax.Array, params: Rows, positions: jax.Array) -> jax.Array:
     return sample(logits, params, positions, logits.shape[-1])
 
 
 @jax.jit
-def jitted_logprobs(logits: jax.Array, token_ids: jax.Array, params: SamplingState) -> DeviceLogprobs:
+def jitted_logprobs(logits: jax.Array, token_ids: jax.Array, params: Rows) -> DeviceLogprobs:
     return logprobs(logits, token_ids, params, logits.shape[-1])
 
 
@@ -43,26 +43,36 @@ class Row:
     min_length: int = 0
     stop_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
+    allowed: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         changed = (f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default)
         return ",".join(changed) or "plain"
 
 
-def state_of(rows: list[Row]) -> SamplingState:
+def state_of(rows: list[Row]) -> Rows:
     stop_ids = np.full((len(rows), MAX_STOP_IDS), NO_TOKEN, np.int32)
     for index, row in enumerate(rows):
         stop_ids[index, : len(row.stop_ids)] = row.stop_ids
-    return SamplingState(
-        temperature=np.asarray([row.temperature for row in rows], np.float32),
-        top_k=np.asarray([row.top_k for row in rows], np.int32),
-        top_p=np.asarray([row.top_p for row in rows], np.float32),
-        min_p=np.asarray([row.min_p for row in rows], np.float32),
-        seed=np.asarray([row.seed for row in rows], np.uint32),
-        min_length=np.asarray([row.min_length for row in rows], np.int32),
-        stop_ids=stop_ids,
-        num_logprobs=np.asarray([row.num_logprobs for row in rows], np.int32),
-    )
+    values = {
+        "temperature": np.asarray([row.temperature for row in rows], np.float32),
+        "top_k": np.asarray([row.top_k for row in rows], np.int32),
+        "top_p": np.asarray([row.top_p for row in rows], np.float32),
+        "min_p": np.asarray([row.min_p for row in rows], np.float32),
+        "seed": np.asarray([row.seed for row in rows], np.uint32),
+        "min_length": np.asarray([row.min_length for row in rows], np.int32),
+        "stop_ids": stop_ids,
+        "num_logprobs": np.asarray([row.num_logprobs for row in rows], np.int32),
+        "is_masked": np.asarray([row.allowed is not None for row in rows], np.int32),
+        "mask": np.stack([bits(row.allowed or ()) for row in rows]),
+    }
+    return Rows(jax.tree.map(jnp.asarray, values), jnp.arange(len(rows)))
+
+
+def bits(token_ids: tuple[int, ...]) -> np.ndarray:
+    """A mask of 64 tokens that allows `token_ids`."""
+    allowed = np.isin(np.arange(64), token_ids)
+    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -127,7 +137,7 @@ def test_draws_what_the_oracle_draws(rows: list[Row], logits_seed: int, step: fl
     params = state_of(rows)
     tokens = np.asarray(jitted_sample(logits, params, positions))
     assert tokens.dtype == np.int32
-    gumbel = np.asarray(noise(params.seed, positions))
+    gumbel = np.asarray(noise(params["seed"], positions))
     for index, row in enumerate(rows):
         if row.temperature == 0:
             assert tokens[index] == np.argmax(logits[index])
@@ -157,6 +167,9 @@ def test_draws_what_the_oracle_draws(rows: list[Row], logits_seed: int, step: fl
         (Row(top_k=3, top_p=0.49), {0}),  # of what top_k left: 0.4 of 0.8
         (Row(min_p=0.2, top_p=0.9), {0, 1, 2, 3}),  # of what min_p left: 0.9 would need all four
         (Row(temperature=0.0), {0}),
+        (Row(allowed=(1, 3)), {1, 3}),
+        (Row(allowed=(1, 3, 40), top_k=1), {1}),
+        (Row(allowed=(4,), temperature=0.0), {4}),
     ],
     ids=str,
 )

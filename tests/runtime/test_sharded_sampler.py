@@ -26,6 +26,8 @@ ROWS = [
     Row(temperature=1.0, top_p=0.5, seed=(5, 6)),
     Row(temperature=2.0, min_p=0.1, top_k=9, top_p=0.9, min_length=99, stop_ids=(0,)),
     Row(temperature=0.0, num_logprobs=0),
+    Row(temperature=0.0, allowed=(2, 33, 49)),
+    Row(temperature=1.0, allowed=(1, 31, 32, 47), seed=(7, 8)),
 ]
 PADDING = 1e9  # what lies behind the vocabulary would win if it were looked at
 

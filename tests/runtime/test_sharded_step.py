@@ -10,10 +10,10 @@ import pytest
 
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.planner.collectives import read_collectives
+from jaxvllm.planner.hlo import read_collectives
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.memory import step_bytes
-from jaxvllm.runtime.runner import CacheShape, compile_step
+from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 from pallas_kernels.backend import REFERENCE
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -22,31 +22,32 @@ from tests.models.test_spread import DEMO
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(")
 DECODE, MIXED = Bucket(8, 8), Bucket(32, 8)
 SPEC = replace(DEMO, num_layers=3, layer_rope=(0,) * 3, windows=(None,) * 3)
-SHAPE = CacheShape(num_pages=1024, page_size=16, num_slots=8, max_pages=16, dtype=jnp.dtype(jnp.float32))
+SHAPE = CacheShape(
+    num_pages=1024, page_size=16, num_slots=8, max_pages=16, dtype=jnp.dtype(jnp.float32), step_tokens=64
+)
 
 
-def compiled_on(
-    size: int, bucket: Bucket = DECODE, layout: Layout = "separate", spec: ModelSpec = SPEC
-) -> jax.stages.Compiled:
+def compiled_on(size: int, bucket: Bucket = DECODE, layout: Layout = "separate", spec: ModelSpec = SPEC) -> StepProgram:
     mesh = make_mesh(MeshShape(1, size), jax.devices())
     params = abstract_params(spec, jnp.float32, layout, mesh)
-    return compile_step(params, SHAPE.pages(spec, REFERENCE, mesh), spec, SHAPE, bucket, REFERENCE, mesh)
+    return StepCompiler(params, SHAPE.pages(spec, REFERENCE, mesh), spec, SHAPE, REFERENCE, mesh).compile(bucket)
 
 
-def collectives(compiled: jax.stages.Compiled) -> Counter[str]:
+def texts(program: StepProgram) -> list[str]:
+    return [text for part in program.parts if (text := part.as_text())]
+
+
+def collectives(program: StepProgram) -> Counter[str]:
     """How many there are in the program's text."""
-    text = compiled.as_text()
-    assert text is not None
-    return Counter(COLLECTIVE.findall(text))
+    return Counter(COLLECTIVE.findall("".join(texts(program))))
 
 
-def met_in_a_run(compiled: jax.stages.Compiled) -> Counter[str]:
+def met_in_a_run(program: StepProgram) -> Counter[str]:
     """How many one run of the program meets, those in a loop as often as it turns."""
-    text = compiled.as_text()
-    assert text is not None
     counts: Counter[str] = Counter()
-    for collective in read_collectives(text):
-        counts[collective.kind] += collective.count
+    for text in texts(program):
+        for collective in read_collectives(text):
+            counts[collective.kind] += collective.count
     return counts
 
 
@@ -63,6 +64,12 @@ def test_a_scan_holds_them_once() -> None:
     assert collectives(compiled_on(4, layout="stacked"))["all-reduce"] == 2 + 1
 
 
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+def test_layers_in_periods_send_no_more(layout: Layout) -> None:
+    spec = replace(SPEC, num_layers=8, windows=(8, 8, None) * 2 + (8, 8), layer_rope=(0,) * 8)
+    assert met_in_a_run(compiled_on(2, layout=layout, spec=spec))["all-reduce"] == 2 * spec.num_layers + 1
+
+
 def test_norms_over_all_heads_cost_one_more() -> None:
     # Queries' and keys' are small, and XLA makes them one.
     spec = replace(SPEC, qk_norm="full")
@@ -75,8 +82,7 @@ def test_one_device_sends_nothing() -> None:
 
 def test_no_device_has_the_logits_of_the_batch() -> None:
     bucket = Bucket(40, 8)
-    text = compiled_on(4, bucket).as_text()
-    assert text is not None
+    text = "".join(texts(compiled_on(4, bucket)))
     tokens, rows, vocab = bucket.num_tokens, bucket.num_rows, SPEC.vocab_size
     assert f"f32[{rows},{vocab // 4}]" in text and f"f32[{rows // 4},{vocab}]" in text
     assert f"f32[{rows},{vocab}]" not in text
@@ -86,10 +92,10 @@ def test_no_device_has_the_logits_of_the_batch() -> None:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_each_device_updates_its_share_of_the_pages_in_place(size: int) -> None:
-    compiled = compiled_on(size)
+    program = compiled_on(size)
     mesh = make_mesh(MeshShape(1, size), jax.devices())
-    pages = SHAPE.pages(SPEC, REFERENCE, mesh)
+    [pages] = SHAPE.pages(SPEC, REFERENCE, mesh)
     share = pages.size * pages.dtype.itemsize // size
-    memory = compiled.memory_analysis()
+    memory = program.begin.memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes >= share
-    assert step_bytes(compiled) < share
+    assert program.step_bytes < share

@@ -12,12 +12,12 @@ import uvicorn
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.async_llm import AsyncLLM
 from jaxvllm.server.app import create_app
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.listener import listen
+from jaxvllm.server.http.listener import listen
 from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
+from jaxvllm.worker.async_llm import AsyncLLM
 from tests.waiting import PATIENCE, PAUSE
 
 # Small shapes: few programs to compile. 200 pages hold six of the longest requests.

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxvllm.engine.async_llm import EngineDiedError
 from jaxvllm.server.exchange import KEEP_ALIVE, KEEP_ALIVE_SECONDS, EventStream, as_api_error, error_event
+from jaxvllm.worker.async_llm import EngineDiedError
 from tests.waiting import IdleClockLoop
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.generation import MAX_LOGPROB_ENTRIES, _bounded
 
 LENGTH = 131_072

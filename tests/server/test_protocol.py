@@ -1,13 +1,16 @@
 """What a request that is wrong a million times costs: as much as one that is wrong once."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from jaxvllm.server.protocol.chat import ChatRequest
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.server.protocol.chat_completions import ChatRequest
 from jaxvllm.server.protocol.completions import CompletionRequest
+from jaxvllm.server.protocol.fields import SamplingFields
 from jaxvllm.server.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxvllm.server.protocol.responses import ResponsesRequest
 from jaxvllm.server.protocol.tokenization import DetokenizeRequest, TokenizeRequest
@@ -96,3 +99,11 @@ def test_a_conversation_has_an_end(model: type[BaseModel]) -> None:
     model.model_validate({"messages": HELLO * 10_000})
     with pytest.raises(ValidationError, match="at most 10000"):
         model.model_validate({"messages": HELLO * 10_001})
+
+
+def test_every_sampling_parameter_is_a_field() -> None:
+    """A parameter is declared in `SamplingParams` and once for HTTP; no other place on the host lists them."""
+    has_other_form = {"max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind"}
+    declared = {field.name for field in fields(SamplingParams)}
+    assert has_other_form <= declared
+    assert declared - has_other_form <= SamplingFields.model_fields.keys()

@@ -41,7 +41,7 @@ def test_it_is_alive(server: Server, method: str) -> None:
 
 
 def test_it_is_not_while_no_request_is_taken(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxvllm.engine.async_llm.RESPONSIVE_SECONDS", -1)
+    monkeypatch.setattr("jaxvllm.worker.async_llm.RESPONSIVE_SECONDS", -1)
     assert server.client.get("/ping").status_code == server.client.get("/ready").status_code == 503
 
 

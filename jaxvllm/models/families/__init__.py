@@ -1,4 +1,4 @@
-"""Model families: how each one's config becomes a ModelSpec, and its tensor names our arrays."""
+"""Model families. Each turns its config into a ModelSpec, and maps the names of its tensors to our arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family of `architectures[0]`; ValueError, with all that are supported, for any other."""
+    """Returns the family of `architectures[0]`. For any other name, raises ValueError that lists the supported ones."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     for family in FAMILIES:
@@ -45,16 +45,16 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def model_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> ModelSpec:
-    """The spec of a config.json; ValueError for anything in it that the decoder would not compute faithfully.
+    """Returns the spec of a config.json. Raises ValueError for a value that the decoder would not compute faithfully.
 
-    `max_model_len` is the longest sequence, in tokens, that will be served; None is all that the model can,
-    `spec.max_position`. The scalings that transformers lets depend on a sequence's length depend on this one.
+    `max_model_len` is the longest sequence, in tokens, that will be served; None is `spec.max_position`. Scalings that
+    depend on a sequence's length in transformers depend on this length here.
     """
     if max_model_len is not None and max_model_len < 1:
         raise ValueError(f"max_model_len must be at least 1, not {max_model_len}")
     family = find_family(config)
     inner = family.text_config(config)
-    spec = family.spec(HfConfig(inner, max_model_len))
+    spec = family.spec(HfConfig(inner, max_model_len, family.understood))
     if max_model_len is not None and max_model_len > spec.max_position:
         raise ValueError(
             f"max_model_len {max_model_len} exceeds the {spec.max_position} positions of the model: lower it"

@@ -1,4 +1,4 @@
-"""What a model family is: an architecture's name, its config, and its tensor names."""
+"""A model family: the name of an architecture, the meaning of its config, and the names of its tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,20 +16,22 @@ class Family:
     architecture: str
     spec: Callable[[HfConfig], ModelSpec]
     layer_sources: LayerSources = separate_projections
-    # What the decoder's tensor names may begin with, the newest first; the checkpoint decides.
+    # The names of the decoder's tensors begin with one of these. The newest is first, and the checkpoint decides.
     prefixes: tuple[str, ...] = ("model.",)
     # Beginnings of the names of tensors that are not the decoder's, such as a vision tower's.
     foreign: tuple[str, ...] = ()
+    # Keys of `UNSUPPORTED` in hf_config that its spec takes into account.
+    understood: tuple[str, ...] = ()
     # The key under which the decoder's config is nested.
     nested_in: str | None = None
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The decoder's own part of the config."""
+        """Returns the decoder's own part of the config."""
         if self.nested_in is None:
             return config
         inner = config.get(self.nested_in)
         if not isinstance(inner, dict):
             raise ValueError(f"config of {self.architecture} lacks {self.nested_in}: config.json must have it")
-        # What concerns the whole checkpoint stands outside.
+        # Keys that concern the whole checkpoint stand outside that part.
         outer = ("tie_word_embeddings", "quantization_config")
         return {key: config[key] for key in outer if key in config} | inner

@@ -1,5 +1,6 @@
-"""Gemma 3, text only, alone or inside the multimodal checkpoint: five windowed layers to a full one, each
-kind with a rope of its own, and norms over each query and key head."""
+"""Gemma 3, text only, alone or inside the multimodal checkpoint.
+
+It has five windowed layers to a full one, each kind with its own rope, and a norm over each query and key head."""
 
 from typing import Any
 
@@ -28,7 +29,7 @@ def gemma3_spec(config: HfConfig) -> ModelSpec:
         head_size=head_size,
         ffn_size=config.integer("intermediate_size", 9216),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        # Gemma's linear factor was trained in: max_position_embeddings has it already.
+        # Gemma was trained with its linear factor, so max_position_embeddings includes it already.
         max_position=max_position,
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         windows=config.windows(kinds, config.optional_integer("sliding_window", 4096)),
@@ -51,7 +52,7 @@ def gemma3_spec(config: HfConfig) -> ModelSpec:
 
 
 def rope_entries(config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rope parameters of full and of sliding attention; an older scaling is the first's alone."""
+    """Returns the rope parameters of full and of sliding attention. An older scaling applies to full attention only."""
     parameters = config.rope_parameters()
     kinds = ("full_attention", "sliding_attention")
     if not any(kind in parameters for kind in kinds):

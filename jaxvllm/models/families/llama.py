@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and what shares their architecture; other families start from its spec."""
+"""Llama 2, 3, 3.1, and models that share their architecture. Other families start from this spec."""
 
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
@@ -13,9 +13,9 @@ def llama_spec(
     tied: bool = False,
     num_kv_heads: int | None = None,
 ) -> ModelSpec:
-    """A Llama: the keyword arguments are what a config of the family means by leaving the key out.
+    """Returns the spec of a Llama. The keyword arguments are the family's defaults for keys that a config leaves out.
 
-    `num_kv_heads` None stands for as many as there are query heads.
+    With `num_kv_heads` None there are as many KV heads as query heads.
     """
     num_layers = config.integer("num_hidden_layers")
     num_heads = config.integer("num_attention_heads")

@@ -11,12 +11,12 @@ from jaxvllm.models.weight_names import fused_projections
 
 def phi3_spec(config: HfConfig) -> ModelSpec:
     parameters = config.rope_parameters()
-    # Early configs say yarn and mean LongRoPE.
+    # Early configs say yarn although they mean LongRoPE.
     if parameters.get("rope_type", parameters.get("type")) == "yarn":
         parameters["rope_type"] = "longrope"
     values = dict(config.values) | {"rope_parameters": parameters, "rope_scaling": None}
     values.setdefault("original_max_position_embeddings", 4096)
-    spec = llama_spec(HfConfig(values, config.max_model_len), eps=1e-5)
+    spec = llama_spec(replace(config, values=values), eps=1e-5)
     window = config.optional_integer("sliding_window")
     return replace(spec, windows=(window,) * spec.num_layers)
 

@@ -14,7 +14,7 @@ def qwen2_spec(config: HfConfig) -> ModelSpec:
 
 
 def qwen_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Windows from layer max_window_layers on, when use_sliding_window asks for them."""
+    """Returns windows from layer max_window_layers on, when use_sliding_window asks for them."""
     asked = config.flag("use_sliding_window", False)
     window = config.optional_integer("sliding_window", 4096) if asked else None
     first = config.integer("max_window_layers", 28, least=0)

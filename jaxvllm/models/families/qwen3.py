@@ -10,8 +10,8 @@ from jaxvllm.models.spec import ModelSpec
 
 
 def qwen3_spec(config: HfConfig) -> ModelSpec:
-    # Its default is 128, whatever the hidden size.
-    spec = llama_spec(HfConfig({"head_dim": 128} | dict(config.values), config.max_model_len))
+    # The default of head_dim is 128, whatever the hidden size is.
+    spec = llama_spec(replace(config, values={"head_dim": 128} | dict(config.values)))
     return replace(spec, qk_norm="head", windows=qwen_windows(config, spec.num_layers))
 
 

@@ -1,4 +1,4 @@
-"""SmolLM 3: a Llama with some layers that know no positions."""
+"""SmolLM 3: a Llama in which some layers have no positions."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def smollm3_spec(config: HfConfig) -> ModelSpec:
     theta = 2_000_000.0
     spec = llama_spec(config, theta=theta, tied=True, num_kv_heads=4)
     interval = config.integer("no_rope_layer_interval", 4)
-    # The key's name says the opposite of what it holds: 1 is a layer with RoPE.
+    # The key's name says the opposite of its values: 1 means a layer with RoPE.
     rotated = config.values.get("no_rope_layers")
     if rotated is None:
         rotated = [int((layer + 1) % interval != 0) for layer in range(spec.num_layers)]

@@ -1,4 +1,4 @@
-// One answer as it arrives: its text, and how fast it came.
+// Shows one answer as it arrives, and measures its speed.
 
 import { make } from "./dom.js";
 import { TokenText } from "./tokens.js";
@@ -8,11 +8,11 @@ const TOO_LONG = "context_length_exceeded"; // the server's code for a prompt th
 
 export class Answer {
   text = "";
-  error = null; // what ended it early, unless the reader did
+  error = null; // what ended the answer early, unless the reader did
   body = make("div", { className: "answer" });
   stats = make("span", { className: "stats" });
   #written; // shows the text: MarkdownText or PlainText
-  #tokens = null; // shows its tokens, if they came with it
+  #tokens = null; // shows the answer's tokens, if the server sent them
   #usage = null;
 
   constructor(written) {
@@ -20,7 +20,7 @@ export class Answer {
     this.body.append(written.element);
   }
 
-  /** One that was `saved` before. */
+  /** Makes an answer from its `saved` form. */
   static restored(written, { text, stats, error }) {
     const answer = new Answer(written);
     answer.text = text;
@@ -30,12 +30,12 @@ export class Answer {
     return answer;
   }
 
-  /** What can be kept of it: not its tokens, which are many times larger than the text. */
+  /** Returns the form to save. It has no tokens, because they are many times larger than the text. */
   get saved() {
     return { text: this.text, stats: this.stats.textContent, error: this.error?.message ?? "" };
   }
 
-  /** Shows chunks until they end, fail or are stopped. `read` gives a choice's {text, tokens}. */
+  /** Shows chunks until they end, fail or are stopped. `read` returns a choice's {text, tokens}. */
   async fill(chunks, read, { colours, alternatives, contextLength }) {
     if (alternatives) this.#tokens = new TokenText(alternatives);
     this.showTokens(true);
@@ -43,7 +43,7 @@ export class Answer {
     let firstCount = 1;
     let reason = "";
     this.body.classList.add("growing");
-    this.body.ariaBusy = "true"; // the last paragraph is made again and again: it is read out when it is whole
+    this.body.ariaBusy = "true"; // the last paragraph is replaced often: screen readers read it when it is complete
     try {
       for await (const chunk of chunks) {
         this.#usage = chunk.usage ?? this.#usage;
@@ -73,24 +73,24 @@ export class Answer {
     this.stats.textContent = summary(times, this.#usage, firstCount, reason);
   }
 
-  /** Whether it did not fit into the context, or ended because it filled that. */
+  /** Whether the answer did not fit into the context, or ended because the context was full. */
   fills(contextLength) {
     if (this.isTooLong) return true;
     const { prompt_tokens: read = 0, completion_tokens: written = 0 } = this.#usage ?? {};
     return read + written >= contextLength;
   }
 
-  /** Whether the server refused the question, with all that came before it, as too long. */
+  /** Whether the server refused the conversation up to the question because it was too long. */
   get isTooLong() {
     return this.error?.code === TOO_LONG;
   }
 
-  /** Shows its tokens, where it has them, or else its text. */
+  /** Shows the tokens if `wanted` and if the answer has them, otherwise the text. */
   showTokens(wanted) {
     if (!this.#tokens) return;
     const [shown, hidden] = wanted ? [this.#tokens, this.#written] : [this.#written, this.#tokens];
     hidden.element.replaceWith(shown.element);
-    if (wanted) this.body.tabIndex = 0; // arrow keys go from token to token
+    if (wanted) this.body.tabIndex = 0; // the arrow keys move from token to token
     else this.body.removeAttribute("tabindex");
   }
 
@@ -105,7 +105,7 @@ function summary({ sent, first, last }, usage, firstCount, reason) {
   if (first !== null) parts.push(`first token ${Math.round(first - sent)} ms`);
   if (usage) {
     const { prompt_tokens: read, completion_tokens: written, prompt_tokens_details: details } = usage;
-    const rate = (1000 * (written - firstCount)) / (last - first); // the first token's time is the prompt's
+    const rate = (1000 * (written - firstCount)) / (last - first); // the first token's time is that of the prompt
     if (rate > 0 && rate < Infinity) parts.push(`${rate.toFixed(1)} tokens/s`);
     parts.push(`${read} in (${details?.cached_tokens ?? 0} cached)`, `${written} out`);
   }

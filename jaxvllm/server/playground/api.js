@@ -1,8 +1,8 @@
-// What the page asks of the server. Addresses are relative, so that it also works behind a proxy's prefix.
+// The page's requests to the server. Addresses are relative, so that they also work behind a proxy's prefix.
 
 import { StoredText } from "./storage.js";
 
-/** What went wrong, in words for the reader. `status` is HTTP's, or 0 when there was no answer; `code` is OpenAI's. */
+/** An error with a message for the reader. `status` is HTTP's, or 0 without an answer; `code` is OpenAI's. */
 export class ServerError extends Error {
   constructor(message, status = 0, code = null) {
     super(message);
@@ -11,30 +11,30 @@ export class ServerError extends Error {
   }
 }
 
-/** The API key, remembered by this tab alone. */
+/** The API key, which only this tab remembers. */
 export const apiKey = new StoredText("sessionStorage", "jaxvllm.api-key");
 
-/** The first model that is served: {id, max_model_len, ...}. */
+/** Returns the first served model: {id, max_model_len, ...}. */
 export async function model() {
   const { data } = await (await call("v1/models")).json();
   if (!data.length) throw new ServerError("the server has no model");
   return data[0];
 }
 
-/** What the engine is doing now: its pages, its requests, its last steps. */
+/** Returns what the engine is doing now: its pages, its requests and its latest steps. */
 export async function engineState() {
   return (await call("playground/state")).json();
 }
 
-/** How many tokens a model with this context has room for behind a text: one at least, so that it is asked. */
+/** Returns the number of tokens that fit into the context after a text: at least one, so that the server decides. */
 export async function roomBehind(prompt, model, signal) {
   const { count, max_model_len: length } = await (await post("tokenize", { model, prompt }, signal)).json();
   return Math.max(1, length - count);
 }
 
-/** Yields the chunks of a streamed answer. `signal` ends it, on the server too. */
+/** Yields the chunks of a streamed answer. `signal` ends the answer, also on the server. */
 export async function* stream(path, body, signal) {
-  const stream_options = { include_usage: true, continuous_usage_stats: true }; // a stopped answer has numbers too
+  const stream_options = { include_usage: true, continuous_usage_stats: true }; // a stopped answer has numbers, too
   const response = await post(path, { ...body, stream: true, stream_options }, signal);
   for await (const { name, data } of events(response.body)) {
     if (data === "[DONE]") return;
@@ -61,7 +61,7 @@ async function call(path, { headers = {}, ...options } = {}) {
   throw new ServerError(wait ? `${reason} (try again in ${wait} s)` : reason, response.status, value?.error?.code);
 }
 
-// fetch has one TypeError for everything that can happen to a connection, with a text that differs by browser.
+// fetch throws the same TypeError for all failures of a connection, and its text differs between browsers.
 async function answered(promise) {
   try {
     return await promise;
@@ -73,7 +73,7 @@ async function answered(promise) {
 
 const explanation = (value) => value?.error?.message ?? value?.message;
 
-// Server-sent events. Lines that are neither data nor a name are comments, which keep the connection open.
+// Parses server-sent events. Lines that are neither data nor a name are comments, which keep the connection open.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,6 +1,6 @@
-// What both pictures need of a canvas.
+// Functions for the canvases of both pictures.
 
-/** A canvas cleared for drawing in CSS pixels, sharp on every screen. */
+/** Clears a canvas for drawing in CSS pixels, sharp on every screen, and returns its context. */
 export function prepared(canvas, height) {
   const width = canvas.clientWidth;
   canvas.style.height = `${height}px`;
@@ -11,13 +11,13 @@ export function prepared(canvas, height) {
   return context;
 }
 
-/** The page's colours by their names in style.css, light or dark as the reader has it. */
+/** Returns the page's colours by their names in style.css, in the reader's light or dark scheme. */
 export function palette(canvas) {
   const style = getComputedStyle(canvas);
   return (name) => style.getPropertyValue(`--${name}`);
 }
 
-/** Tells `show` of the pointer's place on a canvas, and null when it left. */
+/** Calls `show` with the pointer's position on a canvas, and with null when the pointer leaves it. */
 export function track(canvas, show) {
   canvas.addEventListener("pointermove", ({ offsetX, offsetY }) => show({ x: offsetX, y: offsetY }));
   canvas.addEventListener("pointerleave", () => show(null));

@@ -1,4 +1,4 @@
-// The two ways to talk to a model. Each is a list of turns: what was typed, and what the model made of it.
+// The two kinds of conversation with a model. Each is a list of turns: the reader's text and the model's answer.
 
 import { roomBehind, stream } from "./api.js";
 import { Answer } from "./answer.js";
@@ -7,7 +7,7 @@ import { MarkdownText } from "./markdown.js";
 import { EndFollower } from "./scroll.js";
 import { PlainText, Turn } from "./turn.js";
 
-/** Messages, through the model's chat template. */
+/** A conversation of messages, with the model's chat template. */
 export const CHAT = {
   isDialogue: true,
   hint: () => "Ask something",
@@ -23,16 +23,16 @@ export const CHAT = {
   read: ({ delta, logprobs }) => ({ text: delta.content ?? "", tokens: logprobs?.content ?? [] }),
 };
 
-/** One text that the model goes on with; what is typed is added to it. */
+/** One text that the model continues. The reader's texts are added to it. */
 export const COMPLETION = {
   isDialogue: false,
-  hint: (turns) => (turns.length ? "Add to the text, or send nothing to go on" : "A text to go on with"),
+  hint: (turns) => (turns.length ? "Add to the text, or send nothing to continue it" : "A text to continue"),
   body(turns, prompt, settings) {
     const text = turns.map((turn) => turn.prompt + turn.answer.text).join("") + prompt;
     return { prompt: text, ...(settings.probabilities && { logprobs: settings.alternatives }) };
   },
   async *stream(body, signal) {
-    // Unlike chats, completions are cut after 16 tokens unless the request says where.
+    // Unlike chats, completions end after 16 tokens unless the request has a limit.
     const max_tokens = body.max_tokens ?? (await roomBehind(body.prompt, body.model, signal));
     yield* stream("v1/completions", { ...body, max_tokens }, signal);
   },
@@ -68,7 +68,7 @@ export class Conversation {
     return this.#mode.hint(this.#turns);
   }
 
-  /** What `restore` takes. */
+  /** Returns the saved form, which `restore` takes. */
   get saved() {
     return this.#turns.map((turn) => turn.saved);
   }
@@ -77,17 +77,17 @@ export class Conversation {
     for (const each of saved) this.#add(each.prompt, Answer.restored(this.#text(), each));
   }
 
-  /** An empty text asks for nothing, but lets a completion go on. */
+  /** Returns whether a text may be sent. An empty one may not in a chat, but lets a completion continue. */
   accepts(prompt) {
     return prompt.trim() !== "" || (this.#mode === COMPLETION && this.#turns.length > 0);
   }
 
-  /** The turn that has this element. */
+  /** Returns the turn that has this element. */
   turnOf(element) {
     return this.#turns.find((turn) => turn.element.contains(element));
   }
 
-  /** Shows tokens where answers came with them, or texts alone. */
+  /** Shows the tokens of answers that have them, or only texts. */
   showTokens(wanted) {
     for (const { answer } of this.#turns) answer.showTokens(wanted);
   }
@@ -114,7 +114,7 @@ export class Conversation {
     return answer;
   }
 
-  /** Drops the older half of what came before the last question and asks that again, until it fits the context. */
+  /** Drops the older half of the turns before the last question and asks it again, until it fits the context. */
   async dropOldest(model, signal) {
     for (;;) {
       const last = this.#turns.at(-1);
@@ -124,7 +124,7 @@ export class Conversation {
     }
   }
 
-  // A completion whose last prompt is empty needs one turn to go on with.
+  // A completion whose last prompt is empty needs one earlier turn to continue.
   get #canDrop() {
     return this.#turns.length > (this.#turns.at(-1).prompt ? 1 : 2);
   }
@@ -140,7 +140,7 @@ export class Conversation {
     for (const { element } of this.#turns.splice(from, to - from)) element.remove();
   }
 
-  // Only answers of a chat are Markdown: a completion may break off, and go on, anywhere.
+  // Only a chat's answers are Markdown, because a completion may break off and continue anywhere.
   #text() {
     return this.#mode.isDialogue ? new MarkdownText() : new PlainText();
   }

@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 
-/** Whether it worked. Browsers have `navigator.clipboard` only for https and for pages of this machine. */
+/** Copies, and returns whether it worked. Browsers have `navigator.clipboard` only for https and local pages. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

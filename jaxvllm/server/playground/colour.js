@@ -6,7 +6,7 @@ export class Colours {
   #hues = new Map();
   #next = 285;
 
-  /** An `oklch()` colour, as far as can be from those given out just before: the hue turns by the golden angle. */
+  /** Returns an `oklch()` colour far from the latest ones: the hue turns by the golden angle. */
   of(id) {
     if (!this.#hues.has(id)) {
       this.#hues.set(id, this.#next);

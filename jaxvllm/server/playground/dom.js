@@ -1,13 +1,13 @@
-// Elements, always from text: nothing a server or a model says is ever read as HTML.
+// Makes elements, always from text: nothing from a server or a model is ever parsed as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
-/** A new element with these properties and children; a string among the children is text. */
+/** Makes an element with these properties and children. A string among the children is text. */
 export function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
   return element;
 }
 
-/** A button that does what its class says, see main.js. */
+/** Makes a button. Its class determines what it does: see main.js. */
 export const button = (className, text) => make("button", { className, type: "button" }, text);

@@ -1,4 +1,4 @@
-// Puts the page together: one conversation for each mode, one request at a time, and a watch on the engine.
+// Assembles the page: a conversation for each mode, one request at a time, and a view of the engine.
 
 import { apiKey, engineState, model } from "./api.js";
 import { CHAT, COMPLETION, Conversation } from "./chat.js";
@@ -12,8 +12,8 @@ import { SavedConversations } from "./storage.js";
 import { Alternatives } from "./tokens.js";
 
 const WATCH_MS = 250;
-const COPIED_MS = 1500; // how long a button says so
-const PAUSE_MS = 2000; // before a server that did not answer is asked again
+const COPIED_MS = 1500; // time for which a button says that it has copied
+const PAUSE_MS = 2000; // pause before the page asks a server again that did not answer
 
 const [prompt, send, stop, clear, modes] = ["prompt", "send", "stop", "clear", "modes"].map(byId);
 const { key, probabilities } = byId("sampling").elements;
@@ -31,10 +31,10 @@ const conversation = () => conversations[currentMode()];
 
 const saved = new SavedConversations();
 
-let served = null; // the model: {id, contextLength}, once the server has told
+let served = null; // the model: {id, contextLength}, once the server has answered
 let running = null; // AbortController of the answer that is being written
 
-// Runs one answer to its end; the page offers to stop it meanwhile.
+// Runs one answer to its end. Meanwhile the page offers to stop it.
 async function run(answering) {
   if (running || !served || !settings.isValid()) return;
   running = new AbortController();
@@ -54,7 +54,7 @@ function showRunning() {
   prompt.placeholder = conversation().hint;
 }
 
-// Says what was typed, or a text in the place of a turn that was there.
+// Sends the typed text, or another text in place of an earlier turn.
 function say(text, instead) {
   if (!conversation().accepts(text)) return;
   run((model, signal) => {
@@ -75,7 +75,7 @@ async function copyFrom(button, text) {
   setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
 }
 
-// What the buttons of a conversation do, by their class.
+// The actions of a conversation's buttons, by their class.
 const ACTIONS = {
   retry: (turn) => say(turn.prompt, turn),
   edit: (turn) => turn.edit(),
@@ -126,12 +126,12 @@ probabilities.addEventListener("change", () => {
 key.value = apiKey.get();
 key.addEventListener("change", () => apiKey.set(key.value.trim()));
 
-// ---- what a reload finds again ----
+// ---- the state that survives a reload ----
 
-// Only what this tab changed: the other conversation may have gone on in another tab.
+// Saves only the conversation that this tab changed: the other one may have continued in another tab.
 const saveTurns = () => saved.saveTurns(currentMode(), conversation().saved);
 
-// Only an answer that is being written is not saved yet. Otherwise another tab may have saved something newer.
+// Saves only while an answer is being written, which is not saved yet. Otherwise another tab may have saved newer text.
 for (const event of ["pagehide", "visibilitychange"]) addEventListener(event, () => running && saveTurns());
 
 function restore() {
@@ -145,7 +145,7 @@ restore();
 showMode();
 prompt.focus({ preventScroll: true });
 
-// ---- the server, while somebody looks ----
+// ---- the view of the server, while the page is visible ----
 
 const explain = (text) => (byId("detail").textContent = text ?? "Point at a page or a step.");
 const pictures = [
@@ -171,10 +171,10 @@ async function watch(connected) {
       const state = await engineState();
       const start = performance.now();
       for (const picture of pictures) picture.update(state);
-      pause = Math.max(WATCH_MS, 10 * (performance.now() - start)); // a large pool takes a tenth of the time at most
+      pause = Math.max(WATCH_MS, 10 * (performance.now() - start)); // a large pool may take a tenth of the time
     } catch (error) {
       problem = error.status === 401 ? "This server wants an API key: give it under Settings." : error.message;
-      [connected, pause] = [false, PAUSE_MS]; // it may come back with another model
+      [connected, pause] = [false, PAUSE_MS]; // the server may come back with another model
     }
     byId("status").textContent = problem;
   }

@@ -1,12 +1,12 @@
-// Markdown as elements. Each is made here, from text: an answer can bring no script, no image and no style into the
-// page, and no address but that of a link to http or https.
+// Converts Markdown to elements. All of them are made here from text: an answer cannot bring a script, an image or a
+// style into the page, and no address except in a link to http or https.
 
 import { button, make } from "./dom.js";
 
-const MAX_DEPTH = 8; // of lists and quotes in each other; what lies deeper is plain text
-const MAX_OPEN = 32; // emphasis that has begun and not ended; more is plain text, so that no answer can take long
+const MAX_DEPTH = 8; // levels of nested lists and quotes; deeper ones are plain text
+const MAX_OPEN = 32; // the most open emphasis marks; more are plain text, so that no answer can take long
 
-// A mark ends where its character does, and one look ahead finds a backtick: a line is read once, however long it is.
+// A mark ends where its character does, and one look-ahead finds a backtick: even a long line is read only once.
 const FENCE = /^\s*(`{3,}(?!`)|~{3,}(?!~))(?=[^`]*$)\s*([^`\s]*)/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s+|$)/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,}\s*$/;
@@ -27,7 +27,7 @@ const INLINE = new RegExp(
 );
 const EMPHASIS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
 
-/** An answer that grows: only those of its blocks that changed are made again, so a reader's selection stays. */
+/** A growing answer. Only blocks that changed are replaced, so that a reader's selection stays. */
 export class MarkdownText {
   element = make("div", { className: "markdown" });
   #sources = [];
@@ -45,12 +45,12 @@ export class MarkdownText {
 
 // ---- blocks ----
 
-// Each kind of block says where one starts, the line that it ends before, and makes its element.
+// Each kind of block finds where a block starts and the line before which it ends, and makes its element.
 
 const CODE = {
   starts: (line) => FENCE.test(line),
   end(lines, start) {
-    return endOf(lines, start, (line) => !closes(line, lines[start])) + 1; // where there is no end yet, it grows
+    return endOf(lines, start, (line) => !closes(line, lines[start])) + 1; // without an end, the block is still growing
   },
   build([first, ...rest]) {
     if (rest.length && closes(rest.at(-1), first)) rest.pop();
@@ -65,7 +65,7 @@ const TITLE = {
   end: (lines, start) => start + 1,
   build([line]) {
     const [mark, marks] = HEADING.exec(line);
-    const level = Math.min(marks.length + 2, 6); // the page has the first two levels itself
+    const level = Math.min(marks.length + 2, 6); // the page itself uses the first two levels
     return make(`h${level}`, {}, ...inline(line.slice(mark.length).trim().replace(/\s#+$/, "")));
   },
 };
@@ -88,7 +88,7 @@ const LIST = {
     const isInside = (line, i) => {
       if (indent(line) >= indent(lines[start]) + 2) return true;
       if (ITEM.test(line) && !RULE.test(line)) return isOrdered(line) === isOrdered(lines[start]);
-      return !isBlank(lines[i - 1]) && !isOther(line, lines[i + 1]); // an item's text goes on
+      return !isBlank(lines[i - 1]) && !isOther(line, lines[i + 1]); // an item's text continues
     };
     let end = start + 1;
     // An empty line belongs to the list if more of the list follows.
@@ -132,12 +132,12 @@ const TABLE = {
 const PARAGRAPH = {
   starts: () => true,
   end: (lines, start) => endOf(lines, start, (line, i) => !isBlank(line) && !isOther(line, lines[i + 1])),
-  build: (lines) => make("p", {}, ...inline(lines.join("\n"))), // a new line is shown as one: models mean it so
+  build: (lines) => make("p", {}, ...inline(lines.join("\n"))), // newlines stay: models mean line breaks
 };
 
 const OTHERS = [CODE, TITLE, BREAK, CITATION, LIST, TABLE];
 
-// Whether a line ends the paragraph before it. "2024. That year" does not: it may be the end of a sentence.
+// Returns whether a line ends the paragraph before it. "2024. That year" does not: it may be the end of a sentence.
 function isOther(line, next = "") {
   const number = ITEM.exec(line)?.[2];
   return OTHERS.some((kind) => kind.starts(line, next)) && (number === undefined || number === "1");
@@ -159,7 +159,7 @@ function* split(lines, depth) {
 
 const render = (lines, depth) => [...split(lines, depth)].map(({ kind, lines }) => kind.build(lines, depth));
 
-// The first line after `start` that the block does not go on with.
+// Returns the first line after `start` that does not belong to the block.
 function endOf(lines, start, goesOn) {
   let end = start + 1;
   while (end < lines.length && goesOn(lines[end], end)) end++;
@@ -177,7 +177,7 @@ const isOrdered = (line) => ITEM.exec(line)[2] !== undefined;
 const indent = (line) => /^\s*/.exec(line)[0].replaceAll("\t", "    ").length;
 const dedent = (line, width) => (width ? line.replace(new RegExp(`^(?:\t| {0,${width}})`), "") : line);
 
-// A row's cells; "\|" is no border.
+// Returns a row's cells. "\|" is no border.
 function cells(row) {
   const inside = row.trim().replace(/^\||(?<!\\)\|$/g, "");
   return inside.split(/(?<!\\)\|/).map((cell) => cell.replaceAll("\\|", "|").trim());
@@ -185,10 +185,10 @@ function cells(row) {
 
 // ---- inside a block ----
 
-// Text and elements, in one pass: emphasis that ends takes what came since it began.
+// Makes text and elements in one pass. Emphasis that ends wraps the nodes since its beginning.
 function inline(text, hasLinks = true) {
   const nodes = [];
-  const open = []; // {mark, at}: emphasis that has begun, and where its mark is in nodes
+  const open = []; // {mark, at}: emphasis that has begun, with the index of its mark in `nodes`
   const unpaired = new Set(); // backticks that have no partner in the rest of the text
   const pattern = new RegExp(INLINE);
   let at = 0;
@@ -215,7 +215,7 @@ function inline(text, hasLinks = true) {
 }
 
 function emphasize(nodes, open, run, before, after) {
-  const isWord = (character) => run[0] === "_" && /[\p{L}\p{N}]/u.test(character); // snake_case is none
+  const isWord = (character) => run[0] === "_" && /[\p{L}\p{N}]/u.test(character); // snake_case is no emphasis
   let left = run.length;
   while (before.trim() && !isWord(after)) {
     const i = open.findLastIndex(({ mark }) => mark[0] === run[0] && mark.length <= left);
@@ -235,7 +235,7 @@ function emphasize(nodes, open, run, before, after) {
   if (left) nodes.push(run.slice(0, left));
 }
 
-// Where as many backticks stand again, neither more nor less.
+// Finds the next run of exactly as many backticks.
 function partner(text, ticks, from) {
   for (let start = text.indexOf(ticks, from); start >= 0; ) {
     let end = start;

@@ -1,22 +1,22 @@
-// The page pool: a cell for each page, in the colours of the requests that own it.
+// Draws the page pool: a cell for each page, in the colours of the requests that own it.
 
 import { palette, prepared, track } from "./canvas.js";
 import { make } from "./dom.js";
 
-const STATES = ["free", "owned", "cached", "trash"]; // what the server's numbers mean, and the colours' names
+const STATES = ["free", "owned", "cached", "trash"]; // the names of the server's state numbers, and of their colours
 const HEIGHT = 200; // pixels that a pool should fill; more pages than fit make it taller
 const [SMALLEST, LARGEST] = [3, 16]; // pixels of a cell
-const LISTED = 8; // requests with a line of their own
+const LISTED = 8; // the most requests in the list
 
 export class PoolPicture {
   #parts;
-  #pools = []; // one a replica
+  #pools = []; // one for each replica
 
   constructor(parts) {
     this.#parts = parts;
   }
 
-  /** Draws the state that the server told. */
+  /** Draws the state from the server. */
   update({ replicas, stats, page_size: pageSize }) {
     const { root, summary, list, colours, explain } = this.#parts;
     if (this.#pools.length !== replicas.length) {
@@ -54,7 +54,7 @@ class Pool {
       for (const page of request.pages) this.#owners.set(page, [...(this.#owners.get(page) ?? []), request]);
     }
     const width = this.canvas.clientWidth;
-    if (!width) return; // not on the screen
+    if (!width) return; // the canvas is not visible
     const fitting = Math.floor(Math.sqrt((width * HEIGHT) / states.length));
     this.#size = Math.max(SMALLEST, Math.min(LARGEST, fitting));
     this.#columns = Math.floor(width / this.#size);
@@ -66,10 +66,10 @@ class Pool {
     let filling = "";
     states.forEach((state, page) => {
       const [x, y] = [(page % this.#columns) * this.#size, Math.floor(page / this.#columns) * this.#size];
-      // A page of several requests has a stripe of each, of three at most, and a dot.
+      // A page of several requests has a stripe for each of up to three of them, and a dot.
       const stripes = this.#owners.get(page)?.slice(0, 3).map(({ id }) => this.#colours.of(id)) ?? [plain[state]];
       stripes.forEach((stripe, i) => {
-        if (stripe !== filling) context.fillStyle = filling = stripe; // it is parsed
+        if (stripe !== filling) context.fillStyle = filling = stripe; // setting it parses the text
         context.fillRect(x, y + (i * inside) / stripes.length, inside, inside / stripes.length);
       });
       if (!shared.has(page)) return;

@@ -12,7 +12,7 @@ export class EndFollower {
     this.#pane = pane;
     pane.addEventListener("scroll", () => this.#scrolled());
     const observer = new ResizeObserver(() => this.#isFollowing && this.toEnd());
-    observer.observe(content); // text came
+    observer.observe(content); // new text arrived
     observer.observe(pane); // the window changed, or a keyboard appeared
   }
 

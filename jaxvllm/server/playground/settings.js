@@ -1,13 +1,13 @@
-// The form beside the conversation, and what it says about a request.
+// The form beside the conversation, and the fields that it adds to a request.
 
 import { make } from "./dom.js";
 
 const SLIDERS = [
   { name: "temperature", min: 0, max: 2, step: 0.01, value: 0.7, title: "0: always the most probable token" },
-  { name: "top_p", min: 0.01, max: 1, step: 0.01, value: 1, title: "the likeliest tokens of this probability" },
-  { name: "top_k", min: 0, max: 200, step: 1, value: 0, title: "so many of the likeliest tokens; 0: all" },
-  { name: "min_p", min: 0, max: 1, step: 0.01, value: 0, title: "at least this share of the best one's" },
-  { name: "max_tokens", min: 1, max: 1024, step: 1, value: 1024, title: "where an answer is cut; all the way up: where the model's context ends" },
+  { name: "top_p", min: 0.01, max: 1, step: 0.01, value: 1, title: "keep the most probable tokens up to this probability" },
+  { name: "top_k", min: 0, max: 200, step: 1, value: 0, title: "keep this many of the most probable tokens; 0: all" },
+  { name: "min_p", min: 0, max: 1, step: 0.01, value: 0, title: "keep tokens with at least this share of the best one's probability" },
+  { name: "max_tokens", min: 1, max: 1024, step: 1, value: 1024, title: "the most tokens of an answer; all the way up: as many as the context holds" },
 ];
 const ALTERNATIVES = 5; // shown for each token
 
@@ -21,7 +21,7 @@ export class Settings {
     form.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  /** Whether every field can be sent; shows the first that cannot. */
+  /** Returns whether every field can be sent, and shows the first that cannot. */
   isValid() {
     return this.#form.reportValidity();
   }
@@ -34,7 +34,7 @@ export class Settings {
     return this.#form.elements.system.value.trim();
   }
 
-  /** The fields that a request has for both endpoints; no max_tokens: until the model's context ends. */
+  /** Returns a request's fields for both endpoints. Without max_tokens, an answer may fill the model's context. */
   sampling() {
     const fields = this.#form.elements;
     const values = Object.fromEntries(SLIDERS.map(({ name }) => [name, fields[name].valueAsNumber]));
@@ -45,7 +45,7 @@ export class Settings {
     return values;
   }
 
-  /** No answer is longer than the model's context. What was all the way up stays there. */
+  /** Limits answers to the model's context. A slider at its maximum stays there. */
   limit(maxTokens) {
     for (const input of this.#form.querySelectorAll("[data-of=max_tokens]")) {
       const isAtTop = input.value === input.max;
@@ -55,7 +55,7 @@ export class Settings {
   }
 }
 
-// A slider and a number that follow each other. The number has the name: it is what is sent.
+// Connects a slider and a number field. The number has the name, because its value is sent.
 function row({ name, title, ...range }) {
   const number = make("input", { type: "number", id: name, name, required: true, ...range });
   const slider = make("input", { type: "range", ariaLabel: name, ...range });

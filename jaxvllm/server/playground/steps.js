@@ -1,4 +1,4 @@
-// The batch of each step: tokens of decoding rows, of prompts, and the padding up to the bucket.
+// Draws the batch of each step: tokens of decoding rows and of prompts, and the padding up to the bucket.
 
 import { palette, prepared, track } from "./canvas.js";
 
@@ -17,7 +17,7 @@ export class StepsPicture {
     track(canvas, (at) => explain(at && this.#describe(at)));
   }
 
-  /** Draws the last of the steps that the server told. */
+  /** Draws the latest of the steps from the server. */
   update({ steps }) {
     this.#steps = steps.slice(-Math.floor((this.#canvas.clientWidth - LABELS) / BAR));
     this.#draw();
@@ -28,7 +28,7 @@ export class StepsPicture {
     const width = this.#canvas.clientWidth;
     const context = prepared(this.#canvas, HEIGHT);
     const colours = palette(this.#canvas);
-    // Logarithmic: one decoding row and a prompt of thousands are both to be seen.
+    // The scale is logarithmic, so that one decoding row and a prompt of thousands of tokens are both visible.
     const top = Math.log2(1 + Math.max(16, ...this.#steps.map((step) => step.bucket)));
     const y = (tokens) => HEIGHT - ((HEIGHT - 12) * Math.log2(1 + tokens)) / top;
     context.font = `10px ${getComputedStyle(this.#canvas).fontFamily}`;

@@ -1,9 +1,9 @@
-// What this browser keeps for the page. It may refuse to, have no room, or hold what another version wrote.
+// The texts that the browser keeps for the page. It may refuse to, have no room, or have texts of another version.
 
-const VERSION = 1; // of what a saved conversation looks like
+const VERSION = 1; // version of the form of saved conversations
 const MODES = ["chat", "completion"];
 
-/** One text in `localStorage` or `sessionStorage`. Where the browser refuses, it lasts as long as the page. */
+/** One text in `localStorage` or `sessionStorage`. If the browser refuses, it lasts as long as the page. */
 export class StoredText {
   #area;
   #key;
@@ -22,7 +22,7 @@ export class StoredText {
     }
   }
 
-  /** An empty text removes what was there. Where a text finds no room, the one before it stays. */
+  /** Saves a text. An empty text removes the saved one. If there is no room, the earlier text stays. */
   set(text) {
     try {
       if (text) window[this.#area].setItem(this.#key, text);
@@ -38,7 +38,7 @@ export class StoredText {
 export class SavedConversations {
   #text = new StoredText("localStorage", "jaxvllm.conversations");
 
-  /** What was saved last; empty conversations where nothing was, or something that this version cannot read. */
+  /** Returns the last saved state, or empty conversations if there is none that this version can read. */
   load() {
     try {
       const { version, mode, chat, completion } = JSON.parse(this.#text.get());
@@ -50,7 +50,7 @@ export class SavedConversations {
     return { mode: MODES[0], chat: [], completion: [] };
   }
 
-  /** The other conversation stays as it was saved last, perhaps by another tab. Nothing is kept of empty ones. */
+  /** Saves one conversation. The other stays as it was last saved, perhaps by another tab. Empty ones are not kept. */
   saveTurns(mode, turns) {
     const all = { ...this.load(), mode, [mode]: turns };
     if (all.chat.length || all.completion.length) this.#write(all);

@@ -1,10 +1,10 @@
-// Text whose tokens can be looked at: shaded by probability, with what else the model thought of.
+// Shows text as tokens, shaded by probability, with the alternatives that the model considered.
 
 import { make } from "./dom.js";
 
-const SLACK = 8; // characters that may lie between two tokens: those of one that is only part of a character
+const SLACK = 8; // the most characters between two tokens, from tokens that are only part of a character
 
-/** Lays tokens over the text they made, which may come later: half a character waits, half a stop string too. */
+/** Matches tokens with their text. The text may come later: parts of characters and of stop strings are held back. */
 export class TokenText {
   element = make("span", { className: "tokens" });
   #alternatives;
@@ -27,7 +27,7 @@ export class TokenText {
     if (this.#waiting[0]?.said === this.#rest) this.#place();
   }
 
-  /** No more text: what has no token stays plain, and a token that has no text (one that ended the answer) goes. */
+  /** Ends the text. Text without a token stays plain; tokens without text (such as EOS) are dropped. */
   finish() {
     while (this.#waiting.length && this.#rest) this.#place();
     this.element.append(this.#rest);
@@ -42,13 +42,13 @@ export class TokenText {
   }
 }
 
-// Where `said` ends in `text`, 0 when it does not begin there.
+// Returns where `said` ends in `text`, or 0 if it does not begin near the start.
 function end(text, said) {
   const at = said ? text.slice(0, said.length + SLACK).indexOf(said) : -1;
   return at < 0 ? 0 : at + said.length;
 }
 
-/** The box that shows a token's alternatives, by pointer, touch or arrow keys. */
+/** The box with a token's alternatives. The reader opens it by pointer, touch or arrow keys. */
 export class Alternatives {
   #box;
   #tokens = new WeakMap();

@@ -1,8 +1,8 @@
-// One turn of a conversation on the page: what was typed, the answer, and what can be done with the two.
+// One turn of a conversation on the page: the reader's text, the answer, and the buttons for both.
 
 import { button, make } from "./dom.js";
 
-/** Text that is shown as it is. */
+/** Text that is shown unchanged. */
 export class PlainText {
   element = make("span");
   #text = new Text();
@@ -23,7 +23,7 @@ export class Turn {
   #asked;
   #copy = button("copy", "Copy");
 
-  /** `editBeside`: the button that edits the prompt stands beside it, else below the answer. */
+  /** With `editBeside`, the button that edits the prompt is beside it, otherwise below the answer. */
   constructor(prompt, answer, editBeside) {
     this.prompt = prompt;
     this.answer = answer;
@@ -39,13 +39,13 @@ export class Turn {
     return { prompt: this.prompt, ...this.answer.saved };
   }
 
-  /** The answer has ended; `offer` is a list of buttons for what may be done about a context that is full. */
+  /** Shows that the answer has ended. `offer` is a list of buttons for a context that is full. */
   end(offer) {
     this.#copy.hidden = !this.answer.text;
     if (offer.length) this.element.append(make("p", { className: "offer" }, "The model's context is full.", ...offer));
   }
 
-  /** Lets the reader change the prompt: a form that is submitted, or taken back by its button and by Escape. */
+  /** Lets the reader change the prompt in a form, which a button or Escape cancels. */
   edit() {
     const field = make("textarea", { ariaLabel: "Your text, changed", value: this.prompt });
     const cancel = button("cancel", "Cancel");

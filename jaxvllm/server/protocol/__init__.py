@@ -1,1 +1,1 @@
-"""What goes over HTTP: requests, checked field by field, and responses, as clients of others know them."""
+"""The bodies of HTTP requests, checked field by field, and of responses, in the forms of OpenAI, Anthropic and vLLM."""

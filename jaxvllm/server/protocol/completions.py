@@ -1,4 +1,4 @@
-"""`/v1/completions`, as OpenAI's and vLLM's clients know it."""
+"""The bodies of `/v1/completions`, compatible with OpenAI's and vLLM's clients."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,6 +6,7 @@ from pydantic import FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.server.protocol.fields import (
+    EngineFields,
     FinishReason,
     Reply,
     SamplingFields,
@@ -24,36 +25,39 @@ type OnePrompt = str | list[int]
 type Prompts = Annotated[list[Tokens], FailFast()]
 
 
-class CompletionRequest(SamplingFields, ScoringFields):
-    """A text to go on with, or several; token ids do as well."""
+class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
+    """A text to continue, or several, each as text or as token ids."""
 
     prompt: str | Strings | Tokens | Prompts
-    max_tokens: int | None = None  # None: 16, as OpenAI's; 0, with echo or prompt_logprobs: the prompt is scored alone
+    max_tokens: int | None = None  # None: 16, as OpenAI's; 0, with echo or prompt_logprobs: only score the prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None  # the prompt goes first; with max_tokens 0 it is all
+    echo: bool | None = None  # begin the answer with the prompt; with max_tokens 0 the answer is only the prompt
 
     suffix: str | None = neutral("")
     best_of: int | None = neutral(1)
 
     @property
     def limit(self) -> int:
-        """Tokens to generate at most."""
+        """The most tokens to generate."""
         return MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Best tokens to compute beside the prompt's; the engine scores a prompt whenever nothing is generated."""
+        """The number of best tokens to compute beside each of the prompt's, or None not to score the prompt.
+
+        It is never None when an echoing request generates nothing: such a request has to score its prompt.
+        """
         echoed = self.logprobs if self.logprobs is not None or self.max_tokens != 0 else 0
         asked = [self.prompt_logprobs, echoed if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
     def prompts(self) -> list[OnePrompt]:
-        """The prompts, one by one."""
+        """Returns the prompts as a list, even if there is only one."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
-            raise ParameterError("prompt is empty: give at least one", "prompt")
+            raise ParameterError("prompt is an empty list: give at least one prompt", "prompt")
         if len(prompt) > MAX_PROMPTS:
             raise ParameterError(
                 f"prompt has {len(prompt)} prompts, and {MAX_PROMPTS} are the most: send several requests", "prompt"
@@ -69,19 +73,19 @@ class CompletionChoice(Reply):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    prompt_token_ids: list[int] | None = None  # of a stream, in a choice's first chunk
+    prompt_token_ids: list[int] | None = None  # in a stream, only in a choice's first chunk
     prompt_logprobs: PromptLogprobList | None = None
     token_ids: list[int] | None = None
 
 
 class CompletionResponse(Reply):
-    """All completions; in a stream, some of their text."""
+    """A response with all completions. An event of a stream has some of their text."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
-    service_tier: None  # there is one for all
-    system_fingerprint: str  # of the software's version, the model, its mesh and its dtypes
+    service_tier: None  # the server has no tiers
+    system_fingerprint: str  # a hash of the software's version, the model, its mesh and its dtypes
     choices: list[CompletionChoice]
     usage: Usage | None = None

@@ -1,4 +1,4 @@
-"""What the requests of several endpoints have in common."""
+"""Fields that the requests and responses of several endpoints have in common."""
 
 import json
 import time
@@ -11,30 +11,31 @@ from uuid import uuid4
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import MAX_INT32, RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 
 
 class Strict(BaseModel):
-    """A request. A field that is not here is an error, and nothing is converted: "1" is no number."""
+    """The base of all request bodies. An unknown field is an error, and no value is converted: "1" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Reply(BaseModel):
-    """A response."""
+    """The base of all response bodies."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-# How the description of such a field begins; what it may be follows.
+# The description of an unsupported field begins with these words, and goes on with the values that it may have.
 NOT_SUPPORTED = "not supported"
 
 
 def _neutral(*values: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value is not None and value not in values:
-            # No more of it than is shown: it may have a million items.
+            # Only the part that is shown is encoded, because the value may have a million items.
             shown = "".join(islice(json.JSONEncoder().iterencode(value), 61))
             raise ValueError(f"{shown if len(shown) <= 60 else shown[:57] + '...'} is not supported: leave it out")
         return value
@@ -43,28 +44,28 @@ def _neutral(*values: Any) -> Callable[[Any], Any]:
 
 
 def neutral(*values: Any) -> Any:
-    """A field of clients that is not supported: it may have the values that change nothing."""
+    """Declares a field that is not supported. Clients may send it with `values`, which change nothing."""
     told = f"{NOT_SUPPORTED}: {' or '.join(map(json.dumps, (None, *values)))}"
     field: Any = Field(default=None, description=told, examples=[None])
     field.metadata.append(AfterValidator(_neutral(*values)))
     return field
 
 
-# Of a conversation: a template of 50,000 keeps all other requests waiting for half a second.
+# The most messages of a conversation: rendering 50,000 keeps all other requests waiting for half a second.
 MAX_MESSAGES = 10_000
 
-# What the engine gives a template itself, under these names.
+# The names of the variables that the engine itself gives to a template.
 _RESERVED = ("self", "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
 
 
 def _template_variables(variables: dict[str, Any]) -> dict[str, Any]:
     for name in _RESERVED:
         if name in variables:
-            raise ValueError(f"{name} is no variable of a template: use the field of the request")
+            raise ValueError(f"{name} cannot be set as a template's variable: use the field of the request")
     return variables
 
 
-# Lists of clients. They may have millions of items, and each that is wrong would be an error with a place of its own:
+# Clients' lists may have millions of items, and without FailFast each wrong item would be an error with a location:
 # 1.5 MB of them took 9.5 s and 1.8 GB.
 type Strings = Annotated[list[str], FailFast()]
 type Tokens = Annotated[list[int], FailFast()]
@@ -77,24 +78,25 @@ type Messages = Annotated[
 type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 
 
-# Tokens to generate at most, by another name than the engine's: so that an error tells the one that was given.
+# The most tokens to generate, in a field that is not called max_tokens. It is checked here, so that an error names the
+# field that was given.
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
-# JSON has integers of any length, the messages to the engine have not.
+# JSON has integers of any length, but the messages to the engine do not.
 type Priority = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside its text."""
+    """The information that a stream contains in addition to its text."""
 
-    include_usage: bool = False  # a last chunk without choices
-    continuous_usage_stats: bool = False  # in every chunk
+    include_usage: bool = False  # send the usage in a last chunk without choices
+    continuous_usage_stats: bool = False  # send the usage in every chunk
     include_obfuscation: bool | None = neutral(False)
 
 
 class SamplingFields(Strict):
-    """How to draw tokens: OpenAI's fields, and vLLM's beside them."""
+    """The fields that say how to draw tokens: OpenAI's and vLLM's."""
 
     n: int | None = None
     temperature: float | None = None
@@ -123,29 +125,38 @@ class SamplingFields(Strict):
     logits_processors: list[Any] | None = neutral([])
 
     def chosen(self) -> dict[str, Any]:
-        """What of `SamplingParams` the client set."""
+        """Returns the fields of `SamplingParams` that the client set."""
         return {name: value for name in _PARAMS if (value := getattr(self, name)) is not None}
 
 
-# Fields that `SamplingParams` has by the same name.
+# The fields that have the same name in `SamplingParams`.
 _PARAMS = tuple(field.name for field in fields(SamplingParams) if field.name in SamplingFields.model_fields)
 
 
-class RequestFields(Strict):
-    """How a request is treated, whatever it asks for."""
+class EngineFields(Strict):
+    """The fields for the engine beside the prompt and the sampling. Every endpoint has them."""
 
-    model: str | None = None  # None: the one that is served
+    priority: Priority = 0  # lower values run first, if the engine has scheduling_policy="priority"
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # equal salts share cached prefixes
+
+    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> GenerationRequest:
+        """Makes the engine's request for one prompt of this HTTP request."""
+        return GenerationRequest(request_id, replace(prompt, cache_salt=self.cache_salt), params, self.priority)
+
+
+class RequestFields(Strict):
+    """The fields that do not depend on the kind of prompt."""
+
+    model: str | None = None  # None: the served model
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for the caller's own bookkeeping, as the next three
+    user: str | None = None  # for the client's own use, as are metadata, safety_identifier and prompt_cache_key
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    priority: Priority = 0  # lower goes first, with scheduling_policy="priority"
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared under one salt
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False  # in logprobs: "token_id:17" in place of the text
+    return_tokens_as_token_ids: bool = False  # write tokens in logprobs as "token_id:17" instead of their text
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = neutral({"type": "text"})
     service_tier: str | None = neutral("auto", "default")
@@ -153,15 +164,15 @@ class RequestFields(Strict):
     vllm_xargs: dict[str, Any] | None = neutral({})
 
     def check_stream(self) -> None:
-        """ValueError when something is asked of a stream, and there is to be none, or the other way round."""
+        """Raises ValueError for a field that needs a stream when there is none, or that a stream cannot have."""
         if not self.stream and self.stream_options and self.stream_options.model_dump(exclude_defaults=True):
             raise ParameterError("stream_options needs stream: true", "stream_options")
 
 
 class ScoringFields(RequestFields):
-    """The same where the prompt may be scored too."""
+    """The fields of a request that may also score its prompt."""
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # best of each of its tokens; not in a stream
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # best of each prompt token; not in a stream
 
     def check_stream(self) -> None:
         super().check_stream()
@@ -170,13 +181,13 @@ class ScoringFields(RequestFields):
 
 
 class PromptTokensDetails(Reply):
-    """Of the prompt's tokens."""
+    """Details about the prompt's tokens."""
 
-    cached_tokens: int  # found in the prefix cache
+    cached_tokens: int  # tokens that were found in the prefix cache
 
 
 class Usage(Reply):
-    """Tokens of one response."""
+    """The number of tokens of one response."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -185,7 +196,7 @@ class Usage(Reply):
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """`Usage`, as it is encoded."""
+    """Returns a `Usage` as it is encoded."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
@@ -195,7 +206,7 @@ def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
 
 
 def usage_of(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """The usage of finished requests that one response answers."""
+    """Returns the usage of the finished requests that one response answers."""
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
@@ -212,7 +223,7 @@ def params_of(
     prompt_logprobs: int | None = None,
     stream: bool,
 ) -> SamplingParams:
-    """The parameters of a request. ValueErrors name the field."""
+    """Returns the sampling parameters of a request. Raises ValueError that names the wrong field."""
     return replace(
         defaults,
         **chosen,
@@ -224,12 +235,12 @@ def params_of(
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody has."""
+    """Returns a new unique id."""
     return f"{prefix}{uuid4().hex}"
 
 
 def now() -> int:
-    """Unix time, as `created` has it."""
+    """Returns the Unix time in seconds, as for the field `created`."""
     return int(time.time())
 
 

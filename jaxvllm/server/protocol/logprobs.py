@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two dialects."""
+"""Log-probabilities in OpenAI's two formats, and prompts' in vLLM's."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,16 +7,16 @@ from typing import Any
 from jaxvllm.engine.outputs import CompletionOutput, Logprob
 from jaxvllm.server.protocol.fields import Reply
 
-# JSON has no infinity; vLLM writes this.
+# JSON has no infinity. vLLM writes this number instead.
 LOWEST = -9999.0
 
 type Ranked = dict[int, Logprob]
-# A token, its text and its log-probabilities, which the first of a prompt has not.
+# A token, its text and its log-probabilities, which are None for the first token of a prompt.
 type Told = tuple[int, str, Ranked | None]
 
 
 class TopLogprob(Reply):
-    """A token that could have come, in chat's dialect."""
+    """A token that could have been chosen, in the format of chat completions."""
 
     token: str
     logprob: float
@@ -24,19 +24,19 @@ class TopLogprob(Reply):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that came."""
+    """A chosen token."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Reply):
-    """Of all tokens of a choice, or of a chunk."""
+    """The log-probabilities of all tokens of a choice, or of a chunk of it."""
 
     content: list[TokenLogprob]
 
 
 class CompletionLogprobs(Reply):
-    """The dialect of completions: lists side by side. The first token of an echoed prompt has no probability."""
+    """Log-probabilities in the format of completions, parallel lists. The first token of an echoed prompt has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -45,19 +45,19 @@ class CompletionLogprobs(Reply):
 
 
 class PromptLogprob(Reply):
-    """One of a prompt's tokens, or one that could have been there, in vLLM's dialect."""
+    """A prompt's token, or one that could have been in its place, in vLLM's format."""
 
     logprob: float
     rank: int | None
     decoded_token: str | None
 
 
-# One for each token of the prompt, by token id; of the first nobody knows.
+# One entry for each token of the prompt, by token id. It is None for the first token, which has no probability.
 type PromptLogprobList = list[dict[str, PromptLogprob] | None]
 
 
 def chat_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> dict[str, Any] | None:
-    """`ChatLogprobs` with the `count` best of each token; None when they were not asked for."""
+    """Returns a `ChatLogprobs` with the `count` best of each token, or None if the request wants none."""
     if completion.logprobs is None:
         return None
     content = []
@@ -68,7 +68,7 @@ def chat_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> dic
 
 
 def completion_logprobs(tokens: Sequence[Told], count: int, as_ids: bool, offset: int) -> dict[str, Any]:
-    """`CompletionLogprobs` with the `count` best of each token, for text that begins at `offset`."""
+    """Returns a `CompletionLogprobs` with the `count` best of each token, for text that begins at `offset`."""
     return {
         "tokens": [f"token_id:{one}" if as_ids else text for one, text, _ in tokens],
         "token_logprobs": [None if ranked is None else _finite(ranked[one]) for one, _, ranked in tokens],
@@ -78,13 +78,13 @@ def completion_logprobs(tokens: Sequence[Told], count: int, as_ids: bool, offset
 
 
 def prompt_logprobs(scores: Sequence[Ranked | None] | None, count: int) -> list[dict[str, Any] | None]:
-    """`PromptLogprobList` with the `count` best of each token."""
-    assert scores is not None, "they were asked for"
+    """Returns a `PromptLogprobList` with the `count` best of each token."""
+    assert scores is not None, "the request wants the prompt's log-probabilities"
     return [None if ranked is None else _prompt_entry(ranked, count) for ranked in scores]
 
 
 def _prompt_entry(ranked: Ranked, count: int) -> dict[str, Any]:
-    shown = dict.fromkeys((next(iter(ranked)), *_best(ranked, count)))  # the prompt's own token is the first
+    shown = dict.fromkeys((next(iter(ranked)), *_best(ranked, count)))  # the first is the prompt's own token
     return {
         str(one): {
             "logprob": _finite(ranked[one]),
@@ -96,13 +96,13 @@ def _prompt_entry(ranked: Ranked, count: int) -> dict[str, Any]:
 
 
 def _top(token_id: int, ranked: Ranked, count: int, as_ids: bool) -> dict[str, float]:
-    """The token that came, and the `count` best."""
+    """Returns the chosen token and the `count` best, with their log-probabilities."""
     shown = dict.fromkeys((token_id, *_best(ranked, count)))
     return {_spelled(one, ranked, as_ids): _finite(ranked[one]) for one in shown}
 
 
 def _best(ranked: Ranked, count: int) -> Sequence[int]:
-    # The chosen token comes first and again where it belongs: with `count` ranks, no more than those.
+    # `ranked` begins with the chosen token, whatever its rank. Here it is among the best only if its rank is.
     return sorted((one for one in ranked if (ranked[one].rank or 1) <= count), key=lambda one: ranked[one].rank or 1)
 
 

@@ -1,22 +1,22 @@
-"""`/v1/messages`, as Anthropic's clients know it."""
+"""The bodies of `/v1/messages`, compatible with Anthropic's clients."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
 
 from jaxvllm.engine.outputs import CompletionOutput
-from jaxvllm.server.protocol.fields import MAX_MESSAGES, Limit, Priority, Reply, Strict, Strings, neutral
+from jaxvllm.server.protocol.fields import MAX_MESSAGES, EngineFields, Limit, Reply, Strict, Strings, neutral
 
 
 class CacheControl(Strict):
-    """A mark where a prompt's cached part ends. The prefix cache needs none: it finds the longest by itself."""
+    """A mark at the end of a prompt's cached part. It has no effect: the prefix cache finds the longest part itself."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(Strict):
-    """A text of a message."""
+    """A text in a message."""
 
     type: Literal["text"]
     text: str
@@ -30,40 +30,40 @@ def _as_blocks(content: Any) -> Any:
 
 type Blocks = Annotated[
     list[TextBlock], FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
-]  # a text, or several in a row: newlines join them
+]  # a text, or several blocks, which are joined by newlines
 
 
 class InputMessage(Strict):
-    """What one side said."""
+    """A message of the user or the assistant."""
 
     role: Literal["user", "assistant"]
     content: Blocks
 
 
 class Thinking(Strict):
-    """Of models that think before they answer."""
+    """The setting for models that think before they answer."""
 
     type: Literal["disabled"]
 
 
 class ToolChoice(Strict):
-    """Says nothing without tools."""
+    """A choice of tools, which has no effect because there are none."""
 
     type: Literal["auto", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
 class Metadata(Strict):
-    """For the caller's own bookkeeping."""
+    """Data for the client's own use."""
 
     user_id: str | None = None
 
 
 class ConversationFields(Strict):
-    """What becomes the prompt."""
+    """The fields that the prompt is made of."""
 
-    model: str | None = None  # None: the one that is served
-    # The answer goes on with the last message when the assistant said it.
+    model: str | None = None  # None: the served model
+    # If the last message is the assistant's, the answer continues it.
     messages: Annotated[
         list[InputMessage],
         FailFast(),
@@ -78,7 +78,7 @@ class ConversationFields(Strict):
     speed: str | None = neutral("standard")
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as templates know them: the system's goes first."""
+        """Returns the messages in the form for templates. The system's message comes first."""
         said = [] if not self.system else [("system", self.system)]
         said += [(message.role, message.content) for message in self.messages]
         return [
@@ -88,16 +88,16 @@ class ConversationFields(Strict):
 
     @property
     def continues(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
+        """Whether the answer continues the last message."""
         return self.messages[-1].role == "assistant"
 
 
 class CountTokensRequest(ConversationFields):
-    """A conversation whose prompt is to be measured."""
+    """A conversation whose prompt's tokens are to be counted."""
 
 
-class MessagesRequest(ConversationFields):
-    """A conversation to go on with."""
+class MessagesRequest(EngineFields, ConversationFields):
+    """A conversation to continue."""
 
     max_tokens: Limit
     stop_sequences: Strings | None = None
@@ -110,12 +110,9 @@ class MessagesRequest(ConversationFields):
     container: Any | None = neutral()
     context_management: dict[str, Any] | None = neutral({})
     mcp_servers: list[Any] | None = neutral([])
-    # Not Anthropic's: as on the other endpoints.
-    priority: Priority = 0  # lower goes first, with scheduling_policy="priority"
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # prefixes are shared under one salt
 
     def chosen(self) -> dict[str, Any]:
-        """What of `SamplingParams` the client set."""
+        """Returns the fields of `SamplingParams` that the client set."""
         asked = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -126,22 +123,22 @@ class MessagesRequest(ConversationFields):
 
 
 class TokenCount(Reply):
-    """Of a prompt."""
+    """The number of tokens of a prompt."""
 
     input_tokens: int
 
 
 class MessagesUsage(Reply):
-    """Tokens of a response. The prompt's are those that were computed and those that were cached, apart."""
+    """The number of tokens of a response. Computed and cached tokens of the prompt are counted separately."""
 
     input_tokens: int
-    cache_creation_input_tokens: int  # none: to fill the cache costs nothing
+    cache_creation_input_tokens: int  # always 0, because filling the cache costs nothing
     cache_read_input_tokens: int
     output_tokens: int
 
 
 class OutputBlock(Reply):
-    """The answer."""
+    """The text of an answer."""
 
     type: Literal["text"]
     text: str
@@ -152,7 +149,7 @@ type StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
 
 
 class MessagesResponse(Reply):
-    """What the assistant said."""
+    """The assistant's message."""
 
     id: str
     type: Literal["message"]
@@ -165,14 +162,14 @@ class MessagesResponse(Reply):
 
 
 class MessageStart(Reply):
-    """The first event: the message, empty."""
+    """The first event, with an empty message."""
 
     type: Literal["message_start"]
     message: MessagesResponse
 
 
 class ContentBlockStart(Reply):
-    """The answer begins."""
+    """The event at the beginning of the answer's text."""
 
     type: Literal["content_block_start"]
     index: int
@@ -180,20 +177,20 @@ class ContentBlockStart(Reply):
 
 
 class Ping(Reply):
-    """Nothing but a sign of life."""
+    """An event that only shows that the stream is alive."""
 
     type: Literal["ping"]
 
 
 class TextDelta(Reply):
-    """New text."""
+    """A new part of the text."""
 
     type: Literal["text_delta"]
     text: str
 
 
 class ContentBlockDelta(Reply):
-    """What is new of the answer."""
+    """The event with a new part of the answer's text."""
 
     type: Literal["content_block_delta"]
     index: int
@@ -201,21 +198,21 @@ class ContentBlockDelta(Reply):
 
 
 class ContentBlockStop(Reply):
-    """The answer is complete."""
+    """The event at the end of the answer's text."""
 
     type: Literal["content_block_stop"]
     index: int
 
 
 class StopDelta(Reply):
-    """Why it ended."""
+    """The reason why an answer ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(Reply):
-    """The message's end; tokens are those of the whole response."""
+    """The event at the end of the message. Its usage is that of the whole response."""
 
     type: Literal["message_delta"]
     delta: StopDelta
@@ -235,7 +232,7 @@ type MessagesEvent = Annotated[
 
 
 def messages_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, int]:
-    """`MessagesUsage`, as it is encoded."""
+    """Returns a `MessagesUsage` as it is encoded."""
     return {
         "input_tokens": num_prompt - num_cached,
         "cache_creation_input_tokens": 0,
@@ -245,7 +242,7 @@ def messages_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[st
 
 
 def ending(completion: CompletionOutput) -> dict[str, Any]:
-    """`StopDelta` of a completion that has ended."""
+    """Returns the `StopDelta` of a completion that has ended."""
     if completion.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(completion.stop_reason, str):

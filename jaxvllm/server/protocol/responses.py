@@ -1,4 +1,4 @@
-"""`/v1/responses`, the part of it that stores nothing, as OpenAI's clients know it."""
+"""The bodies of `/v1/responses`, compatible with OpenAI's clients, for responses that are not stored."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,6 +8,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     MAX_MESSAGES,
+    EngineFields,
     Limit,
     Reply,
     RequestFields,
@@ -25,12 +26,12 @@ type ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Strict):
-    """A text of a message. What an earlier response said goes back in as it came."""
+    """A text in a message. Clients may send the text of an earlier response back unchanged."""
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = neutral([])
-    logprobs: list[Any] | None = None  # of an earlier response: says nothing here
+    logprobs: list[Any] | None = None  # part of an earlier response; has no effect here
 
 
 def _as_parts(content: Any) -> Any:
@@ -38,16 +39,16 @@ def _as_parts(content: Any) -> Any:
 
 
 class InputItem(Strict):
-    """A message. The answer goes on with the last one when it is the assistant's and its status is not `completed`."""
+    """A message. The answer continues the last one if it is the assistant's and its status is not `completed`."""
 
     type: Literal["message"] = "message"
     role: Role
     content: Annotated[
         list[InputPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
-    ]  # newlines join them
+    ]  # a text, or several parts, which are joined by newlines
     id: str | None = None
     status: ItemStatus | None = None
-    phase: Literal["commentary", "final_answer"] | None = None  # of reasoning models
+    phase: Literal["commentary", "final_answer"] | None = None  # set by reasoning models
 
 
 def _as_items(given: Any) -> Any:
@@ -55,27 +56,27 @@ def _as_items(given: Any) -> Any:
 
 
 class TextFormat(Strict):
-    """Of the answer."""
+    """The format of the answer."""
 
     type: Literal["text"]
 
 
 class TextConfig(Strict):
-    """How to write."""
+    """The options of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = neutral("medium")
 
 
 class ResponsesStreamOptions(Strict):
-    """What a stream tells beside its text."""
+    """The information that a stream contains in addition to its text."""
 
-    include_usage: bool | None = None  # for clients of chat completions: the last event has the usage anyway
+    include_usage: bool | None = None  # for clients of chat completions; the last event always has the usage
     include_obfuscation: bool | None = neutral(False)
 
 
-class ResponsesRequest(SamplingFields, RequestFields):
-    """A text to answer, or a conversation to go on with."""
+class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
+    """A text to answer, or a conversation to continue."""
 
     input: Annotated[
         list[InputItem],
@@ -83,7 +84,7 @@ class ResponsesRequest(SamplingFields, RequestFields):
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
         Field(min_length=1, max_length=MAX_MESSAGES, examples=["Hello"]),
     ]
-    instructions: str | None = None  # a system message before all others
+    instructions: str | None = None  # the text of a system message before all others
     max_output_tokens: Limit | None = None  # None: up to the model's length
     include: Include | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -102,7 +103,7 @@ class ResponsesRequest(SamplingFields, RequestFields):
     truncation: str | None = neutral("disabled")
     tools: list[Any] | None = neutral([])
     tool_choice: Any | None = neutral("none", "auto")
-    max_tool_calls: int | None = None  # says nothing without tools, as the next
+    max_tool_calls: int | None = None  # has no effect without tools; nor has parallel_tool_calls
     parallel_tool_calls: bool | None = None
     context_management: list[Any] | None = neutral([])
     moderation: dict[str, Any] | None = neutral({})
@@ -111,7 +112,7 @@ class ResponsesRequest(SamplingFields, RequestFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Best tokens to report beside the chosen one. ValueError when they are not included."""
+        """The number of best tokens to report beside the chosen one. Raises ValueError when `include` lacks them."""
         if not self.include:
             if self.top_logprobs:
                 raise ParameterError(f'top_logprobs needs include: ["{LOGPROBS}"]', "top_logprobs")
@@ -120,11 +121,11 @@ class ResponsesRequest(SamplingFields, RequestFields):
 
     @property
     def continues(self) -> bool:
-        """Whether the last message is the beginning of the answer, as in vLLM."""
+        """Whether the answer continues the last message, by the same rule as in vLLM."""
         return self.input[-1].role == "assistant" and self.input[-1].status in ("in_progress", "incomplete")
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as templates know it."""
+        """Returns the conversation in the form for templates."""
         said = [] if not self.instructions else [{"role": "system", "content": self.instructions}]
         return said + [
             {"role": item.role, "content": [{"type": "text", "text": part.text} for part in item.content]}
@@ -137,12 +138,12 @@ class OutputText(Reply):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[Any]  # none
+    annotations: list[Any]  # always empty
     logprobs: list[TokenLogprob]
 
 
 class OutputMessage(Reply):
-    """The answer."""
+    """The message that is the answer."""
 
     id: str
     type: Literal["message"]
@@ -152,20 +153,20 @@ class OutputMessage(Reply):
 
 
 class InputTokensDetails(Reply):
-    """Of the prompt's tokens."""
+    """Details about the prompt's tokens."""
 
-    cached_tokens: int  # found in the prefix cache
-    cache_write_tokens: int  # none that would be billed
+    cached_tokens: int  # tokens that were found in the prefix cache
+    cache_write_tokens: int  # always 0, because writing them is not billed
 
 
 class OutputTokensDetails(Reply):
-    """Of the answer's tokens."""
+    """Details about the answer's tokens."""
 
     reasoning_tokens: int
 
 
 class ResponsesUsage(Reply):
-    """Tokens of one response."""
+    """The number of tokens of one response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -175,20 +176,20 @@ class ResponsesUsage(Reply):
 
 
 class ResponsesError(Reply):
-    """Why there is no answer."""
+    """The reason why there is no answer."""
 
     code: Literal["server_error"]
     message: str
 
 
 class IncompleteDetails(Reply):
-    """Why the answer is not complete."""
+    """The reason why the answer is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponsesResponse(Reply):
-    """The answer, and again what was asked for."""
+    """The answer, and the fields of the request repeated."""
 
     id: str
     object: Literal["response"]
@@ -227,7 +228,7 @@ class _Event(Reply):
 
 
 class ResponseEvent(_Event):
-    """Where the response is in its life; the last of these is the end."""
+    """The event of a new status of the response. The last such event ends the stream."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
@@ -236,7 +237,7 @@ class ResponseEvent(_Event):
 
 
 class OutputItemEvent(_Event):
-    """The answer begins, and is complete."""
+    """The event at the beginning and at the end of the answer."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -244,7 +245,7 @@ class OutputItemEvent(_Event):
 
 
 class ContentPartEvent(_Event):
-    """Its text begins, and is complete."""
+    """The event at the beginning and at the end of the answer's text."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     item_id: str
@@ -254,7 +255,7 @@ class ContentPartEvent(_Event):
 
 
 class TextDeltaEvent(_Event):
-    """New text."""
+    """The event with a new part of the text."""
 
     type: Literal["response.output_text.delta"]
     item_id: str
@@ -265,7 +266,7 @@ class TextDeltaEvent(_Event):
 
 
 class TextDoneEvent(_Event):
-    """The whole text."""
+    """The event with the whole text."""
 
     type: Literal["response.output_text.done"]
     item_id: str
@@ -276,7 +277,7 @@ class TextDoneEvent(_Event):
 
 
 class ErrorEvent(_Event):
-    """What went wrong; `response.failed` follows."""
+    """The event of an error. The event `response.failed` follows it."""
 
     type: Literal["error"]
     code: str | None
@@ -291,7 +292,7 @@ type ResponsesEvent = Annotated[
 
 
 def responses_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """`ResponsesUsage`, as it is encoded."""
+    """Returns a `ResponsesUsage` as it is encoded."""
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
@@ -302,13 +303,13 @@ def responses_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[s
 
 
 def token_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> list[dict[str, Any]]:
-    """`TokenLogprob`s with the `count` best of each token; none when they were not asked for."""
+    """Returns `TokenLogprob`s with the `count` best of each token, or an empty list if the request wants none."""
     made = chat_logprobs(completion, count, as_ids)
     return [] if made is None else made["content"]
 
 
 def echoed(request: ResponsesRequest) -> dict[str, Any]:
-    """What of `ResponsesResponse` says again what was asked for."""
+    """Returns the fields of a `ResponsesResponse` that repeat fields of the request."""
     return {
         "background": False,
         "instructions": request.instructions,

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM's."""
+"""The bodies of `/tokenize` and `/detokenize`, compatible with vLLM's."""
 
 from typing import Any
 
@@ -6,38 +6,38 @@ from jaxvllm.server.protocol.fields import Messages, Reply, Strict, TemplateVari
 
 
 class TokenizeRequest(Strict):
-    """A text, or a conversation: one of both."""
+    """A text or a conversation to tokenize. Exactly one of them must be given."""
 
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the served model
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # None: to a text yes; to messages no, as the template writes them
+    add_special_tokens: bool | None = None  # None: true for a text, false for messages: the template writes them
     return_token_strs: bool | None = None
 
-    # Of messages.
-    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    # These fields are only for messages.
+    add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
     tools: list[Any] | None = neutral([])
-    # From strangers: a template is a program.
+    # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     mm_processor_kwargs: dict[str, Any] | None = neutral({})
 
 
 class TokenizeResponse(Reply):
-    """The tokens; there may be more than the model takes."""
+    """The tokens, of which there may be more than the model takes."""
 
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None  # as the vocabulary spells them; null unless return_token_strs asks for them
+    token_strs: list[str] | None  # the tokens as the vocabulary spells them; null unless return_token_strs is true
 
 
 class DetokenizeRequest(Strict):
-    """Token ids whose text is wanted."""
+    """Token ids to convert to text."""
 
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the served model
     tokens: Tokens
 
 

@@ -1,1 +1,1 @@
-"""The endpoints, a file for each group of them."""
+"""The endpoints, with a module for each group of them."""

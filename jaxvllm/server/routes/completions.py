@@ -1,38 +1,40 @@
 """`POST /v1/completions`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
-from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import DONE, Events, event, respond
-from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.generation import Generation
+from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
-from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Returns a router with this endpoint."""
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Goes on with a text."""
+        """Continues a text."""
         return await create(service, body, request)
 
     return routes
 
 
 async def create(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """The answer to `body`, which came with `request`."""
+    """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
     body.check_stream()
     params = params_of(
@@ -47,18 +49,27 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     for prompt in prompts:
         service.check_room(prompt, body.max_tokens, "max_tokens")
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
-    job = Job(engine_id, prompts, params, body.priority)
-    exchange = _Exchange(service, body, model, job, answer_id)
-    return await respond(request, service, job, exchange.whole, exchange.events)
+    ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
+    asked = [body.request(name, prompt, params) for name, prompt in zip(ids, prompts, strict=True)]
+    exchange = _Exchange(service, body, model, asked, answer_id)
+    return await respond(request, service, asked, exchange.whole, exchange.events)
 
 
 class _Exchange:
-    """One request and its answer."""
+    """One request, which makes the bodies of its answer."""
 
-    def __init__(self, service: Service, body: CompletionRequest, model: str, job: Job, answer_id: str):
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        model: str,
+        asked: Sequence[GenerationRequest],
+        answer_id: str,
+    ):
         self._service = service
         self._body = body
-        self._job = job
+        self._asked = asked
+        self._n = asked[0].params.n
         self._head = {"id": answer_id, "object": "text_completion"} | service.answer_head(model)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -71,15 +82,15 @@ class _Exchange:
 
     async def events(self, generation: Generation) -> Events:
         options = self._body.stream_options or StreamOptions()
-        first: dict[int, RequestOutput] = {}  # of each prompt
+        first: dict[int, RequestOutput] = {}  # the first output of each prompt
         last: dict[int, RequestOutput] = {}
-        lengths: dict[int, int] = {}  # characters of each choice's tokens so far, shown or held back
+        lengths: dict[int, int] = {}  # characters of each choice's tokens so far, whether sent or held back
         num_tokens = 0
         async for index, output in generation.outputs():
             last[index] = output
             first.setdefault(index, output)
             for completion in output.outputs:
-                number = index * self._job.params.n + completion.index
+                number = index * self._n + completion.index
                 is_first = number not in lengths
                 tokens = self._tokens(completion, first[index] if is_first else None)
                 made = self._choice(index, completion, tokens, lengths.get(number, 0), is_first)
@@ -98,12 +109,12 @@ class _Exchange:
         yield DONE
 
     def _tokens(self, completion: CompletionOutput, first: RequestOutput | None) -> list[Told]:
-        """Those whose log-probabilities are told: what is new, behind the prompt where `first` brings that."""
+        """Returns the tokens with log-probabilities for a choice: the new ones, after the echoed prompt of `first`."""
         if completion.logprobs is None:
             return []
         pairs: list[tuple[int, Ranked | None]] = []
         if first is not None and self._body.echo:
-            assert first.prompt_logprobs is not None, "the prompt's were asked for, and the first output has them"
+            assert first.prompt_logprobs is not None, "an echo scores the prompt, and the first output has the scores"
             pairs += zip(first.prompt_token_ids, first.prompt_logprobs, strict=True)
         pairs += zip(completion.token_ids, completion.logprobs, strict=True)
         return [
@@ -118,14 +129,14 @@ class _Exchange:
     def _choice(
         self, index: int, completion: CompletionOutput, tokens: list[Told], offset: int, is_first: bool
     ) -> dict[str, Any]:
-        """`CompletionChoice` of what is new of prompt `index`: text from `offset` characters into the choice on."""
+        """Returns a `CompletionChoice` with the new part for prompt `index`, `offset` characters into the choice."""
         body = self._body
         logprobs = None
         if body.logprobs is not None:
             logprobs = completion_logprobs(tokens, body.logprobs, body.return_tokens_as_token_ids, offset)
-        echo = (self._job.prompts[index].text or "") if body.echo and is_first else ""
+        echo = (self._asked[index].prompt.text or "") if body.echo and is_first else ""
         made = {
-            "index": index * self._job.params.n + completion.index,
+            "index": index * self._n + completion.index,
             "text": echo + completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
@@ -134,7 +145,7 @@ class _Exchange:
         return made | {"token_ids": completion.token_ids} if body.return_token_ids else made
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """What a choice tells of its prompt, once."""
+        """Returns the fields about the prompt, which a choice has once."""
         made: dict[str, Any] = {}
         if self._body.return_token_ids:
             made["prompt_token_ids"] = output.prompt_token_ids
@@ -162,7 +173,6 @@ def _read(service: Service, body: CompletionRequest, scores_only: bool) -> list[
             one = service.read_prompt(
                 prompt,
                 field=field,
-                cache_salt=body.cache_salt,
                 add_special_tokens=body.add_special_tokens is not False,
                 scores_only=scores_only,
             )
@@ -171,6 +181,6 @@ def _read(service: Service, body: CompletionRequest, scores_only: bool) -> list[
                 error.args = (f"{field}: {error}",)
             raise
         if body.echo and one.text is None:
-            one = Prompt(service.tokenizer.decode(one.token_ids.tolist()), one.token_ids, one.cache_salt)
+            one = replace(one, text=service.tokenizer.decode(one.token_list))
         read.append(one)
     return read

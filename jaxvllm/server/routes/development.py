@@ -1,4 +1,4 @@
-"""What only measurements and tests need: the server has it with --dev-endpoints alone."""
+"""Endpoints for measurements and tests. The server has them only with --dev-endpoints."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from jaxvllm.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns a router with these endpoints."""
     routes = APIRouter(tags=["Development"])
 
     @routes.post(
@@ -19,9 +19,10 @@ def router(service: Service) -> APIRouter:
         responses=COMMON | {status: GENERATES[status] for status in (500, 503, 504)},
     )
     async def reset_prefix_cache(request: Request) -> Response:
-        """Forgets every cached prefix, and answers once every replica has. Running requests go on.
+        """Forgets every cached prefix, and answers when every replica has done so. Running requests continue.
 
-        Only with `--dev-endpoints`, and not from a web page: a browser would send this for any page.
+        The endpoint exists only with `--dev-endpoints`. It refuses web pages, because any page could make a browser
+        send this request.
         """
         if "origin" in request.headers:
             raise ApiError(403, "a web page may not reset the prefix cache: use a program such as curl")

@@ -1,4 +1,4 @@
-"""What a server tells of itself: models, health, readiness, version, load and metrics."""
+"""Endpoints with information on the server: its models, health, readiness, version, load and metrics."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from jaxvllm.server.service import Service
 
 
 class ModelPermission(BaseModel):
-    """What a client may do with a model, in OpenAI's old form, which some clients still read."""
+    """A client's permissions for a model, in OpenAI's old form, which some clients still read."""
 
     id: str
     object: Literal["model_permission"] = "model_permission"
@@ -29,48 +29,48 @@ class ModelPermission(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jaxvllm"
     root: str
-    parent: str | None = None  # of an adapter; there are none
+    parent: str | None = None  # the model that an adapter belongs to; there are no adapters
     max_model_len: int | None
     permission: list[ModelPermission]
 
 
 class ModelList(BaseModel):
-    """All of them."""
+    """All served models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Status(BaseModel):
-    """Whether requests are taken."""
+    """The state of the server, which says whether it takes requests."""
 
     status: str
     reason: str
 
 
 class Version(BaseModel):
-    """Of this software."""
+    """The version of this software."""
 
     version: str
 
 
 class Load(BaseModel):
-    """Work that is there."""
+    """The server's present load."""
 
-    server_load: int  # requests that have not been answered, as vLLM's
+    server_load: int  # requests that have not been answered, as in vLLM
     num_requests_running: int
     num_requests_waiting: int
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns a router with these endpoints."""
     routes = APIRouter()
     llm = service.llm
     permission = ModelPermission(id=new_id("modelperm-"), created=service.created)
@@ -87,22 +87,22 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models", tags=["OpenAI"], responses=COMMON)
     async def list_models() -> ModelList:
-        """The names that `model` may have; all of them mean the same model."""
+        """Lists the names that `model` may have. All of them mean the same model."""
         return ModelList(data=[card(name) for name in service.model_names])
 
     @routes.get("/v1/models/{name:path}", tags=["OpenAI"], responses=COMMON | {404: GENERATES[404]})
     async def retrieve_model(name: str) -> ModelCard:
-        """One of them."""
+        """Describes the model that has this name."""
         return card(service.model_name(name))
 
     @routes.get("/health", tags=["Server"], response_class=Response)
     async def health() -> Response:
-        """This process answers."""
+        """Answers 200 as long as the server's process is alive, even if its engine is not."""
         return Response(status_code=200)
 
     @routes.get("/ready", tags=["Server"], response_model=Status, responses={503: {"model": Status}})
     async def ready(response: Response) -> Status:
-        """Requests are taken: the engine is idle and answers, or its steps make progress."""
+        """Answers 200 when the server takes requests: the engine is idle and answers, or its steps make progress."""
         if service.is_ready:
             return Status(status="ready", reason=llm.reason)
         if service.draining:
@@ -118,12 +118,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/version", tags=["Server"], responses=COMMON)
     async def version() -> Version:
-        """What runs here."""
+        """Returns the version of jaxvllm that is running."""
         return Version(version=jaxvllm.__version__)
 
     @routes.get("/load", tags=["Server"], responses=COMMON)
     async def load() -> Load:
-        """How much there is to do."""
+        """Returns the number of requests that are open, running and waiting."""
         stats = llm.stats
         return Load(
             server_load=service.num_open,
@@ -133,7 +133,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics", tags=["Server"], response_class=Response, responses=_METRICS)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Returns the metrics for Prometheus."""
         body, kind = service.metrics.render()
         return Response(body, media_type=kind)
 

@@ -5,11 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from jaxvllm.core.request import Prompt
 from jaxvllm.engine.outputs import RequestOutput
-from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import Events, event, respond
-from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.generation import Generation
+from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.fields import params_of
 from jaxvllm.server.protocol.messages import (
     ConversationFields,
@@ -20,13 +21,12 @@ from jaxvllm.server.protocol.messages import (
     ending,
     messages_usage,
 )
-from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import COMMON, STREAMED, as_anthropic
 from jaxvllm.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns a router with these endpoints."""
     routes = APIRouter(tags=["Anthropic"])
 
     @routes.post("/v1/messages", response_model=MessagesResponse, responses=as_anthropic(STREAMED))
@@ -39,12 +39,12 @@ def router(service: Service) -> APIRouter:
         prompt = await run_in_threadpool(_read, service, body)
         answer_id, engine_id = RequestId.of(request).names("msg_")
         exchange = _Exchange(model, answer_id)
-        job = Job(engine_id, [prompt], params, body.priority)
-        return await respond(request, service, job, exchange.whole, exchange.events, _error_event)
+        asked = [body.request(engine_id, prompt, params)]
+        return await respond(request, service, asked, exchange.whole, exchange.events, _error_event)
 
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
     async def count_tokens(body: CountTokensRequest) -> TokenCount:
-        """How long the prompt of a conversation is; it may be longer than the model takes."""
+        """Counts the tokens of a conversation's prompt, which may be longer than the model takes."""
         service.model_name(body.model)
         return TokenCount(input_tokens=await run_in_threadpool(_count, service, body))
 
@@ -52,7 +52,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _Exchange:
-    """One answer."""
+    """One answer, which makes its bodies."""
 
     def __init__(self, model: str, answer_id: str):
         self._answer_id = answer_id
@@ -105,14 +105,14 @@ def _usage(output: RequestOutput, num_tokens: int) -> dict[str, int]:
 
 
 def _text(service: Service, body: ConversationFields) -> str:
-    """The prompt that the model's template makes of the conversation."""
+    """Renders the conversation with the model's template and returns the text of the prompt."""
     return service.apply_chat_template(body.conversation(), continue_final_message=body.continues)
 
 
 def _read(service: Service, body: MessagesRequest) -> Prompt:
     # The template writes the special tokens itself.
     text = _text(service, body)
-    return service.read_prompt(text, field="messages", cache_salt=body.cache_salt, add_special_tokens=False)
+    return service.read_prompt(text, field="messages", add_special_tokens=False)
 
 
 def _count(service: Service, body: CountTokensRequest) -> int:

@@ -1,4 +1,4 @@
-"""The playground at `/`, its files, and `GET /playground/state`: what the engine is doing, to look at."""
+"""The playground at `/`, its files, and `GET /playground/state`, which shows what the engine is doing."""
 
 import asyncio
 import hashlib
@@ -10,37 +10,38 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from jaxvllm.engine import wire
-from jaxvllm.engine.async_llm import AsyncLLM
-from jaxvllm.engine.observer import Observer
 from jaxvllm.engine.page_view import PageState, PoolView
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import answer
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
+from jaxvllm.worker import wire
+from jaxvllm.worker.async_llm import AsyncLLM
+from jaxvllm.worker.observer import Observer
 
 FILES = Path(__file__).parents[1] / "playground"
 PAGE = "index.html"
-# Nothing from elsewhere, and nothing inside the page itself: a text that a model writes can never become a script.
+# Scripts may come neither from other servers nor from the page itself, so a model's text can never become a script.
 SAFE = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # ask whether it has changed
+    "cache-control": "no-cache",  # the browser asks each time whether the file has changed
 }
 NUM_STEPS = 256
-# Pages are looked at between two steps, which costs the engine time for each of them: so often at most, whoever asks.
+# The engine copies the state of its pages between two steps, which takes time for each page. So all clients together
+# get a new copy at most this often.
 FRESH_SECONDS = 0.2
-# For an engine that is busy with a step. Later it is better to say so.
+# The time to wait for an engine that is busy with a step. After that an error is better.
 ANSWER_SECONDS = 5.0
 _NUMBERS = {PageState.FREE: 0, PageState.OWNED: 1, PageState.CACHED: 2, PageState.TRASH: 3}
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns a router with these endpoints."""
     routes = APIRouter(tags=["Playground"])
     files = {path.name: _File(path) for path in FILES.iterdir() if path.is_file()}
     steps = StepHistory()
@@ -49,19 +50,19 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/", response_class=Response, responses=_HTML)
     async def playground(request: Request) -> Response:
-        """The playground."""
+        """Returns the playground's page."""
         return files[PAGE].response(request)
 
     @routes.get("/playground/static/{name}", response_class=Response, responses=_HTML | {404: GENERATES[404]})
     async def static(name: str, request: Request) -> Response:
-        """The playground's files."""
+        """Returns one of the playground's files."""
         if name not in files:
             raise ApiError(404, "the playground has no such file")
         return files[name].response(request)
 
     @routes.get("/playground/state", response_class=Response, responses=COMMON | {503: GENERATES[503]} | _STATE)
     async def state() -> Response:
-        """What the engine is doing: every page, who owns it, and the latest steps."""
+        """Returns what the engine is doing: the state and owners of every page, and the latest steps."""
         views = await pools.latest()
         stats = service.llm.stats
         shown = {
@@ -87,12 +88,12 @@ class StepHistory(Observer):
         self.latest: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
 
     def on_pulse(self, pulse: wire.Pulse) -> None:
-        """As `Observer.on_pulse`."""
+        """Implements `Observer.on_pulse`."""
         self.latest.extend(_step(step) for step in pulse.steps)
 
 
 class _Pools:
-    """The page pools, asked for no more often than they are needed, for all who look at them."""
+    """The page pools. All clients share a copy, which is renewed at most every `FRESH_SECONDS`."""
 
     def __init__(self, llm: AsyncLLM):
         self._llm = llm
@@ -100,7 +101,7 @@ class _Pools:
         self._taken_at = 0.0
 
     async def latest(self) -> list[PoolView]:
-        """ApiError when the engine does not answer, EngineUnavailableError when there is none."""
+        """Returns a recent copy. Raises ApiError when the engine is busy, EngineUnavailableError when it is down."""
         if time.monotonic() - self._taken_at > FRESH_SECONDS:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
@@ -128,13 +129,13 @@ class _File:
 
 def _step(step: StepReport) -> dict[str, Any]:
     return {
-        "t": round(time.monotonic(), 3),  # when it was told, which is up to a second after its end
+        "t": round(time.monotonic(), 3),  # the time of the report, which is up to a second after the step's end
         "replica": step.replica,
         "decode": step.num_decode,
         "prefill": step.num_prefill,
         "bucket": step.bucket_tokens,
-        "host_ms": round(1e3 * step.host_seconds, 3),
-        "device_ms": round(1e3 * step.device_seconds, 3),
+        "host_ms": round(1e3 * step.host_seconds / step.num_steps, 3),
+        "device_ms": round(1e3 * step.device_seconds / step.num_steps, 3),
     }
 
 
@@ -155,8 +156,8 @@ def _replica(view: PoolView) -> dict[str, Any]:
 
 _HTML: dict[int | str, dict[str, Any]] = {
     200: {"description": "The file", "content": {"text/html": {"schema": {"type": "string"}}}},
-    304: {"description": "It has not changed"},
+    304: {"description": "The file has not changed"},
 }
 _STATE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "For the playground: its shape may change", "content": {"application/json": {}}}
+    200: {"description": "The state for the playground. Its shape may change", "content": {"application/json": {}}}
 }

@@ -5,12 +5,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
-from jaxvllm.engine.prompts import Prompt
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import Events, event, respond
-from jaxvllm.server.generation import Generation, Job
+from jaxvllm.server.generation import Generation
+from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.fields import new_id, now, params_of
 from jaxvllm.server.protocol.responses import (
     ResponsesRequest,
@@ -19,25 +20,24 @@ from jaxvllm.server.protocol.responses import (
     responses_usage,
     token_logprobs,
 )
-from jaxvllm.server.request_id import RequestId
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Returns a router with this endpoint."""
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMED)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answers a text or a conversation. Nothing is stored: the next request brings the whole conversation."""
+        """Answers a text or a conversation. Nothing is stored: the next request must have the whole conversation."""
         return await create(service, body, request)
 
     return routes
 
 
 async def create(service: Service, body: ResponsesRequest, request: Request) -> Response:
-    """The answer to `body`, which came with `request`."""
+    """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
     body.check_stream()
     params = params_of(
@@ -51,12 +51,12 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
     answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
     exchange = _Exchange(body, model, params, answer_id)
-    job = Job(engine_id, [prompt], params, body.priority)
-    return await respond(request, service, job, exchange.whole, exchange.events, exchange.error_event)
+    asked = [body.request(engine_id, prompt, params)]
+    return await respond(request, service, asked, exchange.whole, exchange.events, exchange.error_event)
 
 
 class _Exchange:
-    """One answer: a response with one message of one text."""
+    """One answer, which makes its bodies: a response with one message of one text."""
 
     def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams, answer_id: str):
         self._item_id = new_id("msg_")
@@ -101,20 +101,20 @@ class _Exchange:
                 yield self._event(f"response.{ended['status']}", response=ended)
 
     def error_event(self, error: ApiError) -> bytes:
-        """What ends a stream that failed: the error by itself, then the response that has it."""
+        """Returns the end of a stream that failed: an event with the error, then one with the failed response."""
         told = self._event("error", code=error.code or error.type, message=error.message, param=error.param)
         failed = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
         return told + self._event("response.failed", response=failed)
 
     def _add(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """Takes what is new, and returns its log-probabilities."""
+        """Adds the new part of the answer, and returns its log-probabilities."""
         logprobs = token_logprobs(completion, self._num_logprobs, self._as_ids)
         self._text += completion.text
         self._logprobs += logprobs
         return logprobs
 
     def _ended(self, output: RequestOutput, completion: CompletionOutput, num_tokens: int) -> dict[str, Any]:
-        """`ResponsesResponse` once all of it was taken."""
+        """Returns the final `ResponsesResponse`, after all parts have been added."""
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         return self._response(status) | {
             "completed_at": now() if status == "completed" else None,
@@ -150,13 +150,12 @@ class _Exchange:
 
 
 def _read(service: Service, body: ResponsesRequest) -> Prompt:
-    """The prompt that the model's template makes of the conversation."""
+    """Renders the conversation with the model's template and returns the prompt."""
     text = service.apply_chat_template(
         body.messages(), field="input", continue_final_message=body.continues, variables=body.chat_template_kwargs
     )
     return service.read_prompt(
         text,
         field="input",
-        cache_salt=body.cache_salt,
-        add_special_tokens=bool(body.add_special_tokens),  # by default no: the template writes them itself
+        add_special_tokens=bool(body.add_special_tokens),  # by default false, because the template writes them
     )

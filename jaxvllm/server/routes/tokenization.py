@@ -15,23 +15,23 @@ from jaxvllm.server.protocol.tokenization import (
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
 
-# What a request without messages would have for nothing.
+# Fields that would have no effect in a request without messages.
 OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns a router with these endpoints."""
     routes = APIRouter(tags=["Tokens"], responses=COMMON | {status: GENERATES[status] for status in (404, 503)})
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-        """The tokens of a text, or of the prompt that a conversation becomes."""
+        """Returns the tokens of a text, or of the prompt that the template makes of a conversation."""
         service.model_name(body.model)
         return await run_in_threadpool(_tokenize, service, body)
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of tokens."""
+        """Returns the text of tokens."""
         service.model_name(body.model)
         size = service.reader.vocab_size
         for index, token_id in enumerate(body.tokens):
@@ -45,8 +45,8 @@ def router(service: Service) -> APIRouter:
 
         @routes.get("/tokenizer_info")
         async def tokenizer_info() -> dict[str, Any]:
-            """The checkpoint's tokenizer_config.json, with the special tokens as plain strings and the chat template
-            that is used. Only with `--enable-tokenizer-info-endpoint`.
+            """Returns the checkpoint's tokenizer_config.json, with the special tokens as plain strings and the chat
+            template that is used. The endpoint exists only with `--enable-tokenizer-info-endpoint`.
             """
             return dict(service.tokenizer.info)
 
@@ -64,7 +64,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
 
 def _text(service: Service, body: TokenizeRequest) -> str:
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give prompt or messages, one of both", param="prompt")
+        raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
         return service.apply_chat_template(
             body.messages,

@@ -1,4 +1,4 @@
-"""Joins the partial results of split KV: a CTA for each (row, head), always in the order of the positions."""
+"""Joins the partial results of split KV, with a CTA for each (row, head), always in the order of the positions."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu.decode import Partials
-from pallas_kernels.ragged_paged_attention.gpu.plan import DecodePlan
 from pallas_kernels.ragged_paged_attention.gpu.tile import LOG2E, MASKED, Attention, Ref, interpretation
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
 
 WARPGROUP_THREADS = 128
 
-# Weighted values f32[G, D]; the largest logarithm and the sum of the weights, a scalar a head.
+# Weighted values f32[G, D], then the largest logarithm and the sum of the weights, with a scalar for each head.
 type _Joined = tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
@@ -29,7 +29,7 @@ def combine(
 ) -> None:
     """Writes the rows' outputs into out f[T, K, G or more, D], zeros where a row has no KV. sinks f32[H] or None.
 
-    where i32[2]: layer and window. What the heads after the first G hold afterwards is arbitrary.
+    where i32[2]: layer and window. The heads after the first G hold arbitrary values afterwards.
     """
     num_heads, group, out_heads = attention.num_kv_heads, attention.group, out.shape[2]
     first_peaks = np.full((num_heads, group), MASKED, np.float32) if sinks is None else sinks.reshape(num_heads, group)
@@ -49,7 +49,7 @@ def combine(
         head_of = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
 
         def spread(scalars: tuple[jax.Array, ...]) -> jax.Array:
-            """A scalar a head over the head's elements."""
+            """Spreads each head's scalar over the head's elements."""
             spread = jnp.full(shape, scalars[0], jnp.float32)
             for index, scalar in enumerate(scalars[1:], 1):
                 spread = jnp.where(head_of >= index, scalar, spread)

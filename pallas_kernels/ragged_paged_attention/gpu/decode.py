@@ -1,8 +1,8 @@
-"""The GPU kernel for rows with few queries: bound by memory, so every multiprocessor reads an equal share of KV.
+"""The GPU kernel for rows with few queries. It is bound by memory, so every multiprocessor reads an equal share of KV.
 
 A CTA has up to two pipes, each a warp that fetches and a warpgroup that computes, each with its own share of the plan
-(`gpu.plan.DecodePlan`): while one computes, the other's copies are in flight. Of every piece of a (row, head) a pipe
-leaves the normalised output and the logarithm of the denominator; `gpu.combine` joins them.
+(`gpu.work_plan.DecodePlan`). While one computes, the other's copies are in flight. For every piece of a (row, head),
+a pipe leaves the normalised output and the logarithm of the denominator, and `gpu.combine` joins them.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     stage_memory,
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import Matrix, matrix_memory
-from pallas_kernels.ragged_paged_attention.gpu.plan import DecodePlan
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
     TILE,
@@ -33,14 +32,15 @@ from pallas_kernels.ragged_paged_attention.gpu.tile import (
     barriers,
     interpretation,
 )
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
 
-# Warpgroups: two that compute, one that fetches. Three also where only one computes: the compiler then gives each
-# thread 168 registers at the start, from which `set_max_registers` can move either way.
+# Two warpgroups compute and one fetches. There are three even where only one computes, because the compiler then gives
+# each thread 168 registers at the start, from which `set_max_registers` can move either way.
 THREADS = 3
 
 
 class Partials(NamedTuple):
-    """The pieces' results, in slot row * K + head + pipe: no two pieces share one, since they lie on a line."""
+    """The pieces' results, in slot row * K + head + pipe. No two pieces share a slot, because they lie on a line."""
 
     values: jax.Array  # f32[slots * queries, G or more, D], normalised
     peaks: jax.Array  # f32[slots, 64], log2 of the denominators; row i * G + g for query i and head g
@@ -64,7 +64,7 @@ type _Walk = Callable[..., tuple[jax.Array, ...]]
 
 
 def decode_memory(attention: Attention) -> dict[str, Any]:
-    """The kernel's shared memory, but for the barriers of its queries."""
+    """Returns the kernel's shared memory, except for the barriers of its queries."""
     pipes = attention.warpgroups
     return {
         **stage_memory(attention, pipes),
@@ -85,7 +85,7 @@ def decode(
     queries: int,
     out_heads: int,
 ) -> Partials:
-    """Attention of q f[T, K, G, D] over kv f[L * P * K, S, 2 * D], piece by piece.
+    """Attends with q f[T, K, G, D] to kv f[L * P * K, S, 2 * D], piece by piece.
 
     where i32[2]: layer and window. A row of the plan has at most `queries` queries. The values have `out_heads` >= G
     heads, of which the first G count. `attention.warpgroups` of the plan's pipes share a CTA.
@@ -109,7 +109,7 @@ def decode(
         window = where[1]
 
         def walk[C](pipe: jax.Array, visit: Callable[[_Piece, C], C], carry: C) -> C:
-            """Visits the pieces of a pipe that anything sees."""
+            """Visits the pieces of a pipe that any query sees."""
             share, total = line[0], line[1]
             number = cta * pipes + pipe
             stop = jnp.minimum((number + 1) * share, total)
@@ -180,7 +180,7 @@ def _produce(
     table: Ref,
     memory: dict[str, Ref],
 ) -> None:
-    """The fetching warp: runs ahead of the computing warpgroup by as many blocks as there are stages."""
+    """Runs the fetching warp, which is ahead of the computing warpgroup by up to as many blocks as there are stages."""
     into, here, free = (memory[name].at[pipe] for name in ("q_columns", "q_here", "q_free"))
 
     def visit(piece: _Piece, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -215,7 +215,7 @@ def _consume(
     peaks: Ref,
     memory: dict[str, Ref],
 ) -> None:
-    """The computing warpgroup: folds each block into the online softmax of its piece, and stores the result."""
+    """Runs the computing warpgroup: it folds each block into the online softmax of its piece, and stores the result."""
     matrix = Matrix(attention, {name: memory[name].at[pipe] for name in matrix_memory(attention)})
     staging, staged_peaks = memory["staging"].at[pipe], memory["staged_peaks"].at[pipe]
     group, stages = attention.group, attention.stages

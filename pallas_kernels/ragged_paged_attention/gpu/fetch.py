@@ -1,4 +1,4 @@
-"""The fetching warp's side: copies of queries, and of KV blocks through the page table."""
+"""The work of a fetching warp: it copies queries, and KV blocks through the page table."""
 
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 def stage_memory(attention: Attention, *pipes: int) -> dict[str, Any]:
-    """The shared memory of `fetch_blocks`, whose indices begin with one for each of `pipes`."""
+    """Returns the shared memory of `fetch_blocks`, whose indices begin with one for each of `pipes`."""
     copies = attention.block // attention.copy_tokens
     readers = 1 if pipes else attention.warpgroups
     shape = (*pipes, attention.stages)
@@ -52,7 +52,7 @@ def fetch_queries(
     """
     group, width = attention.group, columns.stop - columns.start
 
-    # Loops whose length the compiler does not know: unrolled 64 times, the copies take more registers than there are.
+    # The compiler must not know the length of these loops: unrolled 64 times, the copies need too many registers.
     @pl.loop(0, count)
     def _(index: jax.Array) -> None:
         source = q.at[token + index, head, :, pl.ds(columns.start, width)]
@@ -64,7 +64,7 @@ def fetch_queries(
 
 
 def query_columns(attention: Attention) -> list[slice]:
-    """The parts in which a tile's queries are fetched."""
+    """Returns the parts in which a tile's queries are fetched."""
     width = attention.q_columns
     return [slice(start, start + width) for start in range(0, attention.head_size, width)]
 
@@ -81,12 +81,12 @@ def fetch_blocks(
 ) -> jax.Array:
     """Copies the blocks of a span into the stages, each as soon as it is free.
 
-    kv f[L * P * K, S, 2 * D]. `done` blocks went through the stages before. Returns how many have afterwards.
+    kv f[L * P * K, S, 2 * D]. `done` blocks went through the stages before. Returns their number afterwards.
     """
     block_tokens, page_size, tokens = attention.block, attention.page_size, attention.copy_tokens
 
     def pages_of(block: jax.Array) -> Pages:
-        # Past the row's end its last page stands in: every block is as many copies.
+        # Past the row's end its last page stands in, so that every block has the same number of copies.
         last = lax.div(span.kv_len - 1, page_size)
         starts = (block * block_tokens + at for at in range(0, block_tokens, tokens))
         return tuple(table[span.row, jnp.minimum(lax.div(start, page_size), last)] for start in starts)
@@ -113,7 +113,7 @@ def fetch_blocks(
 
 
 def drain(attention: Attention, memory: dict[str, Ref], pipe: tuple[jax.Array, ...], done: jax.Array) -> None:
-    """Waits until all stages are free: a barrier must not be left behind with a phase that nobody waited for."""
+    """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for."""
     for stage in range(attention.stages):
 
         @pl.when(stage < done)

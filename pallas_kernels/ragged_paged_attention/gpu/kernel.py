@@ -1,8 +1,9 @@
 """Ragged paged attention for NVIDIA GPUs, in Pallas Mosaic GPU: Hopper first, later generations at reduced speed.
 
-Rows with few queries, decode and draft verification, are bound by memory: equal shares of KV for every multiprocessor
-(`gpu.decode`), joined afterwards (`gpu.combine`). Rows with many are bound by the matrix units: tiles of queries
-(`gpu.prefill`). A batch may hold both; each token's output is written by one of them.
+Rows with few queries (decode and the verification of drafts) are bound by memory. Every multiprocessor gets an equal
+share of KV (`gpu.decode`), and the parts are joined afterwards (`gpu.combine`). Rows with many queries are bound by the
+matrix units, and computed in tiles of queries (`gpu.prefill`). A batch may hold both; one of them writes each token's
+output.
 """
 
 import math
@@ -18,12 +19,12 @@ from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
 from pallas_kernels.chips import KIB, GpuChip
 from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
-from pallas_kernels.ragged_paged_attention.gpu.plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
 from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Attention
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
-# Shared memory for barriers, for alignment, and for the compiler's own use.
+# The shared memory for barriers, for alignment, and for the compiler's own use.
 RESERVED = 5 * KIB // 2
 # Rows with up to this many queries count as decoding: one token and the drafts to verify.
 DRAFT_QUERIES = 8
@@ -32,7 +33,7 @@ LEAST_BLOCKS = 2
 
 
 class Plan(NamedTuple):
-    """Who computes what: depends on the rows, and is the same for all layers of a step."""
+    """The plan of both kernels. It depends on the rows, and is the same for all layers of a step."""
 
     decode: DecodePlan
     prefill: PrefillPlan | None  # None where no row has more than one query
@@ -41,9 +42,9 @@ class Plan(NamedTuple):
 def make_plan(
     rows: RaggedRows, q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip
 ) -> Plan:
-    """The plan of `attend` for these rows; of q and kv_pages only shape and dtype matter.
+    """Makes the plan of `attend` for these rows. Of q and kv_pages only shape and dtype matter.
 
-    Half a dozen small kernels of XLA's, which it does not move out of a loop over layers: call it before the loop.
+    It takes half a dozen small kernels, which XLA does not move out of a loop over layers: call this before the loop.
     """
     attention = _attention(q, kv_pages, chip, scale=1.0, soft_cap=None, interpret=False)
     num_rows, max_pages = rows.page_table.shape
@@ -88,12 +89,13 @@ def attend(
     interpret: bool,
     plan: Plan | None = None,
 ) -> jax.Array:
-    """Attention of q f[T, H, D] over kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
+    """Attends with q f[T, H, D] to kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
 
-    q bfloat16 or float16; pages the same, int8 or float8. D a multiple of 64, at most 256; S a power of two from 16 to
-    128. Padding tokens get finite values. Same bits on repeat. `plan`: `make_plan` of the same rows; None: made here.
+    q is bfloat16 or float16, and pages are the same, int8 or float8. D is a multiple of 64, at most 256, and S is a
+    power of two from 16 to 128. Padding tokens get finite values. A repeat gives the same bits. `plan` is `make_plan`
+    of the same rows; with None it is made here.
 
-    Raises NotImplementedError for what this kernel cannot and the reference can.
+    Raises NotImplementedError for arguments that only the reference supports.
     """
     attention = _attention(q, kv_pages, chip, scale=scale, soft_cap=soft_cap, interpret=interpret)
     plan = make_plan(rows, q, kv_pages, chip) if plan is None else _checked(plan, rows, q, kv_pages, chip)
@@ -115,7 +117,7 @@ def attend(
 
 
 def _checked(plan: Plan, rows: RaggedRows, q: jax.Array, kv_pages: jax.Array, chip: GpuChip) -> Plan:
-    """The plan, if it can be one of these rows."""
+    """Returns the plan after checking that it can belong to these rows."""
     expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip), rows)
     given = jax.tree.map(lambda leaf: leaf.shape, plan)
     if given != (wanted := jax.tree.map(lambda leaf: leaf.shape, expected)):
@@ -132,7 +134,7 @@ def _attention(
     soft_cap: float | None,
     interpret: bool,
 ) -> Attention:
-    """The operation with the smallest tiles, from which `_wide` and `_narrow` make what each kernel computes."""
+    """Returns the operation with the smallest tiles, from which `_wide` and `_narrow` make those of each kernel."""
     _check(q, kv_pages, chip)
     _, num_heads, head_size = q.shape
     _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
@@ -155,21 +157,21 @@ def _attention(
 
 
 def _decode_queries(attention: Attention, rows: RaggedRows) -> int:
-    """The most queries of a row that counts as decoding."""
+    """Returns the most queries of a row that counts as decoding."""
     return 1 if rows.decode_only else min(attention.tile_queries, DRAFT_QUERIES)
 
 
 def _wide(attention: Attention, chip: GpuChip) -> Attention:
-    """As the prefill kernel computes it: large blocks, so that the matrix units pause rarely."""
+    """Returns the operation of the prefill kernel: with large blocks, so that the matrix units pause rarely."""
     sizes = [(block, stages) for block in (128, 64) for stages in (3, 2)]
     candidates = (replace(attention, block=block, stages=stages) for block, stages in sizes)
     return _first_to_fit(candidates, prefill_memory, chip)
 
 
 def _narrow(attention: Attention, chip: GpuChip) -> Attention:
-    """As the decode kernel computes it: as much in flight as there is room for.
+    """Returns the operation of the decode kernel, with as much in flight as there is room for.
 
-    Blocks of 64 tokens x 128 are 32 KiB. Larger ones leave too few in flight, smaller ones cost the softmax more.
+    Blocks of 64 tokens x 128 are 32 KiB. Larger ones leave too few in flight, and smaller ones cost the softmax more.
     """
     block = 128 if attention.head_size == LANES else 64
     sizes = [(pipes, stages) for pipes in (2, 1) for stages in (4, 3, 2)]
@@ -180,7 +182,7 @@ def _narrow(attention: Attention, chip: GpuChip) -> Attention:
 def _first_to_fit(
     candidates: Iterable[Attention], memory: Callable[[Attention], dict[str, Any]], chip: GpuChip
 ) -> Attention:
-    """The first candidate whose shared memory fits the chip."""
+    """Returns the first candidate whose shared memory fits the chip."""
     room = chip.shared_memory_per_block - RESERVED
     for attention in candidates:
         references = [spec for spec in memory(attention).values() if not isinstance(spec, plgpu.Barrier)]

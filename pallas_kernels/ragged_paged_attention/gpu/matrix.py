@@ -1,4 +1,4 @@
-"""The computing warpgroup's side: products of queries with keys and of weights with values, on either matrix unit.
+"""The work of a computing warpgroup: products of queries with keys and of weights with values, on either matrix unit.
 
 wgmma  (Hopper)               queries and KV from shared memory, weights from registers
 mma    (Blackwell and later)  all from registers, weights by way of shared memory; a fraction of the speed of
@@ -25,7 +25,7 @@ def _nothing() -> None:
 
 
 def matrix_memory(attention: Attention) -> dict[str, Any]:
-    """The shared memory of `Matrix`, first index the warpgroup."""
+    """Returns the shared memory of `Matrix`, whose first index is the warpgroup."""
     warpgroups, dtype = attention.warpgroups, attention.dtype
     memory = {"q_columns": plgpu.SMEM((warpgroups, TILE, attention.q_columns), dtype)}
     if attention.matrix_unit == "wgmma":
@@ -45,7 +45,7 @@ class Matrix:
     memory: dict[str, Ref]
 
     def take_queries(self, here: Ref, free: Ref) -> Queries:
-        """The tile's queries, from where they are fetched, part by part, to where they are multiplied."""
+        """Moves the tile's queries, part by part, from where they are fetched to where they are multiplied."""
         parts = []
         for columns in query_columns(self.attention):
             plgpu.barrier_wait(here)
@@ -59,7 +59,7 @@ class Matrix:
         return tuple(parts) or self.memory["q_tile"]
 
     def multiply_keys(self, queries: Queries, block: Ref, meanwhile: Callable[[], None] = _nothing) -> jax.Array:
-        """f32[64, B], queries times the keys of a block kv[B, 2 * D]; `meanwhile` runs beside it, if anything can."""
+        """Multiplies queries by the keys of a block kv[B, 2 * D]: f32[64, B]. `meanwhile` overlaps where it can."""
         keys = self._half(block, 0)
         if self.attention.matrix_unit == "wgmma":
 
@@ -77,13 +77,13 @@ class Matrix:
         return products
 
     def values(self, block: Ref) -> Ref:
-        """The values [B, D] of a block, ready to be multiplied: ask after `multiply_keys`, whose keys may lie there."""
+        """Returns the values [B, D] of a block. Call it after `multiply_keys`, whose keys may lie in that memory."""
         return self._half(block, 1)
 
     def zero_unseen(self, values: Ref, first: jax.Array, begin: jax.Array, end: jax.Array) -> None:
         """Zeroes the values of a block from position `first` on that lie outside begin .. end - 1.
 
-        Their weights are zero, but they may be NaN: the rest of a row's last page, pages that a window has left behind.
+        Their weights are zero, but they may be NaN: in the rest of a row's last page, and in pages behind a window.
         """
         at = first + iota(values.shape, 0)
         kept = plgpu.load(values, layout=plgpu.Layout.WGMMA)
@@ -93,7 +93,7 @@ class Matrix:
     def multiply_values(
         self, summed: jax.Array, weights: jax.Array, values: Ref, meanwhile: Callable[[], None] = _nothing
     ) -> jax.Array:
-        """summed f32[64, D] + weights [64, B] @ values [B, D]; `meanwhile` runs beside it, if anything can."""
+        """Computes summed f32[64, D] + weights [64, B] @ values [B, D]. `meanwhile` overlaps where it can."""
         if self.attention.matrix_unit == "mma":
             self.memory["weights"][...] = weights
             for start in range(0, self.attention.block, LANES):
@@ -111,19 +111,19 @@ class Matrix:
                 meanwhile()
 
             return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(summed))
-        plgpu.commit_smem()  # these were ordinary reads: they must be over before the next copy writes
+        plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
         meanwhile()
         return summed
 
     def _half(self, block: Ref, half: int) -> Ref:
-        """The keys (half 0) or values of a block, in the queries' dtype."""
+        """Returns the keys (half 0) or values of a block, in the queries' dtype."""
         attention = self.attention
         stored = block.at[:, pl.ds(half * attention.head_size, attention.head_size)]
         if not attention.converts:
             return stored
         numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
         if attention.dtype == jnp.bfloat16 and jnp.issubdtype(attention.kv_dtype, jnp.floating):
-            numbers = numbers.astype(jnp.float32)  # the hardware has no way from float8 to bfloat16
+            numbers = numbers.astype(jnp.float32)  # the hardware cannot convert float8 to bfloat16
         self.memory["converted"][...] = numbers.astype(attention.dtype)
         plgpu.commit_smem()
         return self.memory["converted"]

@@ -1,8 +1,8 @@
-"""The GPU kernel for rows with many queries: bound by the matrix units, so two warpgroups take turns at them.
+"""The GPU kernel for rows with many queries. It is bound by the matrix units, so two warpgroups take turns at them.
 
-A CTA computes one tile of the plan (`gpu.plan.PrefillPlan`) and KV head after another. A warp fetches; each warpgroup
-has half of the tile's queries, and both read the same blocks of KV. While one multiplies, the other computes its
-softmax (FlashAttention-3, arXiv 2407.08608, as in jax's own Mosaic GPU attention).
+A CTA computes one tile of the plan (`gpu.work_plan.PrefillPlan`) and KV head after another. A warp fetches; each
+warpgroup has half of the tile's queries, and both read the same blocks of KV. While one multiplies, the other computes
+its softmax (FlashAttention-3, arXiv 2407.08608, as in jax's own Mosaic GPU attention).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,6 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     stage_memory,
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import Matrix, matrix_memory
-from pallas_kernels.ragged_paged_attention.gpu.plan import PrefillPlan
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
     LOG2E,
@@ -36,6 +35,7 @@ from pallas_kernels.ragged_paged_attention.gpu.tile import (
     barriers,
     interpretation,
 )
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import PrefillPlan
 
 HALVES = 2  # warpgroups that compute
 
@@ -58,7 +58,7 @@ type _Walk = Callable[..., tuple[jax.Array, ...]]
 
 
 def prefill_memory(attention: Attention) -> dict[str, Any]:
-    """The kernel's shared memory."""
+    """Returns the kernel's shared memory."""
     return {
         **stage_memory(attention),
         **matrix_memory(attention),
@@ -84,7 +84,7 @@ def prefill(
     """Writes the planned tiles' attention, of q f[T, K, G, D] over kv f[L * P * K, S, 2 * D], into out f[T, K, G, D].
 
     A tile of a row without KV is written as zeros. where i32[2]: layer and window. sinks f32[H] or None. out may have
-    more than G heads a KV head.
+    more than G heads for each KV head.
     """
     num_heads, queries = attention.num_kv_heads, attention.tile_queries
     assert attention.warpgroups == HALVES
@@ -100,7 +100,7 @@ def prefill(
         window = where[1]
 
         def walk[C](visit: Callable[[_Unit, C], C], carry: C) -> C:
-            """Visits the CTA's units: from left to right, then from right to left, so that the long ones spread."""
+            """Visits the CTA's units from left to right, then from right to left, so that long ones are spread."""
             units = num_tiles[0] * num_heads
 
             def step(wave: jax.Array, carry: C) -> C:
@@ -150,7 +150,7 @@ def prefill(
 def _produce(
     walk: _Walk, attention: Attention, layer: jax.Array, q: Ref, kv: Ref, table: Ref, memory: dict[str, Ref]
 ) -> None:
-    """The fetching warp: the next unit's queries and blocks are on their way while this one is computed."""
+    """Runs the fetching warp: the next unit's queries and blocks are on their way while this unit is computed."""
 
     def visit(unit: _Unit, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         done, parts = carry
@@ -190,7 +190,7 @@ def _consume(
     out: Ref,
     memory: dict[str, Ref],
 ) -> None:
-    """A computing warpgroup: half of the tile's queries, all of its blocks."""
+    """Runs a computing warpgroup, which has half of the tile's queries and all of its blocks."""
     matrix = Matrix(attention, {name: memory[name].at[half] for name in matrix_memory(attention)})
     turn, staging, stages = memory["turn"], memory["staging"].at[half], attention.stages
     first_query = half * attention.tile_queries
@@ -222,7 +222,7 @@ def _consume(
             values = matrix.values(kv)
             plgpu.barrier_wait(turn)
             edge = (first < unit.seen) | (first + attention.block > unit.kv_len)
-            # Of values that both read, once is enough: warpgroup 1 comes to them a turn later.
+            # Both warpgroups read the values, but zeroing once is enough: warpgroup 1 reads them a turn later.
             mine = True if attention.converts else half == 0
 
             @pl.when(edge & mine)
@@ -250,7 +250,7 @@ def _consume(
             staging[...] = part.astype(attention.dtype)
             plgpu.commit_smem()
 
-            # Query by query: what follows the row's last one belongs to another row.
+            # The outputs are stored query by query, because those behind the row's last one belong to another row.
             @pl.loop(0, jnp.clip(unit.queries - first_query, 0, attention.tile_queries))
             def _(index: jax.Array, column: int = column) -> None:
                 source = staging.at[pl.ds(index * attention.group, attention.group)]

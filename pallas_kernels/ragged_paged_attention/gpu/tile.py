@@ -1,4 +1,4 @@
-"""What is computed for one tile of queries and one block of KV: sizes, logits, masks, the online softmax.
+"""The computation for one tile of queries and one block of KV: sizes, logits, masks, and the online softmax.
 
 A tile is the 64 rows of one matrix instruction of a warpgroup: query i of the tile and query head g of the KV head's
 group are row i * G + g.
@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
-# Finite: a row that sees nothing must yield finite values, which weigh nothing afterwards.
+# It is finite, because a row that sees nothing must yield finite values, which get no weight afterwards.
 MASKED = -1e30
 TILE = 64
-LANES = 64  # columns that are moved together: of two bytes, the 128 bytes of the widest swizzle
+LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
 
 type Ref = Any  # a reference of Pallas, for which jax has no public type
 type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], largest logit and denominator f32[64]
@@ -25,7 +25,7 @@ type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], larg
 
 @dataclass(frozen=True)
 class Attention:
-    """The operation, with all that is known when compiling. B, the block, is the KV of one step of the softmax."""
+    """The operation, with everything that is known when compiling. A block, B, is the KV of one step of the softmax."""
 
     scale: float
     soft_cap: float | None
@@ -49,26 +49,26 @@ class Attention:
 
     @property
     def tile_queries(self) -> int:
-        """Queries in a tile."""
+        """The number of queries in a tile."""
         return TILE // self.group
 
     @property
     def q_columns(self) -> int:
-        """Columns of a tile's queries that are fetched at a time."""
+        """The columns of a tile's queries that are fetched at a time."""
         return self.head_size if self.matrix_unit == "wgmma" and self.head_size <= 2 * LANES else LANES
 
     @property
     def copy_tokens(self) -> int:
-        """Tokens that one copy fetches: a page, or the part of it that fits a block."""
+        """The tokens that one copy fetches: a page, or the part of it that fits a block."""
         return min(self.page_size, self.block)
 
     @property
     def converts(self) -> bool:
-        """Whether stored keys and values become numbers of the queries' dtype only in the kernel."""
+        """Whether the kernel must convert stored keys and values to the queries' dtype."""
         return self.kv_dtype != self.dtype
 
     def start(self) -> Softmax:
-        """The online softmax of nothing."""
+        """Returns the online softmax before the first block."""
         rows = plgpu.Layout.WGMMA.reduce(1)
         return (
             plgpu.layout_cast(jnp.zeros((TILE, self.head_size), jnp.float32), plgpu.Layout.WGMMA),
@@ -77,7 +77,7 @@ class Attention:
         )
 
     def logits(self, products: jax.Array) -> jax.Array:
-        """q . k f32[64, B], scaled, bent by the soft cap, in units of log 2."""
+        """Returns logits f32[64, B] from q . k: scaled, bent by the soft cap, and in units of log 2."""
         if self.soft_cap is None:
             return products * (self.scale * LOG2E)
         # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's own tanh is off by 2^-11, at a cap of 50 one percent of a weight.
@@ -85,7 +85,7 @@ class Attention:
         return bent * (self.soft_cap * LOG2E)
 
     def mask(self, logits: jax.Array, first: jax.Array, position: jax.Array, window: jax.Array) -> jax.Array:
-        """Logits of a block from position `first` on, for the tile whose first query is at `position`."""
+        """Masks the logits of a block from position `first` on, for the tile whose first query is at `position`."""
 
         def apply(x: jax.Array) -> jax.Array:
             at = first + iota(x.shape, 1)
@@ -97,7 +97,7 @@ class Attention:
         return lax.cond(unseen, apply, lambda x: x, logits)
 
     def fold(self, logits: jax.Array, softmax: Softmax) -> tuple[jax.Array, Softmax]:
-        """The block's weights f32[64, B], and the online softmax to add the weighted values to."""
+        """Returns the block's weights f32[64, B], and the online softmax to which its weighted values are added."""
         values, peak, total = softmax
         highest = jnp.maximum(peak, logits.max(axis=1))
         decay = jnp.exp2(peak - highest)
@@ -107,14 +107,14 @@ class Attention:
 
 
 def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
-    """Numbers along `dimension`, laid out in registers as a tile of products is."""
+    """Returns numbers along `dimension`, laid out in registers like a tile of products."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory for matrices, swizzled as matrix units read them and the copy engine writes them.
+    """Returns shared memory for matrices, swizzled as matrix units read them and the copy engine writes them.
 
-    The last dimension must be a multiple of 64 for two-byte elements; halves of it can be taken apart if they are.
+    The last dimension must be a multiple of 64 for two-byte elements. Its halves can be sliced if they are, too.
     """
     row = dtype.itemsize * LANES  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
     # jax leaves a method of both without a body, which makes them abstract to a type checker.
@@ -124,10 +124,10 @@ def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 
 
 def barriers(arrivals: int, *shape: int) -> plgpu.Barrier:
-    """An array of barriers, each of which lets pass whoever waits after so many arrivals."""
+    """Returns an array of barriers, each of which opens after `arrivals` arrivals."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape)
 
 
 def interpretation(attention: Attention) -> Any:
-    """For a kernel's `interpret`: on the CPU, races detected, or not at all."""
+    """Returns a kernel's `interpret` argument: on the CPU with detection of races, or no interpretation."""
     return plgpu.InterpretGPUParams(detect_races=True) if attention.interpret else None

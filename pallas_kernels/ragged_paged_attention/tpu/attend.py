@@ -1,4 +1,4 @@
-"""Attention of rows to their pages: a stream of fetches that runs ahead of the matrix units, across tiles and rows."""
+"""Attends rows to their pages, with a stream of fetches that runs ahead of the matrix units, across tiles and rows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from pallas_kernels.ragged_paged_attention.tpu.blocks import LANES, Blocks, Prob
 from pallas_kernels.ragged_paged_attention.tpu.walk import Place, Ref, Scalar, Walk, cdiv, div, rem
 from pallas_kernels.ragged_paged_attention.tpu.write import Merger, stripe_tokens
 
-MASKED = -1e30  # finite: what a query saw of a block without anything for it is forgotten with its first real logit
+MASKED = -1e30  # finite: results of a block without keys for a query vanish with the query's first real logit
 LOG2_E = math.log2(math.e)  # the softmax is in powers of two, which the hardware has
 OUT_SLOTS = 2
 FOLD = 16  # queries folded together: whole registers of 16 bits
 
 
 class _Fetch(NamedTuple):
-    """One fetch: consecutive pages of a row and the tile of its queries that reads them. All zero: none left."""
+    """One fetch: consecutive pages of a row and the tile of its queries that reads them. All zeros mean no fetch."""
 
     num_queries: jax.Array
     token: jax.Array  # the first query's number in the batch
@@ -38,7 +38,7 @@ class _Fetch(NamedTuple):
 
 
 class _Cursor(NamedTuple):
-    """The next fetch."""
+    """The position of the next fetch."""
 
     place: Place
     tile: jax.Array  # of the row
@@ -50,7 +50,7 @@ class _Cursor(NamedTuple):
 class Attender:
     """Attends the queries of the rows of `walk` to their pages. All outputs are in HBM when `run` returns.
 
-    Without a `merger` this step's keys and values are in the pages already. With one, rows have one query.
+    Without a `merger`, this step's keys and values are in the pages already. With a `merger`, rows have one query.
     """
 
     problem: Problem
@@ -81,7 +81,7 @@ class Attender:
         _, _, num_kv_heads, page_size, width = pages.shape
         _, num_heads, head_size = tokens.shape
         rows, tile, slots = blocks.tile_rows(problem), blocks.tile_queries, blocks.slots
-        # A single query's heads are rows by themselves, and rows of two bytes cannot be written one by one.
+        # The heads of a single query are rows of their own, and rows of two bytes cannot be written one by one.
         folded_dtype = jnp.float32 if tile == 1 else tokens.dtype
         return dict(
             kv=pltpu.VMEM((slots, blocks.fetch_pages, num_kv_heads, page_size, width), pages.dtype),
@@ -99,7 +99,7 @@ class Attender:
 
     def run(self) -> None:
         slots = self.blocks.slots
-        # Rows and columns that no query fills are multiplied too: by what is finite.
+        # Rows and columns that no query fills are multiplied too, so they must be finite.
         self.folded[...] = jnp.zeros(self.folded.shape, self.folded.dtype)
         for slot in range(OUT_SLOTS):
             self.sent[slot] = 0
@@ -132,7 +132,7 @@ class Attender:
         before = cursor.tile * tile
         num_queries = jnp.minimum(length - before, tile)
         position = kv_len - length + before
-        # Pages from the one that the first query's window begins in to the one of the last query.
+        # The pages reach from the begin of the first query's window to the last query.
         first = div(jnp.maximum(position + 1 - self.window, 0), page_size) + cursor.fetch * self.blocks.fetch_pages
         end = div(position + num_queries - 1, page_size) + 1
         num_pages = jnp.minimum(end - first, self.blocks.fetch_pages)
@@ -175,7 +175,7 @@ class Attender:
         )
 
     def _copy_queries(self, fetch: _Fetch, slot: jax.Array) -> Any:
-        """The tile's queries, to the slot of its first fetch."""
+        """Returns the copy of the tile's queries to the slot of its first fetch."""
         source = self.tokens.at[pl.ds(fetch.token, fetch.num_queries)]
         target = self.queries.at[slot, pl.ds(0, fetch.num_queries)]
         return pltpu.make_async_copy(source, target, self.fetched.at[slot])
@@ -185,7 +185,7 @@ class Attender:
     def _attend(self, slot: jax.Array) -> None:
         """Waits for the fetch in `slot` and folds it into the softmax of its tile."""
         fetch = _Fetch(*(self.fetches[slot, field] for field in range(len(_Fetch._fields))))
-        # Copies are counted in bytes: one wait for all pages.
+        # Semaphores count bytes, so one wait serves all pages.
         pages = self.kv.at[slot, pl.ds(0, fetch.num_pages)]
         pltpu.make_async_copy(pages, pages, self.fetched.at[slot]).wait()
 
@@ -269,7 +269,7 @@ class Attender:
         self._copy_outputs(fetch.token, fetch.num_queries, slot).start()
 
     def _folded_rows(self, index: jax.Array) -> Iterator[tuple[int, int, Any]]:
-        """Each query head, its KV head, and the rows in that one's matrix of the `index`-th `FOLD` queries."""
+        """Yields each query head, its KV head, and the rows of the `index`-th `FOLD` queries in that head's matrix."""
         for head in range(self.problem.num_heads):
             kv_head, member = divmod(head, self.problem.group)
             first = member * self.blocks.tile_queries + index * FOLD
@@ -280,28 +280,30 @@ class Attender:
         return pltpu.make_async_copy(source, target, self.written.at[slot])
 
     def _wait_sent(self, slot: jax.Array) -> None:
-        """Waits until what was sent from the slot is in HBM."""
+        """Waits until the outputs that were sent from the slot are in HBM."""
         num_queries = self.sent[slot]
 
         @pl.when(num_queries > 0)
         def _() -> None:
-            # Which tokens they were does not matter to waiting, only how many.
+            # To wait, only the number of tokens matters.
             self._copy_outputs(0, num_queries, slot).wait()
             self.sent[slot] = 0
 
     def _for_kv_heads(self, do: Callable[[jax.Array, None], None]) -> None:
-        # One query is little work a head, which only overlaps with that of other heads.
+        # One query is little work for each head, which overlaps only with the work of other heads.
         lax.fori_loop(0, self.problem.num_kv_heads, do, None, unroll=self.blocks.tile_queries == 1)
 
     def _seal(self, fetch: _Fetch, slot: jax.Array) -> None:
-        """Makes everything finite that the tile's last step multiplies: what the row does not own is masked, but a
-        weight of zero times NaN is NaN. The new token comes in here."""
+        """Makes everything finite that the tile's last step multiplies, and puts in the new token.
+
+        Positions beyond the row are masked, but a weight of zero times NaN would be NaN.
+        """
         problem, step = self.problem, self.blocks.step_pages
         size = stripe_tokens(problem.page_size, self.kv.dtype)
         index = fetch.num_pages - 1
         page = self.kv.at[slot, index]
         last = fetch.kv_len - 1 - (fetch.first_key + index * problem.page_size)  # the row's last token, in this page
-        # A tile in the middle of its row ends with a page that the row fills.
+        # A tile in the middle of its row ends in a page that the row fills.
         ends_inside = last < (problem.page_size if self.merger is not None else problem.page_size - 1)
 
         @pl.when(ends_inside)
@@ -332,16 +334,16 @@ class Attender:
         lax.fori_loop(fetch.num_pages, cdiv(fetch.num_pages, step) * step, clear_page, None)
 
     def _attend_pages(self, fetch: _Fetch, slot: jax.Array, page: jax.Array, masked_from: jax.Array | None) -> None:
-        """One step of the online softmax (arXiv 2205.14135) for all heads: `step_pages` from `page` on.
+        """Takes one step of the online softmax (arXiv 2205.14135) for all heads: `step_pages` pages from `page` on.
 
-        `masked_from` is the position of the first key, None where every query sees every key.
+        `masked_from` is the position of the first key, or None where every query sees every key.
         """
         problem, blocks = self.problem, self.blocks
         tokens, rows = blocks.step_pages * problem.page_size, self.folded.shape[1]
         dtype = self.tokens.dtype
         precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
         if masked_from is not None:
-            # Rows are the tile's queries, once for each head of the group.
+            # The rows are the tile's queries, once for each head of the group.
             query = lax.broadcasted_iota(jnp.int32, (rows, tokens), 0) & (blocks.tile_queries - 1)
             key = lax.broadcasted_iota(jnp.int32, (rows, tokens), 1)
             distance = query - key + (fetch.position - masked_from)
@@ -375,5 +377,5 @@ class Attender:
 
 
 def _lanes(x: jax.Array, columns: int) -> jax.Array:
-    """x f[M, 128], the same in every lane, as f[M, columns]."""
+    """Turns x f[M, 128], the same in every lane, into f[M, columns]."""
     return jnp.concatenate([x] * (columns // LANES), axis=1)

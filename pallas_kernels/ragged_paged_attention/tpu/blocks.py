@@ -1,24 +1,25 @@
-"""How the TPU kernel cuts its work: a small model of VMEM, latency and bandwidth, and a table of what was measured."""
+"""Chooses the block sizes of the TPU kernel, by a model of VMEM, latency and bandwidth or a table of measured sizes."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
 
-# Rows with one query, with a few (drafts to verify), and with many.
+# The stages are for rows with one query, with a few (drafts to verify), and with many.
 type Stage = Literal["decode", "verify", "prefill"]
 
 LANES = 128
 TUNED_FILE = Path(__file__).with_name("tuned.json")
 
-# From asking for a page to having it, about. What the bandwidth could have brought meanwhile should be on its way.
+# The approximate time from asking for a page to having it. The bytes that the bandwidth carries in it should be in
+# flight.
 DMA_LATENCY = 2e-6
-# Queries of a few, at most. A tile of 16 is the least that 16-bit registers hold whole heads of.
+# The most queries that count as a few. A tile of 16 is the least of which 16-bit registers hold whole heads.
 VERIFY_QUERIES = 16
 # Rows of a KV head's query tile in prefill. A page then serves 512 FLOP per byte, about what v6e needs (560 FLOP/s per
 # byte/s) and twice what v5e does, and what a step costs per row is spread over enough keys.
@@ -27,14 +28,14 @@ TILE_ROWS = 512
 STEP_TOKENS = 512
 # One query's rows are few, so that a step of few heads would be all overhead: at least this many tokens times heads.
 DECODE_STEP_TOKENS = 4096
-# What each stage's buffers may take of VMEM. The rest is the writer's and the compiler's own.
+# The share of VMEM that each stage's buffers may take. The rest is for the writer and the compiler.
 VMEM_SHARES: dict[Stage, float] = {"decode": 0.2, "verify": 0.15, "prefill": 0.4}
 WRITER_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the best sizes depend on, besides the chip."""
+    """The facts on which the best sizes depend, besides the chip."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,29 +46,31 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads of one KV head."""
+        """The number of query heads of one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def key_columns(self) -> int:
-        """Columns of a page row that queries are multiplied by: the keys, to whole registers of 128 lanes. With heads
-        of 64 those include the values, against zeros in the queries, which costs no more than the keys alone."""
+        """The columns of a page row that are multiplied by queries: the keys, up to whole registers of 128 lanes.
+
+        With heads of 64 these include the values, which meet zeros in the queries. This costs no more than keys alone.
+        """
         return -(-self.head_size // LANES) * LANES
 
     @property
     def value_columns(self) -> int:
-        """Columns of a page row that weights are multiplied by: those from the register on in which values begin."""
+        """The columns of a page row that are multiplied by weights, from the register on in which values begin."""
         return 2 * self.head_size - self.head_size // LANES * LANES
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token."""
+        """The bytes of one token's keys and values."""
         return self.num_kv_heads * 2 * self.head_size * jnp.dtype(self.kv_dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of one stage. ValueError: sizes that do not fit each other."""
+    """The sizes of one stage. Raises ValueError for sizes that do not fit each other."""
 
     tile_queries: int  # of one row, attended together
     fetch_pages: int  # copied and waited for together
@@ -81,15 +84,15 @@ class Blocks:
             raise ValueError(f"{self}: fetch_pages must be a multiple of step_pages")
 
     def tile_rows(self, problem: Problem) -> int:
-        """Rows of a KV head's query tile: its query heads times the queries, to whole registers."""
+        """Returns the rows of a KV head's query tile: its query heads times the queries, up to whole registers."""
         return -(-problem.group * self.tile_queries // 8) * 8
 
     def vmem_bytes(self, problem: Problem) -> int:
-        """VMEM that the stage takes: pages, queries, outputs, the softmax of all heads, and one head's logits."""
+        """Returns the VMEM of the stage: pages, queries, outputs, the softmax of all heads, and one head's logits."""
         width, itemsize = problem.key_columns, jnp.dtype(problem.dtype).itemsize
         queries = self.tile_queries * -(-problem.num_heads // 8) * 8 * width
         rows = problem.num_kv_heads * self.tile_rows(problem)
-        # Logits, weights in two dtypes, and the distances that a mask is made of.
+        # These are logits, weights in two dtypes, and the distances for the mask.
         logits = 4 * 4 * self.tile_rows(problem) * self.step_pages * problem.page_size
         return (
             self.slots * self.fetch_pages * problem.page_size * problem.token_bytes
@@ -100,14 +103,14 @@ class Blocks:
 
 
 def choose(stage: Stage, problem: Problem, chip: TpuChip) -> Blocks:
-    """The sizes that were measured to be best for this problem on this chip, or else those of the model."""
+    """Returns the measured best sizes for this problem on this chip, or else those of the model."""
     return tuned_table(TUNED_FILE).get((stage, problem, chip.name)) or model(stage, problem, chip)
 
 
 def model(stage: Stage, problem: Problem, chip: TpuChip) -> Blocks:
-    """Sizes that fit VMEM, feed the matrix units and keep a latency's worth of bytes in flight.
+    """Returns sizes that fit VMEM, feed the matrix units, and keep a latency's worth of bytes in flight.
 
-    NotImplementedError: the smallest sizes do not fit.
+    Raises NotImplementedError when even the smallest sizes do not fit.
     """
     if stage == "decode":
         tile, slots = 1, 3
@@ -127,7 +130,7 @@ def model(stage: Stage, problem: Problem, chip: TpuChip) -> Blocks:
 
 
 def write_tokens(problem: Problem, chip: TpuChip) -> int:
-    """Positions that are written together: whole pages, at least one and 128 tokens at most."""
+    """Returns how many positions are written together: whole pages, at least one, and at most 128 tokens."""
     tokens = LANES
     while tokens > problem.page_size and 6 * tokens * problem.token_bytes > WRITER_SHARE * chip.vmem_bytes:
         tokens //= 2
@@ -135,7 +138,7 @@ def write_tokens(problem: Problem, chip: TpuChip) -> int:
 
 
 def _smaller(blocks: Blocks, problem: Problem) -> Blocks:
-    """The next smaller sizes: less fetched ahead, then a smaller tile, then smaller steps."""
+    """Returns the next smaller sizes: it first fetches less ahead, then takes a smaller tile, then smaller steps."""
     if (steps := blocks.fetch_pages // blocks.step_pages) > 1:
         return replace(blocks, fetch_pages=blocks.step_pages * (steps // 2))
     if blocks.tile_queries > VERIFY_QUERIES:
@@ -149,25 +152,21 @@ def _smaller(blocks: Blocks, problem: Problem) -> Blocks:
 
 
 def _power_of_two(n: int) -> int:
-    """The largest that is not above n."""
+    """Returns the largest power of two that is not above n."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
 @cache
 def tuned_table(file: Path) -> dict[tuple[Stage, Problem, str], Blocks]:
-    """Sizes that were measured to be best, by stage, problem and the chip's name.
+    """Reads the sizes that were measured to be best, by stage, problem and the chip's name.
 
-    ValueError: an entry that is not like those of `tuned_entry`.
+    The file is a JSON list; each entry has the keys stage, chip, problem (the fields of `Problem`) and blocks (the
+    fields of `Blocks`). Raises ValueError for an entry of another form.
     """
     table = {}
     for entry in json.loads(file.read_text()):
         try:
             table[entry["stage"], Problem(**entry["problem"]), entry["chip"]] = Blocks(**entry["blocks"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{file}: {entry} must have what tuned_entry gives it") from error
+            raise ValueError(f"{file}: {entry} must have stage, chip, problem and blocks, all complete") from error
     return table
-
-
-def tuned_entry(stage: Stage, problem: Problem, chip: TpuChip, blocks: Blocks) -> dict[str, Any]:
-    """An entry of the table's file, a JSON list."""
-    return {"stage": stage, "chip": chip.name, "problem": asdict(problem), "blocks": asdict(blocks)}

@@ -1,8 +1,8 @@
 """Ragged paged attention for TPU, in Pallas: one call writes the new keys and values in place and attends.
 
-A kernel without a grid: rows, tiles and pages are loops over row metadata in scalar memory, the pages stay in HBM
-(small arrays may be put in VMEM by XLA), and every copy is started by hand, so that the next row's pages are on their
-way before this row ends.
+The kernel has no grid. It loops over rows, tiles and pages by row metadata in scalar memory. The pages stay in HBM (XLA
+may put small arrays into VMEM), and every copy is started by hand, so that the next row's pages are on their way before
+this row ends.
 
     decode    rows with one query: its heads are the rows of a matrix; the token is merged into the row's last page
     write     rows with more: all their keys and values, before any of it is attended to
@@ -27,7 +27,7 @@ from pallas_kernels.ragged_paged_attention.tpu.walk import Ref, Rows, Walk
 from pallas_kernels.ragged_paged_attention.tpu.write import Merger, Writer
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-VMEM_SHARE = 0.9  # of a core's, that buffers and the compiler's own may take
+VMEM_SHARE = 0.9  # of a core's VMEM, for buffers and the compiler's own use
 
 
 def attend(
@@ -45,7 +45,7 @@ def attend(
     chip: TpuChip,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`ragged_paged_attention` with q f[T, H, D], k and v of the pages' dtype [T, K, D], D a multiple of 64.
+    """Does `ragged_paged_attention` with q f[T, H, D], k and v of the pages' dtype [T, K, D], D a multiple of 64.
 
     Raises NotImplementedError for dtypes, page tables and heads that the kernel has no room or registers for.
     """
@@ -57,7 +57,7 @@ def attend(
         )
     problem = Problem(num_heads, num_kv_heads, head_size, page_size, str(q.dtype), str(kv_pages.dtype))
     tables = _tables(rows.page_table, chip)
-    # Whole registers of 8 heads: a tile's heads are picked with a stride.
+    # Heads are padded to whole registers of 8, because a tile's heads are read with a stride.
     q = jnp.pad(q, ((0, 0), (0, -num_heads % 8), (0, 0)))
     scalars = [rows.query_starts, rows.kv_lens, jnp.stack([jnp.int32(layer), jnp.int32(window)])]
     if sinks is not None:
@@ -76,12 +76,12 @@ def attend(
             out_specs=(in_hbm, in_hbm),
             scratch_shapes=(stages.scratch(tables, q, kv_pages),),
         ),
-        # Outputs replace the queries: padding tokens come out finite, and nothing is allocated.
+        # Outputs replace the queries, so padding tokens get finite values, and nothing is allocated.
         input_output_aliases={len(scalars) + 2: 0, len(scalars) + 3: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if chip.num_cores > 1 else "arbitrary",),
             vmem_limit_bytes=int(chip.vmem_bytes * VMEM_SHARE),
-            # A third of the instructions that start a page. The interpreter checks bounds, in every test.
+            # Bounds checks are a third of the instructions that start a page. The interpreter does them in every test.
             disable_bounds_checks=True,
         ),
         interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=chip.num_cores) if interpret else False,
@@ -92,7 +92,7 @@ def attend(
 
 
 def _tables(page_table: jax.Array, chip: TpuChip) -> jax.Array:
-    """The page table as i32[R, N, 128], of which one row can be copied to scalar memory."""
+    """Returns the page table as i32[R, N, 128], of which one row can be copied to scalar memory."""
     num_rows, max_pages = page_table.shape
     padded = -(-max_pages // LANES) * LANES
     if 2 * 4 * padded > chip.smem_bytes // 2:
@@ -106,7 +106,7 @@ def _tables(page_table: jax.Array, chip: TpuChip) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Stages:
-    """The static half of the kernel. Only decode: no row has more than one query."""
+    """The static half of the kernel. If it has only decode, no row has more than one query."""
 
     problem: Problem
     blocks: dict[Stage, Blocks]
@@ -117,7 +117,7 @@ class _Stages:
         return len(self.blocks) == 1
 
     def scratch(self, tables: jax.Array, tokens: jax.Array, pages: jax.Array) -> dict[str, Any]:
-        """The buffers of each stage. They are not shared: `run_scoped` asks which TPU this process runs on."""
+        """Returns the buffers of each stage, which are not shared: `run_scoped` asks which TPU this process has."""
         buffers: dict[str, Any] = {
             name: Attender.scratch(self.problem, blocks, pages, tokens) for name, blocks in self.blocks.items()
         }
@@ -138,7 +138,7 @@ def _kernel(
     soft_cap: float | None,
     num_cores: int,
 ) -> None:
-    """The whole call, on each core. Aliased arrays are read and written through the outputs."""
+    """Runs the whole call on each core. Aliased arrays are read and written through the outputs."""
     *sinks, tables, new, _, _, tokens, pages, scratch = refs
     layer, window = parameters[0], parameters[1]
 

@@ -1,4 +1,4 @@
-"""The rows of one kind, one after the other, each with its page table in scalar memory before it is needed."""
+"""Walks over the rows of one kind. The page table of each row is in scalar memory before it is needed."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,18 +16,21 @@ LANES = 128
 
 
 def div(a: Scalar, b: int) -> jax.Array:
-    """a // b for a >= 0: without the sign correction of Python's, for which the compiler asks on which TPU it runs, and
-    without that of `lax.div`, ten of the forty instructions that it took to start one page."""
+    """Computes a // b for a >= 0, without the sign corrections of Python's `//` and of `lax.div`.
+
+    For the first the compiler asks on which TPU it runs. The second was ten of the forty instructions that started one
+    page.
+    """
     return jnp.int32(a) >> (b.bit_length() - 1) if _is_power_of_two(b) else lax.div(jnp.int32(a), jnp.int32(b))
 
 
 def rem(a: Scalar, b: int) -> jax.Array:
-    """a % b for a >= 0."""
+    """Computes a % b for a >= 0."""
     return jnp.int32(a) & (b - 1) if _is_power_of_two(b) else lax.rem(jnp.int32(a), jnp.int32(b))
 
 
 def cdiv(a: Scalar, b: int) -> jax.Array:
-    """a / b for a >= 0, rounded up."""
+    """Computes a / b for a >= 0, rounded up."""
     return div(jnp.int32(a) + (b - 1), b)
 
 
@@ -37,7 +40,7 @@ def _is_power_of_two(n: int) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows with `least` to `most` queries that fall to this core, every `stride`-th from `first` on."""
+    """The rows of this core with `least` to `most` queries, out of every `stride`-th row from `first` on."""
 
     query_starts: Ref  # SMEM i32[R + 1]
     kv_lens: Ref  # SMEM i32[R]
@@ -49,7 +52,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """R, which as a row means: none left."""
+        """The number of rows R. As a row number it means that no row is left."""
         return self.kv_lens.shape[0]
 
     def query_len(self, row: Scalar) -> jax.Array:
@@ -61,7 +64,7 @@ class Rows:
         return row if self.decode_only else self.query_starts[row]
 
     def next(self, row: Scalar) -> jax.Array:
-        """The first row of this kind from `row` on."""
+        """Returns the first row of this kind from `row` on."""
 
         def is_other(row: jax.Array) -> jax.Array:
             length = self.query_len(jnp.minimum(row, self.count - 1))
@@ -80,7 +83,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """Goes from row to row. The tables of all rows (megabytes, with long contexts) never fit scalar memory at once."""
+    """Goes from row to row, because the tables of all rows (megabytes with long contexts) do not fit scalar memory."""
 
     rows: Rows
     tables: Ref  # HBM i32[R, N, 128]
@@ -100,11 +103,11 @@ class Walk:
         return self._enter(row, jnp.int32(0))
 
     def step(self, place: Place, is_done: jax.Array) -> Place:
-        """The next place, where the row is done."""
+        """Returns the next place if the row is done, else the same."""
         return lax.cond(is_done, lambda: self._enter(place.following, 1 - place.slot), lambda: place)
 
     def page(self, place: Place, index: Scalar) -> jax.Array:
-        """The `index`-th page of the row."""
+        """Returns the `index`-th page of the row."""
         return self.table[place.slot, div(index, LANES), rem(index, LANES)]
 
     def _enter(self, row: jax.Array, slot: jax.Array) -> Place:

@@ -1,8 +1,9 @@
-"""Writing new keys and values into their pages, in place.
+"""Writes new keys and values into their pages, in place.
 
-A copy writes whole stripes of a page, so a stripe that is new in part is merged with what it holds. The pages of a row
-with several queries are read again by every tile that sees them: a `Writer` writes them once, before any is attended
-to. The last page of a row with one query is on its way to the matrix units anyway: a `Merger` puts the token in there.
+A copy writes whole stripes of a page, so a stripe that is only partly new is merged with its old content. The pages of
+a row with several queries are read again by every tile that sees them: a `Writer` writes them once, before attention
+reads any. The last page of a row with one query is on its way to the matrix units anyway: a `Merger` puts the token in
+there.
 """
 
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ MERGE_SLOTS = 2  # stripes on their way out
 
 
 def stripe_tokens(page_size: int, dtype: Any) -> int:
-    """Tokens of a page that are written together: the rows of a memory tile, 16 of two bytes or four, 32 of one."""
+    """Returns how many tokens are written together: the rows of a memory tile, 16 of two bytes or four, 32 of one."""
     return min(page_size, 32 if jnp.dtype(dtype).itemsize == 1 else 16)
 
 
 class _Chunk(NamedTuple):
-    """New tokens of one row in an aligned run of positions, whole pages of them. All zero: none."""
+    """New tokens of one row in an aligned run of positions that is whole pages. All zeros mean no tokens."""
 
     token: jax.Array  # the first one's number in the batch
     begin: jax.Array  # where it goes in the run
@@ -41,7 +42,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Writer:
-    """Copies the new keys and values of the rows of `walk` to their pages. All is in HBM when `run` returns."""
+    """Copies the new keys and values of the rows of `walk` to their pages. They are all in HBM when `run` returns."""
 
     walk: Walk
     layer: Scalar
@@ -108,7 +109,7 @@ class Writer:
             self.chunks[slot, field] = value
 
     def _fetch(self, place: Place, index: jax.Array, slot: jax.Array) -> tuple[Place, jax.Array]:
-        """Starts fetching the row's chunk `index` into `slot`. Returns what comes after."""
+        """Starts fetching the row's chunk `index` into `slot`. Returns the place and index of the next chunk."""
         rows = self.walk.rows
         row = jnp.minimum(place.row, rows.count - 1)
         length, kv_len = rows.query_len(row), rows.kv_lens[row]
@@ -155,7 +156,7 @@ class Writer:
         lax.fori_loop(first, first + chunk.num_stripes(size), merge_stripe, None)
 
     def _for_partial_stripes(self, chunk: _Chunk, do: Any) -> None:
-        """The first and the last stripe of the chunk, where it does not fill them."""
+        """Calls `do` for the first and the last stripe of the chunk, if it does not fill them."""
         size = self.stripe_size
         first, last = div(chunk.begin, size), div(chunk.end - 1, size)
         begins_inside, ends_inside = rem(chunk.begin, size) > 0, rem(chunk.end, size) > 0
@@ -187,7 +188,7 @@ class Writer:
         )
 
     def _wait_written(self, slot: jax.Array) -> None:
-        """Waits for what was last written from `slot`."""
+        """Waits for the last write from `slot`."""
         chunk = self._chunk(slot)
 
         @pl.when(chunk.end > 0)
@@ -233,8 +234,10 @@ class Merger:
     def merge(
         self, token: jax.Array, slot: jax.Array, number: jax.Array, stripe: Ref, at: jax.Array, target: Ref
     ) -> None:
-        """Puts the token fetched into `slot` at index `at` of `stripe` [K, stripe, 2 * D] and starts writing that to
-        `target`, the `number`-th one to be written. What lies behind the token stays in `target`, and is zero here."""
+        """Puts the token of `slot` at index `at` of `stripe` [K, stripe, 2 * D], and starts writing it to `target`.
+
+        This is the `number`-th write. Tokens behind this one stay in `target`, and are zero here.
+        """
         self._copy(token, slot).wait()
         out = rem(number, MERGE_SLOTS)
         self._wait_written(out, target)
@@ -249,7 +252,7 @@ class Merger:
         self._copy_out(out, target).start()
 
     def finish(self, target: Ref) -> None:
-        """Waits until all is written. `target` is any stripe in HBM: what is waited for is its size."""
+        """Waits until all is written. `target` is any stripe in HBM, because only its size matters."""
         for slot in range(MERGE_SLOTS):
             self._wait_written(jnp.int32(slot), target)
 

@@ -1,0 +1,370 @@
+"""The KV cache: which pages of which group every slot holds.
+
+Layers that see the same positions form a group, with a pool of pages of its own. A group that sees every position holds
+a request's pages until the request ends. A windowed group holds only those that a token still to be computed may see:
+its tables keep their columns, and a page that left the window is the trash page there.
+
+All groups have pages of the same number of tokens, so that one hash chain a request finds the pages of all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
+from jaxvllm.core.request import Request
+from jaxvllm.core.slots import SlotIds
+from jaxvllm.core.step_plan import Ints, PageEntries
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """How many pages a group has, the trash page included, and the last positions that its layers see (None: all)."""
+
+    num_pages: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Pages that hold the KV of the first `num_pages` pages of a prompt: of each group, those that are still needed."""
+
+    num_pages: int
+    pages: tuple[list[int], ...]  # one list a group: the pages of the last columns
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why a request can never run: a group lacks pages even if it has no other request."""
+
+    needed: int
+    usable: int
+    window: int | None
+
+
+class FullGroup:
+    """The pages of layers that see every position. Pages that requests share count once."""
+
+    window: int | None = None
+
+    def __init__(self, pool: PagePool, num_slots: int, max_pages: int):
+        self.pool = pool
+        self.usable = pool.num_pages - 1  # by requests
+        self.table = np.zeros((num_slots, max_pages), np.int32)
+        self.first = np.zeros(num_slots, np.int32)  # column of the first page that a slot holds
+        self.end = np.zeros(num_slots, np.int32)  # one past the column of its last page
+
+    def first_seen(self, position: int) -> int:
+        """The column of the first page that a token at `position` sees."""
+        return 0
+
+    def most_pages(self, num_tokens: int) -> int:
+        """The most pages that a request of so many tokens holds at once, until its prompt is computed."""
+        return pages_for(num_tokens, self.pool.page_size)
+
+    def pages(self, slot: int) -> Pages:
+        """The pages that `slot` holds, in the order of their columns."""
+        return self.table[slot, self.first[slot] : self.end[slot]]
+
+    def can_take(self, prefix: Sequence[int], num_tokens: int) -> bool:
+        """Whether a new request of `num_tokens` whose cached pages are `prefix` has room."""
+        count = self.most_pages(num_tokens) - len(prefix)
+        return count + self.pool.num_cached(prefix) <= self.pool.num_available
+
+    def take(self, slot: int, prefix: Sequence[int], num_cached: int, num_tokens: int) -> None:
+        """Gives `slot` the pages `prefix`, which end at column `num_cached`, and those that it needs at once."""
+        self._share(slot, prefix, num_cached)
+        self.cover(slot, num_tokens)
+
+    def cover(self, slot: int, num_tokens: int) -> PageEntries:
+        """Gives `slot` the pages that its first `num_tokens` tokens lack. There is room: `take` saw to it."""
+        held = int(self.end[slot])
+        count = pages_for(num_tokens, self.pool.page_size) - held
+        if count <= 0:
+            return PageEntries.none()
+        pages = self.pool.allocate(count)
+        columns = np.arange(held, held + count, dtype=np.int32)
+        self.table[slot, columns] = pages
+        self.end[slot] = held + count
+        return PageEntries(np.full(count, slot, np.int32), columns, pages)
+
+    def grow(self, slots: SlotIds, ends: Ints) -> PageEntries | None:
+        """Gives each of `slots` the pages for its first `ends[i]` tokens. None when there are not enough."""
+        size = self.pool.page_size
+        held = self.end[slots]
+        opens = ends > held * size
+        if not opens.any():
+            return PageEntries.none()
+        at, held = slots[opens].astype(np.int32), held[opens]
+        counts = -(-ends[opens] // size) - held
+        if not self._has_room(at, counts):
+            return None
+        total = int(counts.sum())
+        columns = (np.repeat(held, counts) + np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)).astype(
+            np.int32
+        )
+        entries = PageEntries(np.repeat(at, counts), columns, self.pool.allocate(total))
+        self.table[entries.slots, columns] = entries.pages
+        self.end[at] = held + counts
+        return entries
+
+    def undo(self, entries: PageEntries) -> None:
+        """Takes back what `grow` gave."""
+        np.subtract.at(self.end, entries.slots, 1)
+        self.table[entries.slots, entries.columns] = TRASH_PAGE
+        self.pool.release(entries.pages)
+
+    def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
+        """Frees the pages of each of `slots` that no token from `positions[i]` on sees."""
+
+    def release(self, slot: int) -> None:
+        """Frees all pages of `slot`."""
+        self.pool.release(self.pages(slot))
+        self.table[slot, : self.end[slot]] = TRASH_PAGE
+        self.first[slot] = self.end[slot] = 0
+
+    def check_invariants(self, slots: Sequence[int]) -> None:
+        self.pool.check_invariants(self.pages(slot) for slot in slots)
+        for slot, row in enumerate(self.table):
+            first, end = (int(at[slot]) for at in (self.first, self.end))
+            assert slot in slots or not end, "a vacant slot has pages"
+            assert (row[first:end] != TRASH_PAGE).all(), "a slot lacks a page that it needs"
+            assert not row[:first].any() and not row[end:].any(), "a table has a page that its slot does not hold"
+
+    def _share(self, slot: int, prefix: Sequence[int], num_cached: int) -> None:
+        self.pool.share(prefix)
+        self.first[slot], self.end[slot] = num_cached - len(prefix), num_cached
+        self.table[slot, self.first[slot] : num_cached] = prefix
+
+    def _has_room(self, slots: SlotIds, counts: Ints) -> bool:
+        return int(counts.sum()) <= self.pool.num_available
+
+
+class WindowedGroup(FullGroup):
+    """The pages of layers that see the last `window` positions, the token's own included.
+
+    A prompt's pages are taken chunk by chunk, as earlier ones leave the window. So that a chunk never waits for pages
+    that a younger request holds, a request has room for the most that it will hold from its admission on. Each
+    request counts for itself here: one that shares a page may keep it longer than the one that took it.
+    """
+
+    window: int
+
+    def __init__(self, pool: PagePool, num_slots: int, max_pages: int, window: int, max_chunk: int):
+        """`max_chunk`: tokens of one prompt that a step may compute."""
+        super().__init__(pool, num_slots, max_pages)
+        self.window = window
+        self.bound = windowed_pages(window, max_chunk, pool.page_size)
+        self._room = np.zeros(num_slots, np.int32)  # pages that a slot is sure of, until it has covered
+        self._target = np.zeros(num_slots, np.int32)  # so many columns
+
+    def first_seen(self, position: int) -> int:
+        return max(position - self.window + 1, 0) // self.pool.page_size
+
+    def most_pages(self, num_tokens: int) -> int:
+        return min(super().most_pages(num_tokens), self.bound)
+
+    def can_take(self, prefix: Sequence[int], num_tokens: int) -> bool:
+        return int(self._charges().sum()) + self.most_pages(num_tokens) <= self.usable
+
+    def take(self, slot: int, prefix: Sequence[int], num_cached: int, num_tokens: int) -> None:
+        self._share(slot, prefix, num_cached)
+        self._room[slot] = self.most_pages(num_tokens)
+        self._target[slot] = pages_for(num_tokens, self.pool.page_size)
+
+    def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
+        firsts = np.maximum(positions - self.window + 1, 0) // self.pool.page_size
+        moved = firsts > self.first[slots]
+        for slot, first in zip(slots[moved].tolist(), firsts[moved].tolist(), strict=True):
+            left = self.table[slot, self.first[slot] : first]
+            self.pool.release(left)
+            left[:] = TRASH_PAGE
+            self.first[slot] = first
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._room[slot] = self._target[slot] = 0
+
+    def check_invariants(self, slots: Sequence[int]) -> None:
+        super().check_invariants(slots)
+        assert int(self._charges().sum()) <= self.usable, "more pages are promised than there are"
+
+    def _has_room(self, slots: SlotIds, counts: Ints) -> bool:
+        end = self.end.copy()
+        end[slots] += counts
+        return int(self._charges(end).sum()) <= self.usable
+
+    def _charges(self, end: Ints | None = None) -> Ints:
+        """Pages that each slot holds or may still take without asking, i32[slots], if its last columns are `end`."""
+        end = self.end if end is None else end
+        held = end - self.first
+        return np.where(end < self._target, np.maximum(self._room, held), held)
+
+
+def windowed_pages(window: int, num_tokens: int, page_size: int) -> int:
+    """The most pages that a request holds in a windowed group while a step computes `num_tokens` of its tokens."""
+    return pages_for(window - 1 + num_tokens, page_size) + 1
+
+
+class KVCache:
+    """The pages of all groups and slots: what the scheduler asks, which knows no group.
+
+    Tokens of a slot are counted from the start of its prompt.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[GroupSize],
+        *,
+        num_slots: int,
+        max_model_len: int,
+        page_size: int,
+        max_chunk: int,
+        enable_prefix_caching: bool = True,
+    ):
+        """`max_chunk`: tokens of one prompt that a step may compute."""
+        self.page_size = page_size
+        self.max_pages = pages_for(max_model_len, page_size)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_registered = np.zeros(num_slots, np.int32)  # leading columns of a slot that the prefix cache was told
+        self.groups = tuple(self._group(size, num_slots, max_chunk) for size in sizes)
+        self._windowed = tuple(group for group in self.groups if isinstance(group, WindowedGroup))
+
+    def _group(self, size: GroupSize, num_slots: int, max_chunk: int) -> FullGroup:
+        pool = PagePool(size.num_pages, self.page_size, self.enable_prefix_caching)
+        if size.window is None:
+            return FullGroup(pool, num_slots, self.max_pages)
+        return WindowedGroup(pool, num_slots, self.max_pages, size.window, max_chunk)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether pages are freed while their request runs."""
+        return bool(self._windowed)
+
+    @property
+    def no_entries(self) -> tuple[PageEntries, ...]:
+        return (PageEntries.none(),) * len(self.groups)
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool of the first group, which is the one that sees most."""
+        return self.groups[0].pool
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the first group that requests may own."""
+        return self.pool.num_pages - 1
+
+    @property
+    def num_owned(self) -> int:
+        """Pages of the first group that requests own."""
+        return self.pool.num_owned
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request holds a page of any group."""
+        return not any(group.pool.num_owned for group in self.groups)
+
+    def shortage(self, num_tokens: int) -> Shortage | None:
+        """What a request that computes `num_tokens` tokens lacks even where it is alone."""
+        for group in self.groups:
+            if (needed := group.most_pages(num_tokens)) > group.usable:
+                return Shortage(needed, group.usable, group.window)
+        return None
+
+    def match(self, hashes: Sequence[bytes]) -> CachedPrefix:
+        """The longest prefix that every group has as far as a token behind it sees. Takes nothing; `take` does."""
+        whole = {group: group.pool.match(hashes) for group in self.groups if group.window is None}
+        count = min(map(len, whole.values()), default=len(hashes))
+        if self._windowed:
+            count = self._last_windows(hashes[:count])
+        pages = (whole[group][:count] if group in whole else self._seen(group, hashes[:count]) for group in self.groups)
+        return CachedPrefix(count, tuple(pages))
+
+    def _last_windows(self, hashes: Sequence[bytes]) -> int:
+        """How many of `hashes` make the longest prefix whose last window every windowed group has."""
+        longest, runs = 0, [0] * len(self._windowed)
+        for count, digest in enumerate(hashes, 1):
+            runs = [
+                run + 1 if group.pool.find(digest) is not None else 0
+                for run, group in zip(runs, self._windowed, strict=True)
+            ]
+            needed = (count - group.first_seen(count * self.page_size) for group in self._windowed)
+            if all(run >= need for run, need in zip(runs, needed, strict=True)):
+                longest = count
+        return longest
+
+    def _seen(self, group: FullGroup, hashes: Sequence[bytes]) -> list[int]:
+        """The pages of `group` that a token behind the pages of these hashes sees."""
+        return group.pool.match(hashes[group.first_seen(len(hashes) * self.page_size) :])
+
+    def can_take(self, prefix: CachedPrefix, num_tokens: int) -> bool:
+        """Whether there is room for a request with `num_tokens` tokens, of which `prefix` is cached."""
+        return all(group.can_take(of, num_tokens) for group, of in zip(self.groups, prefix.pages, strict=True))
+
+    def take(self, slot: int, prefix: CachedPrefix, num_tokens: int) -> None:
+        """Gives `slot` the pages of `prefix`, and room for all `num_tokens` tokens."""
+        for group, pages in zip(self.groups, prefix.pages, strict=True):
+            group.take(slot, pages, prefix.num_pages, num_tokens)
+        self.num_registered[slot] = prefix.num_pages
+
+    def cover(self, slot: int, num_tokens: int) -> tuple[PageEntries, ...]:
+        """Gives `slot` the pages that its next chunk lacks, which ends behind `num_tokens` tokens."""
+        return tuple(group.cover(slot, num_tokens) for group in self.groups)
+
+    def grow(self, slots: SlotIds, ends: Ints) -> tuple[PageEntries, ...] | None:
+        """Gives each of `slots` the pages for its first `ends[i]` tokens. None when there are not enough."""
+        grown: list[PageEntries] = []
+        for group in self.groups:
+            entries = group.grow(slots, ends)
+            if entries is None:
+                self.undo(grown)
+                return None
+            grown.append(entries)
+        return tuple(grown)
+
+    def undo(self, entries: Sequence[PageEntries]) -> None:
+        """Takes back what `grow` gave."""
+        for group, opened in zip(self.groups, entries, strict=False):
+            group.undo(opened)
+
+    def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
+        """Frees the pages that left a window: no step to come computes a token of `slots[i]` before `positions[i]`.
+
+        Steps in flight may still read them. They do so before a later step writes.
+        """
+        for group in self._windowed:
+            group.free_unseen(slots, positions)
+
+    def register(self, slot: int, num_tokens: int, request: Request) -> list[bytes]:
+        """Lets the prefix cache know the full pages of the first `num_tokens` tokens; their hashes, if they are new."""
+        first, last = int(self.num_registered[slot]), num_tokens // self.page_size
+        if last <= first or not self.enable_prefix_caching:
+            return []
+        hashes = request.hashes(self.page_size)
+        for group in self.groups:
+            begin = max(first, int(group.first[slot]))
+            group.pool.register(group.table[slot, begin:last].tolist(), hashes[begin:last])
+        self.num_registered[slot] = last
+        return hashes[first:last]
+
+    def release(self, slot: int) -> None:
+        """Frees all pages of `slot`."""
+        for group in self.groups:
+            group.release(slot)
+
+    def tables(self, slot: int) -> Ints:
+        """A copy of the page tables of `slot`, up to the last column of any group: i32[groups, columns]."""
+        count = max(int(group.end[slot]) for group in self.groups)
+        return np.stack([group.table[slot, :count] for group in self.groups])
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prefix (for example after a change of weights). Owned pages stay owned."""
+        for group in self.groups:
+            group.pool.reset_prefix_cache()
+
+    def check_invariants(self, slots: Sequence[int]) -> None:
+        """Asserts that `slots`, all that are taken, hold every page that is owned. For tests: costs O(pages)."""
+        for group in self.groups:
+            group.check_invariants(slots)

@@ -1,0 +1,166 @@
+"""What crosses between host and device, as host values: one plan down, one output up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.request import FinishReason, Request
+
+type Ints = NDArray[np.int32]
+
+NOT_SCORED = -1
+
+
+@dataclass(frozen=True)
+class PageEntries:
+    """Pages that slots open in one group: `pages[i]` goes to `columns[i]` of the page table of `slots[i]`."""
+
+    slots: Ints  # i32[N]
+    columns: Ints  # i32[N]
+    pages: Ints  # i32[N]
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @classmethod
+    def none(cls) -> "PageEntries":
+        return _NO_ENTRIES
+
+    @classmethod
+    def joined(cls, parts: "Sequence[PageEntries]") -> "PageEntries":
+        """All of `parts`, in order."""
+        if sum(map(bool, parts)) < 2:
+            return next(filter(None, parts), _NO_ENTRIES)
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("slots", "columns", "pages")))
+
+
+_NO_ENTRIES = PageEntries(*(np.zeros(0, np.int32),) * 3)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that got a slot in this step: the device must learn its pages and sampling parameters first."""
+
+    slot: int
+    request: Request
+    pages: Ints  # i32[groups, columns]: its page tables; trash where it needs no page, or none yet
+    num_cached: int = 0  # leading tokens whose KV the pages hold already
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. Decode rows come first (the device knows their position and token), then prefill chunks.
+
+    A decode row computes the next token of slot `slots[r]`, up to `width` times in a row, and yields at most
+    `max_new[r]` tokens. A prefill row computes `lengths[r]` tokens from position `starts[r]` on, and yields one token
+    where it ends the prompt. Decode rows have length 1, and as `starts[r]` the last position that may come first: how
+    far a row got is known on the device, and here when an output was read.
+
+    `new_pages` are the pages that rows may need beyond those they have. `token_ids` are the prefill rows' inputs, row
+    after row. `next_tokens[r]` is the token behind a chunk of a prompt that is scored (any one behind the last chunk),
+    else NOT_SCORED. `epochs` tell a slot's tenants apart when the output comes back.
+    """
+
+    slots: Ints  # i32[R]
+    epochs: Ints  # i32[R]
+    starts: Ints  # i32[R]
+    lengths: Ints  # i32[R]
+    new_pages: tuple[PageEntries, ...]  # one a group
+    max_new: Ints  # i32[R], 0 for a chunk that does not end its prompt
+    num_decode: int
+    token_ids: Ints  # i32[T - num_decode]
+    next_tokens: Ints  # i32[R]
+    wants_logprobs: bool  # whether any row does
+    width: int = 1  # decode steps in one; more than 1 only where all rows decode
+    masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
+    admissions: tuple[Admission, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes at once."""
+        return self.num_decode + len(self.token_ids)
+
+    @property
+    def samples(self) -> NDArray[np.bool_]:
+        """Which rows yield tokens."""
+        return self.max_new > 0
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a row waits for the host between the forward pass and sampling."""
+        return self.masked is not None
+
+    @cached_property
+    def scores_prompts(self) -> bool:
+        """Whether log-probabilities of prompt tokens are to be computed."""
+        return bool((self.next_tokens != NOT_SCORED).any())
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Log-probabilities of N raw distributions: each one's token, sampled or given, and the best ones."""
+
+    token: NDArray[np.float32]  # f32[N]
+    ranks: Ints  # i32[N], 1 = the most probable
+    top_ids: Ints  # i32[N, MAX_LOGPROBS], most probable first
+    top: NDArray[np.float32]  # f32[N, MAX_LOGPROBS]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What the device computed for a plan's rows, on the host; log-probabilities only when a row asked for them.
+
+    Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
+    The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token behind token t
+    of the plan, t being one of a chunk that is scored.
+    """
+
+    tokens: Ints  # i32[R, W]
+    counts: Ints  # i32[R]
+    logprobs: TopLogprobs | None = None  # of R * W tokens
+    scores: TopLogprobs | None = None  # of T tokens
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A new token of a watched request; `at` finds its log-probabilities in the StepOutput."""
+
+    request: Request
+    at: int
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request that ended, its outputs in `request.output_token_ids`. `stop_reason`: the stop token, unless EOS."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Tokens of a request's prompt, by position; `scores` of the StepOutput has theirs from `first` on."""
+
+    request: Request
+    tokens: range
+    first: int
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What an output meant. Requests that nobody watches appear when they start and when they end, not per token."""
+
+    num_new_tokens: int
+    started: tuple[Request, ...]  # got their first token
+    emitted: tuple[Emitted, ...]
+    finished: tuple[Finished, ...]
+    scored: tuple[Scored, ...] = ()

@@ -1,0 +1,87 @@
+"""`ResolvedConfig`: an engine's settings once its model and platform have filled in what its config leaves open."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.scheduler import check_token_budget
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.params import Layout
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.cache_shape import CacheShape
+
+# As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
+_EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The settings of an engine, none of them open. The engine and the planner resolve a config in this one way."""
+
+    spec: ModelSpec
+    max_model_len: int  # tokens
+    dtype: jnp.dtype  # of weights and activations
+    layout: Layout
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    page_dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> Self:
+        """Resolves `config` for the model whose config.json is `hf_config`, on devices of `platform`.
+
+        Raises ValueError when they do not go together.
+        """
+        on_cpu = platform == "cpu"
+        # The length goes into the spec because some RoPE scalings depend on it.
+        spec = model_spec(dict(hf_config), config.max_model_len)
+        dtype = _dtype(config.dtype, hf_config, platform)
+        # The limits of a step in requests and in tokens. If the config sets only one, the other adapts to it.
+        seqs, tokens = (64, 512) if on_cpu else (256, 2048)
+        max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
+        max_num_batched_tokens = config.max_num_batched_tokens or max(tokens, max_num_seqs)
+        check_token_budget(max_num_batched_tokens, max_num_seqs)
+        return cls(
+            spec=spec,
+            max_model_len=config.max_model_len or spec.max_position,
+            dtype=dtype,
+            # XLA reads these layouts without a copy: see `models.params`.
+            layout="separate" if on_cpu else "stacked",
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=config.page_size,
+            page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
+        )
+
+    def cache_shape(self, num_pages: int) -> CacheShape:
+        """Returns the shape of a cache with slots for all requests at full length.
+
+        `num_pages` are the pages of the group of layers that sees most.
+        """
+        return CacheShape(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_slots=self.max_num_seqs,
+            max_pages=pages_for(self.max_model_len, self.page_size),
+            dtype=self.page_dtype,
+            step_tokens=self.max_num_batched_tokens,
+        )
+
+
+def _dtype(name: str, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:
+    if name == "float16" and platform == "tpu":
+        # Our kernel has no float16 on TPU either, and XLA's attention in float16 copies all pages there.
+        raise ValueError("TPUs have no float16: set dtype to bfloat16 or auto")
+    if name == "auto" and platform == "cpu":
+        name = "float32"  # XLA emulates bfloat16 there: float32 is several times faster
+    elif name == "auto":
+        name = checkpoint.config_dtype(hf_config)
+        if name == "float16" and platform == "tpu":
+            name = "bfloat16"
+    return jnp.dtype(name)

@@ -1,0 +1,71 @@
+"""The kinds of feed-forward network that a layer can have: each is a value that declares its arrays and computes.
+
+A new kind of FFN is a class beside `GatedFfn`, in a module of its own, which a family's spec names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, Self
+
+import jax
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.ops import biased, project
+from sharding.axis import ModelAxis
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class Ffn(Protocol):
+    """The feed-forward network of a layer. It is frozen and hashable, and equal for layers that compute alike."""
+
+    def declare(self) -> dict[str, ParamDecl]:
+        """Returns its arrays by name. Layers share a stack of arrays that have one name and equal declarations."""
+
+    def problem(self, size: int) -> str | None:
+        """Returns why it cannot be spread over `size` devices, or None when it can."""
+
+    def shard(self, size: int) -> Self:
+        """Returns the part that each of `size` devices computes."""
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
+        """Returns the output [T, E] for x [T, E], summed over `axis`."""
+
+
+@dataclass(frozen=True)
+class GatedFfn:
+    """A gated linear unit (arXiv 2002.05202): down(activation(gate x) * up x)."""
+
+    hidden_size: int
+    size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def declare(self) -> dict[str, ParamDecl]:
+        E, F = self.hidden_size, self.size
+        decls = {
+            "gate_up": ParamDecl((2, F, E), (None, "ffn", "embed"), storage="matrix"),
+            "down": ParamDecl((E, F), ("embed", "ffn"), storage="matrix"),
+        }
+        if self.bias:
+            decls["gate_up_bias"] = ParamDecl((2, F), (None, "ffn"), "zeros")
+            decls["down_bias"] = ParamDecl((E,), ("embed",), "zeros")
+        return decls
+
+    def problem(self, size: int) -> str | None:
+        return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None
+
+    def shard(self, size: int) -> Self:
+        return replace(self, size=self.size // size)
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
+        gate_up = project(x, weights["gate_up"], weights.get("gate_up_bias"))  # [T, 2, F]
+        h = activate(gate_up[:, 0], self.activation) * gate_up[:, 1]
+        return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """Applies the activation function of that name to each element."""
+    if activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

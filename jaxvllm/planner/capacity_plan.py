@@ -1,0 +1,131 @@
+"""The plan: the planner's whole answer, as one value."""
+
+from dataclasses import dataclass, replace
+
+from jaxvllm.models.params import num_parameters
+from jaxvllm.planner.compiler import Findings, Refusal, compile_in_child
+from jaxvllm.planner.deployment import Deployment
+from jaxvllm.planner.device_memory import Memory
+from jaxvllm.planner.roofline import Floor, decode_floors, prefill_floor
+from jaxvllm.planner.target import CPU
+from pallas_kernels.deviceless import MAX_DEVICES
+from sharding.mesh import MeshShape
+
+# Replicas of these sizes are tried when a model does not fit.
+_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, its deployment and its load. Raises ValueError for too many devices in a replica."""
+
+    model: str
+    deployment: Deployment
+    utilization: float  # share of a device's memory that may be taken
+    request_tokens: int  # of the requests whose number is asked for
+    context: int  # tokens that each decoding request attends to
+
+    def __post_init__(self) -> None:
+        if self.deployment.target.chip and self.deployment.size > MAX_DEVICES:
+            raise ValueError(
+                f"mesh {self.mesh} has {self.deployment.size} devices to a replica, more than the {MAX_DEVICES} that "
+                f"can be planned: plan 1x{MAX_DEVICES}, or Dx{MAX_DEVICES} for D replicas"
+            )
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.deployment.replicas, self.deployment.size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer. It has no `findings` when the weights alone are too large, or the compiler found no room."""
+
+    model: str
+    mesh: MeshShape
+    device: str
+    dtype: str
+    attention: str  # the kernels that run: tpu, gpu or reference
+    num_parameters: int
+    fits: bool  # with room for at least one request
+    memory: Memory
+    findings: Findings | None
+    no_room: str  # the compiler's message when it found no room for a step
+    kv_copies: int  # devices, or heads of a device, that hold the same KV head
+    zero_heads: int  # query heads of zeros, which make the heads divide
+    zero_tokens: int  # rows that are never sampled, which make the vocabulary divide
+    context: int
+    decode: tuple[Floor, ...]  # empty where rates are not known
+    prefill: Floor | None
+    advice: str  # which mesh would hold the model, when this one does not
+
+
+def make_plan(question: Question) -> Plan | Refusal:
+    """Compiles the steps and makes the plan, even if the model does not fit. A refusal says why there is none."""
+    deployment = question.deployment
+    memory = _memory(question, deployment, 0)
+    findings, no_room = None, ""
+    if memory.fits:
+        outcome = compile_in_child(deployment)
+        if isinstance(outcome, Findings):
+            findings = outcome
+            memory = _memory(question, deployment, findings.largest.step_bytes)
+        elif outcome.kind == "memory":
+            no_room = outcome.message
+        else:
+            return outcome
+    fits = memory.fits and findings is not None
+    decode: tuple[Floor, ...] = ()
+    prefill = None
+    if fits and findings and deployment.target.chip:
+        decode = decode_floors(deployment, deployment.target.chip, findings, question.context, memory.num_tokens)
+        prefill = prefill_floor(deployment, deployment.target.chip, findings)
+    whole = deployment.spread.whole
+    return Plan(
+        model=question.model,
+        mesh=question.mesh,
+        device=deployment.device,
+        dtype=deployment.dtype,
+        attention=deployment.backend.kind,
+        num_parameters=num_parameters(deployment.spec),
+        fits=fits,
+        memory=memory,
+        findings=findings,
+        no_room=no_room,
+        kv_copies=deployment.spread.kv_copies,
+        zero_heads=whole.num_heads - deployment.spec.num_heads,
+        zero_tokens=whole.vocab_size - deployment.spec.vocab_size,
+        context=question.context,
+        decode=decode,
+        prefill=prefill,
+        advice=""
+        if fits
+        else _advice(question, memory.step) + (", or lower max_num_batched_tokens" if no_room else ""),
+    )
+
+
+def _memory(question: Question, deployment: Deployment, step_bytes: int) -> Memory:
+    return Memory.of(deployment, step_bytes, question.utilization, question.request_tokens)
+
+
+def _advice(question: Question, step_bytes: int) -> str:
+    """Names the smallest mesh of the same devices with room for a request, as far as is known without compiling."""
+    deployment = question.deployment
+    if deployment.device == CPU:
+        return "virtual devices share the memory of this machine: choose a smaller model, or fewer replicas"
+    for size in (size for size in _SIZES if size > deployment.size):
+        try:
+            larger = replace(deployment, size=size)
+        except ValueError:  # this model cannot be spread so
+            continue
+        if _memory(question, larger, step_bytes).fits:
+            step = "with this step's temporaries" if step_bytes else "before a step's temporaries"
+            more = (
+                "plan that mesh to be sure"
+                if size <= MAX_DEVICES
+                else f"more than the {MAX_DEVICES} that can be planned"
+            )
+            return f"about 1x{size} of {deployment.device} would hold it ({step}): {more}"
+    return (
+        f"no replica of up to {_SIZES[-1]} {deployment.device} would hold it: choose a larger device or a smaller model"
+    )

@@ -1,0 +1,130 @@
+"""The deployment that a plan is for: a model, its devices, and the limits of a step."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.scheduler import check_token_budget
+from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+from jaxvllm.planner.share import Share
+from jaxvllm.planner.target import Target
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.cache_shape import CacheShape
+from pallas_kernels.backend import Backend
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on its devices. Raises ValueError for an impossible config, device or number of devices.
+
+    It crosses a pipe as JSON.
+    """
+
+    hf_config: dict[str, Any]
+    device: str
+    replicas: int
+    size: int  # devices that each replica is spread over
+    dtype: str
+    page_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        _ = self.spread, self.target  # each raises ValueError when it is impossible
+
+    @classmethod
+    def of_config(cls, config: EngineConfig, hf_config: dict[str, Any], device: str) -> "Deployment":
+        """Returns the deployment of an engine with this config, which fills in the engine's own choices."""
+        shape = config.mesh_shape
+        resolved = ResolvedConfig.of(config, hf_config, Target.named(device, shape.num_devices).platform)
+        return cls(
+            hf_config=hf_config,
+            device=device,
+            replicas=shape.data,
+            size=shape.model,
+            dtype=resolved.dtype.name,
+            page_dtype=resolved.page_dtype.name,
+            max_model_len=resolved.max_model_len,
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            page_size=resolved.page_size,
+        )
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return model_spec(self.hf_config, self.max_model_len)
+
+    @cached_property
+    def spread(self) -> Spread:
+        return Spread(self.spec, self.size)
+
+    @cached_property
+    def target(self) -> Target:
+        return Target.named(self.device, self.replicas * self.size)
+
+    @property
+    def backend(self) -> Backend:
+        return self.target.backend(jnp.dtype(self.dtype))
+
+    @property
+    def share(self) -> Share:
+        """The share of the model on each device."""
+        return Share(self.spread, jnp.dtype(self.dtype))
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes that one page of every layer takes of each device."""
+        return self.share.page_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
+
+    @property
+    def max_pages(self) -> int:
+        """The most pages of one request."""
+        return pages_for(self.max_model_len, self.page_size)
+
+    @property
+    def useful_pages(self) -> int:
+        """The most pages that a replica can use: those of all requests at full length, and the trash page."""
+        return self.cache_shape(2).useful_pages(self.spec)
+
+    def cache_shape(self, num_pages: int) -> CacheShape:
+        """The cache of an engine that has `num_pages` pages of the group of layers that sees most."""
+        return CacheShape(
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_slots=self.max_num_seqs,
+            max_pages=self.max_pages,
+            dtype=jnp.dtype(self.page_dtype),
+            step_tokens=self.max_num_batched_tokens,
+        )
+
+    def pool_bytes(self, num_pages: int) -> int:
+        """The bytes that `num_pages` pages of that group, and those of the other groups, take of each device."""
+        return self.cache_shape(num_pages).device_bytes(self.spread, self.backend)
+
+    @property
+    def largest(self) -> Bucket:
+        """The step that holds every plan and needs the most memory."""
+        return BucketLadder.build([self.max_num_seqs], [self.max_num_batched_tokens]).largest
+
+    @property
+    def decode(self) -> Bucket:
+        """The largest step in which every request decodes."""
+        return Bucket(self.max_num_seqs, self.max_num_seqs)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Deployment":
+        return cls(**json.loads(text))

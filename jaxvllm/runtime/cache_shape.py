@@ -1,0 +1,138 @@
+"""How large an engine's KV cache and slot table are, and the abstract arrays that follow."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxvllm.core.kv_cache import GroupSize, windowed_pages
+from jaxvllm.core.page_pool import pages_for
+from jaxvllm.models.layer_loops import known_windows
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.slot_fields import SlotSizes
+from jaxvllm.runtime.state import DeviceState, new_state
+from pallas_kernels.backend import Backend
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages, kv_pages_struct
+from sharding.placement import place
+
+# The logical axes of a group's pages, [L, P, K, S, 2 D].
+PAGE_AXES = ("layers", None, "kv_heads", None, None)
+
+# The pages of each group.
+type KVCachePages = tuple[KVPages, ...]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose keys and values are in the same pages, since they see the same positions (window None: all)."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """How large the KV cache and the slot table are.
+
+    `num_pages` are those of the first group, which sees most; the other groups' follow from it by this rule. A windowed
+    group has pages for as many requests of full length as the first group has, and no fewer than half of what it would
+    have if all groups had equally many pages for the same memory: then requests that are shorter than the window, which
+    need as many pages of each group, are at least half as many as without groups.
+    """
+
+    num_pages: int  # the trash page included
+    page_size: int
+    num_slots: int
+    max_pages: int  # of one slot
+    dtype: jnp.dtype  # of keys and values
+    step_tokens: int  # that a step may compute of one prompt
+
+    def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
+        """The groups of the model's layers, the one that sees most first.
+
+        Layers whose window no request outgrows see all. Where the step reads windows while it runs, so that a layer's
+        group is not known when it is compiled, all layers are one group.
+        """
+        windows = known_windows(spec)
+        if None in windows:
+            return (LayerGroup(tuple(range(spec.num_layers)), None),)
+        longest = self.max_pages * self.page_size
+        layers: dict[int, list[int]] = {}
+        for layer, window in enumerate(windows):
+            layers.setdefault(NO_WINDOW if window is None or window >= longest else window, []).append(layer)
+        return tuple(
+            LayerGroup(tuple(layers[window]), None if window == NO_WINDOW else window)
+            for window in sorted(layers, reverse=True)
+        )
+
+    def group_sizes(self, spec: ModelSpec) -> tuple[GroupSize, ...]:
+        """Pages and window of each group."""
+        first, *others = self.groups(spec)
+        usable, num_others = self.num_pages - 1, sum(len(group.layers) for group in others)
+        half = usable * len(first.layers) // (2 * len(first.layers) + num_others)
+        sizes = [GroupSize(self.num_pages, first.window)]
+        for group in others:
+            longest = -(-usable * self.most_pages(group.window) // self.most_pages(first.window))
+            one = self.most_pages(group.window, self.step_tokens)
+            sizes.append(GroupSize(1 + min(max(longest, half, one), usable), group.window))
+        return tuple(sizes)
+
+    def most_pages(self, window: int | None, num_tokens: int = 1) -> int:
+        """The most pages of a group that one request holds while a step computes so many of its tokens."""
+        return (
+            self.max_pages
+            if window is None
+            else min(self.max_pages, windowed_pages(window, num_tokens, self.page_size))
+        )
+
+    def useful_pages(self, spec: ModelSpec) -> int:
+        """The most pages of the first group that all slots could use, and the trash page."""
+        return self.num_slots * self.most_pages(self.groups(spec)[0].window, self.step_tokens) + 1
+
+    def num_requests(self, spec: ModelSpec, num_tokens: int) -> int:
+        """How many requests of so many tokens have room, if nearly all of them decode."""
+        pages = pages_for(num_tokens, self.page_size)
+        return min((size.num_pages - 1) // min(pages, self.most_pages(size.window)) for size in self.group_sizes(spec))
+
+    def pages_of(self, spec: ModelSpec, num_tokens: int) -> int:
+        """Pages of the first group that a request of so many tokens holds at most."""
+        window = self.groups(spec)[0].window
+        return min(pages_for(num_tokens, self.page_size), self.most_pages(window, self.step_tokens))
+
+    def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The pages of each group of a model spread over `mesh`, as `backend` lays them out."""
+        sharding = place(mesh)(PAGE_AXES)
+        return tuple(
+            jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+            for struct in self._structs(spec, Spread(spec, mesh.size).whole.num_kv_heads, backend)
+        )
+
+    def device_bytes(self, spread: Spread, backend: Backend) -> int:
+        """Bytes that the pages of all groups take of each device."""
+        structs = self._structs(spread.spec, spread.shard.num_kv_heads, backend)
+        return sum(struct.size * struct.dtype.itemsize for struct in structs)
+
+    def with_pages(self, num_pages: int) -> "CacheShape":
+        return replace(self, num_pages=num_pages)
+
+    def _structs(self, spec: ModelSpec, num_kv_heads: int, backend: Backend) -> list[jax.ShapeDtypeStruct]:
+        return [
+            kv_pages_struct(
+                len(group.layers), size.num_pages, self.page_size, num_kv_heads, spec.head_size, self.dtype, backend
+            )
+            for group, size in zip(self.groups(spec), self.group_sizes(spec), strict=True)
+        ]
+
+    def sizes(self, spec: ModelSpec) -> SlotSizes:
+        """What the state of the slots depends on."""
+        windows = tuple(group.window for group in self.groups(spec))
+        return SlotSizes(self.num_slots, self.max_pages, self.page_size, spec.vocab_size, windows)
+
+    def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
+        """The abstract state, which every device of `mesh` has whole."""
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        state = jax.eval_shape(partial(new_state, self.sizes(spec)))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)

@@ -1,0 +1,113 @@
+"""The calls that change a device, as values that can be sent to another process."""
+
+import struct
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.runtime.buckets import Bucket
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Gives new requests their slots."""
+
+    packed: NDArray[np.int32]  # [ADMISSION_BATCH, words], made by `pack_admissions`
+
+
+@dataclass(frozen=True)
+class Step:
+    """Computes one step."""
+
+    bucket: Bucket
+    packed: NDArray[np.int32]  # [words], made by `pack`
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Computes the first half of a step. Its second half follows as `Sample`."""
+
+    bucket: Bucket
+    packed: NDArray[np.int32]  # the same as in a `Step`
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Gives some slots their token masks."""
+
+    packed: NDArray[np.int32]  # [MASK_BATCH, words], made by `pack_masks`
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Computes the second half of a step."""
+
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Gives a slot tokens that no step computes."""
+
+    packed: NDArray[np.int32]  # [words], made by `pack_recalls`
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Makes pages and state as new."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Frees the device's memory. No call follows."""
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
+
+
+type Call = Admit | Recall | Step | Forward | Mask | Sample | Reset | Close
+type Message = Call | Abandon
+
+# On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
+_HEADER = struct.Struct("<7I")  # the kind, the bucket's three sizes, the array's two, and the number of words
+_KINDS: tuple[type[Message], ...] = (Reset, Close, Abandon, Admit, Recall, Step, Forward, Mask, Sample)
+_NO_WORDS = np.zeros(0, np.int32)
+
+
+def to_bytes(message: Message) -> bytes:
+    """Encodes `message` for the wire."""
+    bucket: Bucket | None = getattr(message, "bucket", None)
+    words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
+    sizes = (0, 0, 0) if bucket is None else (bucket.num_tokens, bucket.num_rows, bucket.width)
+    shape = words.shape if words.ndim == 2 else (0, 0)
+    return _HEADER.pack(_KINDS.index(type(message)), *sizes, *shape, words.size) + words.astype("<i4").tobytes()
+
+
+def read_message(stream: BinaryIO) -> Message | None:
+    """Reads the next message. Returns None when the stream ends, even within a message.
+
+    Raises ValueError for bytes that are no message.
+    """
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    kind, tokens, rows, width, first, second, num_words = _HEADER.unpack(header)
+    payload = stream.read(4 * num_words)
+    if len(payload) < 4 * num_words:
+        return None
+    if kind >= len(_KINDS):
+        last = len(_KINDS) - 1
+        raise ValueError(
+            f"a message of kind {kind} came, and the last kind is {last}: start all processes with the same version"
+        )
+    packed = np.frombuffer(payload, "<i4")
+    arguments: dict[str, Any] = {}
+    if tokens:
+        arguments["bucket"] = Bucket(tokens, rows, width)
+    if num_words:
+        arguments["packed"] = packed.reshape(first, second) if first else packed
+    return _KINDS[kind](**arguments)

@@ -1,0 +1,130 @@
+"""Stages over logits: what sampling parameters do to a row's logits before a token is taken, one small value each.
+
+A stage that no row of a batch asks for is skipped while the step runs (`lax.cond`). `sampler.py` has their order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxvllm.runtime.slot_fields import MIN_LENGTH, STOP_IDS, Rows, SlotField
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which columns of the vocabulary some logits have: a device's share, or all."""
+
+    first: jax.Array | int
+    size: int
+
+    def columns(self, token_ids: jax.Array) -> jax.Array:
+        """Where `token_ids` are in this share; `size`, which a scatter drops, where they are not."""
+        columns = token_ids - self.first
+        return jnp.where((token_ids >= 0) & (columns >= 0), columns, self.size)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pure function on logits f32[R, V], with the slot fields that it reads.
+
+    asks: (rows, positions i32[R]) -> bool[R], the rows that the stage changes
+    apply: (logits, rows, positions, share) -> logits; leaves rows that do not ask as they are
+    The position is the one that the token will have.
+    """
+
+    fields: tuple[SlotField, ...]
+    asks: Callable[[Rows, jax.Array], jax.Array]
+    apply: Callable[[jax.Array, Rows, jax.Array, Share], jax.Array]
+
+
+def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """What `stages`, in order, make of `logits`. Where no row asks for any of them, that is one branch not taken."""
+    asked = [jnp.any(stage.asks(rows, positions)) for stage in stages]
+
+    def run(logits: jax.Array) -> jax.Array:
+        for stage, is_asked in zip(stages, asked, strict=True):
+            logits = lax.cond(
+                is_asked, lambda x, apply=stage.apply: apply(x, rows, positions, share), lambda x: x, logits
+            )
+        return logits
+
+    return lax.cond(jnp.any(jnp.stack(asked)), run, lambda x: x, logits)
+
+
+def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    early = positions < rows["min_length"]
+    columns = jnp.where(early[:, None], share.columns(rows["stop_ids"]), share.size)
+    return logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")
+
+
+def _min_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """Keeps tokens at least `min_p` times as probable as the best."""
+    floor = logits.max(axis=-1, keepdims=True) + jnp.log(rows["min_p"])[:, None]
+    return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """Keeps the `top_k` largest logits of each row (0: all)."""
+    top_k = rows["top_k"]
+    keys = _ordered(logits)
+    floor = _largest_threshold(lambda t: (keys >= t[:, None]).sum(axis=-1) >= top_k, len(logits))
+    return jnp.where((keys >= floor[:, None]) | (top_k == 0)[:, None], logits, -jnp.inf)
+
+
+def _top_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """Keeps the smallest set of largest logits whose probability reaches `top_p` (1: all)."""
+    top_p = rows["top_p"]
+    keys = _ordered(logits)
+    probs = jax.nn.softmax(logits, axis=-1)
+
+    def reaches(threshold: jax.Array) -> jax.Array:
+        return jnp.where(keys >= threshold[:, None], probs, 0).sum(axis=-1) >= top_p
+
+    floor = _largest_threshold(reaches, len(logits))
+    return jnp.where((keys >= floor[:, None]) | (top_p >= 1)[:, None], logits, -jnp.inf)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """int32 keys in the order of the float32 values; equal values, 0.0 and -0.0 among them, have one key."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """The largest i32[R] for which the monotone `holds(i32[R]) -> bool[R]` is true, or the smallest int32.
+
+    32 halvings over the bits of the value: exact, and 32 reads of the logits where a sort would move them.
+    """
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
+        true = holds(middle)
+        return jnp.where(true, middle, low), jnp.where(true, high, middle - 1)
+
+    low = jnp.full(rows, jnp.iinfo(jnp.int32).min, jnp.int32)
+    high = jnp.full(rows, jnp.iinfo(jnp.int32).max, jnp.int32)
+    bounds: tuple[jax.Array, jax.Array] = lax.fori_loop(0, 32, halve, (low, high))
+    return bounds[0]
+
+
+MIN_TOKENS = Stage((MIN_LENGTH, STOP_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
+MIN_P = Stage(
+    (SlotField("min_p", np.float32, 0, lambda a: a.request.sampling_params.min_p),),
+    lambda rows, positions: rows["min_p"] > 0,
+    _min_p,
+)
+TOP_K = Stage(
+    (SlotField("top_k", np.int32, 0, lambda a: max(a.request.sampling_params.top_k, 0)),),
+    lambda rows, positions: rows["top_k"] > 0,
+    _top_k,
+)
+TOP_P = Stage(
+    (SlotField("top_p", np.float32, 1, lambda a: a.request.sampling_params.top_p),),
+    lambda rows, positions: rows["top_p"] < 1,
+    _top_p,
+)

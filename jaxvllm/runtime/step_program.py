@@ -1,0 +1,139 @@
+"""Step programs: the step of a bucket, compiled ahead of time for the devices of a mesh."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.batch import packed_size
+from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.memory import step_bytes
+from jaxvllm.runtime.sampler import DeviceLogprobs
+from jaxvllm.runtime.slot_fields import DeviceState
+from jaxvllm.runtime.step import DeviceOutput, StepModel, Unsampled, decode, forward, sample_rows
+from pallas_kernels.backend import Backend
+from sharding.axis import ModelAxis
+
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    # For v7x XLA:TPU wants 16-bit weights tiled (16, 128), is given them tiled (8, 128), as everywhere else, and copies
+    # all of them in every step: 3.3 GiB for two layers of Llama 3 70B (compiled HLO, libtpu 0.0.48.1).
+    "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
+    # XLA:GPU's Triton matmuls copy the layer's slice of a stacked weight first, three times decode's memory traffic;
+    # cuBLASLt reads it in place (compiled HLO, jax 0.11.2).
+    "gpu": {"xla_gpu_enable_triton_gemm": False},
+    # LLVM at -O1: a mixed bucket of an 8-layer model compiles in 3.2 s and not 5.7 s, and steps take the same time
+    # (1, 16 and 128 tokens, 2 cores): the matmuls are library calls, the rest is bound by memory.
+    "cpu": {"xla_backend_optimization_level": 1},
+}
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The compiled step of a bucket: one program for decode rows, and two where prompts are computed.
+
+    `begin` is `step.decode`, which does all, or `step.forward`, to be followed by `sample`.
+    """
+
+    begin: jax.stages.Compiled
+    sample: jax.stages.Compiled | None = None
+
+    @property
+    def parts(self) -> tuple[jax.stages.Compiled, ...]:
+        """The programs in the order in which they run."""
+        return (self.begin,) if self.sample is None else (self.begin, self.sample)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a call needs beyond its arguments, as XLA reports them."""
+        return max(step_bytes(part) for part in self.parts)
+
+    def __call__(
+        self, params: Params, kv_pages: KVCachePages, state: DeviceState, packed: Any
+    ) -> tuple[KVCachePages, DeviceState, DeviceOutput, DeviceLogprobs | None]:
+        """Dispatches the whole step, whose last result only a bucket for prompts has. Donates `kv_pages`, `state`."""
+        if self.sample is None:
+            return (*self.begin(params, kv_pages, state, packed), None)
+        kv_pages, state, unsampled, scores = self.begin(params, kv_pages, state, packed)
+        return kv_pages, *self.finish(params, state, unsampled), scores
+
+    def finish(self, params: Params, state: DeviceState, unsampled: Unsampled) -> tuple[DeviceState, DeviceOutput]:
+        """Dispatches the second half. Donates `state`."""
+        assert self.sample is not None, "a decode bucket samples in the same program"
+        result: tuple[DeviceState, DeviceOutput] = self.sample(head_of(params), state, unsampled)
+        return result
+
+
+def head_of(params: Params) -> Params:
+    """The parameters that `project_logits` reads: those of the layers are hundreds of arguments."""
+    return {name: params[name] for name in ("embed", "lm_head") if name in params}
+
+
+@dataclass(frozen=True)
+class StepCompiler:
+    """Compiles the steps of one model over one KV cache; `params` and `kv` may be arrays or their abstract shapes."""
+
+    params: Params
+    kv: Any
+    spec: ModelSpec
+    shape: CacheShape
+    backend: Backend
+    mesh: Mesh
+    _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
+
+    def compile(self, bucket: Bucket) -> StepProgram:
+        """The step of `bucket`. Sampling depends on the number of rows alone, so it is compiled once for each."""
+        if bucket.is_decode:
+            return StepProgram(self.compile_begin(bucket))
+        begin = self.compile_begin(bucket)
+        if bucket.num_rows not in self._samplers:
+            self._samplers[bucket.num_rows] = self.compile_sampler(bucket.num_rows)
+        return StepProgram(begin, self._samplers[bucket.num_rows])
+
+    def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
+        """`StepProgram.begin` of `bucket`."""
+        run = decode if bucket.is_decode else forward
+        packed = self._everywhere((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
+        arguments = (self.params, self.kv, self._state, packed)
+        outputs = (PartitionSpec(),) * (2 if bucket.is_decode else 3)
+        pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
+        return self._lower(partial(run, bucket=bucket), arguments, (pages, *outputs), donates=(1, 2))
+
+    def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
+        """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""
+        hidden = self._everywhere((num_rows, self.spec.hidden_size), self.params["embed"].dtype)
+        numbers = self._everywhere((num_rows,), jnp.int32)
+        arguments = (head_of(self.params), self._state, Unsampled(hidden, numbers, numbers))
+        return self._lower(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
+
+    def _lower(
+        self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: tuple[Any, ...], donates: tuple[int, ...]
+    ) -> jax.stages.Compiled:
+        run = partial(run, model=StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size)))
+        if self.mesh.size > 1:
+            run = jax.shard_map(
+                run,
+                mesh=self.mesh,
+                in_specs=jax.tree.map(lambda x: x.sharding.spec, arguments),
+                out_specs=out_specs,
+                check_vma=False,  # Pallas calls do not say over which axes their outputs vary
+            )
+        program = jax.jit(run, donate_argnums=donates)
+        # Mosaic GPU asks the context for its device when there is none: see pallas_kernels/deviceless.py.
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            lowered = program.lower(*arguments)
+        return lowered.compile(COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform))
+
+    @property
+    def _state(self) -> DeviceState:
+        return self.shape.state(self.spec, self.mesh)
+
+    def _everywhere(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array that every device has whole."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))

@@ -1,0 +1,68 @@
+"""API keys. Every path needs a key unless it is listed here as open."""
+
+import hmac
+from collections.abc import Iterable
+from hashlib import sha256
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxvllm.server.errors import ApiError
+
+# Health checks, and the page that asks for a key: a browser must load it before it has a key to send.
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+OPEN_FOLDER = "/playground/static/"
+# A request without these headers has no body (RFC 9112, 6.3).
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
+
+
+class Auth:
+    """ASGI middleware that answers requests without one of the keys with 401, even for paths that do not exist.
+
+    Clients send a key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which is Anthropic's way.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_metrics: bool = False):
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._open_paths = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close"})
+        elif not self._digests or self._is_open(scope) or self._has_key(scope["headers"]):
+            await self._app(scope, receive, send)
+        else:
+            message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            await ApiError(401, message, code="invalid_api_key").response(scope["path"])(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Returns whether the request needs no key: its path is open, and it has no body for the server to read."""
+        path = scope["path"]
+        is_listed = path in self._open_paths or (path.startswith(OPEN_FOLDER) and ".." not in path)
+        has_body = any(name in BODY_HEADERS and value != b"0" for name, value in scope["headers"])
+        return is_listed and scope["method"] in ("GET", "HEAD") and not has_body
+
+    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        # The digests have the same length, and all of them are compared, so the time reveals nothing about a key.
+        found = [
+            hmac.compare_digest(_digest(key), digest)
+            for name, value in headers
+            if (key := _key_in(name, value)) is not None
+            for digest in self._digests
+        ]
+        return any(found)
+
+
+def _key_in(name: bytes, value: bytes) -> bytes | None:
+    if name == b"x-api-key":
+        return value.strip()
+    if name == b"authorization":
+        scheme, _, key = value.strip().partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()

@@ -1,0 +1,1 @@
+"""Metrics of requests and of the engine, for Prometheus and for the log."""

@@ -1,0 +1,221 @@
+"""The metrics that Prometheus reads at /metrics: vLLM's metrics under vLLM's names, and some of our own."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.server.metrics.histograms import STEP_SECONDS, STEP_TOKENS, Histogram, RequestHistograms
+from jaxvllm.worker import wire
+from jaxvllm.worker.observer import LossReason
+
+# The counters that the engine keeps: the name in `EngineStats`, the metric's name and its description.
+ENGINE_COUNTERS = (
+    ("num_prompt_tokens", "prompt_tokens", "Tokens of the prompts that were accepted."),
+    ("num_output_tokens", "generation_tokens", "Tokens that were generated."),
+    ("num_prefix_queries", "prefix_cache_queries", "Tokens of prompts that were looked for in the prefix cache."),
+    ("num_prefix_hits", "prefix_cache_hits", "Tokens of prompts that were found in the prefix cache."),
+    ("num_preemptions", "num_preemptions", "Times that a running request lost its pages to another."),
+    ("num_programs", "num_compiles", "Programs that were compiled, or read from the compilation cache."),
+    ("num_steps", "num_steps", "Steps of the model."),
+)
+COUNTERS = tuple(name for name, _, _ in ENGINE_COUNTERS)
+
+
+class Metrics(Collector):
+    """Counts events of the engine, as its `Observer`, and of the HTTP server, and renders the counts for Prometheus.
+
+    The replicas of a mesh count as one engine, with label 0. There are no locks, because all calls come from one event
+    loop.
+    """
+
+    def __init__(self, prefix: str, model_name: str):
+        """Gives every metric a name of the form `prefix:name`, and the label `model_name`."""
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
+            raise ValueError(f"metrics_prefix must have letters, digits and underscores alone, not {prefix!r}")
+        self._engine = MetricFamilies(prefix, {"model_name": model_name, "engine": "0"})
+        self._server = MetricFamilies(prefix, {"model_name": model_name})
+        self._requests = RequestHistograms()
+        self._totals = EngineTotals()
+        self._stats: EngineStats | None = None  # of the engine's present process
+        self._facts: wire.EngineFacts | None = None
+        self._steps = (
+            Histogram("iteration_tokens_total", "Tokens of a step.", STEP_TOKENS),
+            Histogram("step_host_seconds", "Time that the host needs for a step.", STEP_SECONDS),
+            Histogram("step_device_seconds", "Time that the device needs for a step.", STEP_SECONDS),
+        )
+        self._num_bucket_tokens = 0
+        self._num_padding_tokens = 0
+        self._num_starts = 0
+        self._num_streams = 0
+        self._answers: Counter[tuple[str, ...]] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> tuple[bytes, str]:
+        """Returns the body of an answer to Prometheus, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    # ---- events of the engine ----
+
+    def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:
+        """Implements `Observer.on_start`. From then on, histograms of tokens are shown, up to the context's length."""
+        self._facts = facts
+        self._num_starts = num_starts
+        self._totals.restart()
+        self._stats = None  # nothing runs or waits in a new engine
+
+    def on_pulse(self, pulse: wire.Pulse) -> None:
+        """Implements `Observer.on_pulse`."""
+        self._stats = pulse.stats
+        self._totals.update(pulse.stats)
+        for step in pulse.steps:
+            self._add_step(step)
+
+    def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Implements `Observer.on_output`."""
+        self._requests.on_output(output, params)
+
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
+        """Implements `Observer.on_loss`."""
+        self._requests.on_loss(request_id, params, reason)
+
+    def _add_step(self, step: StepReport) -> None:
+        num_tokens, count = step.num_decode + step.num_prefill, step.num_steps
+        values = num_tokens, step.host_seconds / count, step.device_seconds / count
+        for histogram, value in zip(self._steps, values, strict=True):
+            histogram.observe(value, times=count)
+        self._num_bucket_tokens += count * step.bucket_tokens
+        self._num_padding_tokens += count * (step.bucket_tokens - num_tokens)
+
+    # ---- events of the HTTP server ----
+
+    def on_http(self, path: str, status: int) -> None:
+        """Counts an answer. `path` is a route's template, never a client's path, because each one is kept forever."""
+        self._answers[path, str(status)] += 1
+
+    @contextmanager
+    def http_stream(self) -> Iterator[None]:
+        """Counts a streaming answer while it is open."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    # ---- the metrics for Prometheus ----
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric with its present values, for prometheus_client."""
+        yield from self._collect_engine()
+        yield from self._collect_requests()
+        yield from self._collect_steps()
+        yield from self._collect_http()
+
+    def _collect_engine(self) -> Iterator[Metric]:
+        engine, stats = self._engine, self._stats
+        usage = 0.0 if stats is None else stats.num_pages_owned / stats.num_pages
+        yield engine.gauge("num_requests_running", "Requests in the batch.", stats.num_running if stats else 0)
+        yield engine.gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting if stats else 0)
+        yield engine.gauge("kv_cache_usage_perc", "Share of the pages that requests own, from 0 to 1.", usage)
+        for field, name, text in ENGINE_COUNTERS:
+            yield engine.counter(name, text, self._totals[field])
+        yield engine.counter("engine_starts", "Times that the engine's process was started.", self._num_starts)
+        if self._facts is not None:
+            sizes = {"block_size": str(self._facts.page_size), "num_gpu_blocks": str(self._facts.num_pages)}
+            pool = replace(engine, labels={**engine.labels, **sizes})
+            yield pool.gauge("cache_config_info", "Always 1: the sizes of the page pool are labels.", 1)
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        requests = self._requests
+        ended: dict[tuple[str, ...], float] = {(reason,): count for reason, count in requests.num_ended.items()}
+        yield self._engine.counters("request_success", "Completions that ended.", ("finished_reason",), ended)
+        for histogram in (*requests.times.values(), requests.params_n):
+            yield self._engine.histogram(histogram)
+        if self._facts is not None:
+            for histogram in requests.tokens.values():
+                yield self._engine.histogram(histogram, limit=self._facts.max_model_len)
+
+    def _collect_steps(self) -> Iterator[Metric]:
+        for histogram in self._steps:
+            yield self._engine.histogram(histogram)
+        yield self._engine.counter("bucket_tokens", "Tokens computed, padding included.", self._num_bucket_tokens)
+        yield self._engine.counter("padding_tokens", "Padding computed, in tokens.", self._num_padding_tokens)
+
+    def _collect_http(self) -> Iterator[Metric]:
+        yield self._server.counters("http_requests", "HTTP answers.", ("path", "status"), self._answers)
+        yield self._server.gauge("num_http_streams", "Streaming answers that are open.", self._num_streams)
+
+
+class EngineTotals:
+    """Adds up the counters of `EngineStats` over all processes of the engine. Each process begins at zero.
+
+    Some counters also begin at zero within a process: the engine makes new schedulers after a step that broke off.
+    """
+
+    def __init__(self) -> None:
+        self._before = dict.fromkeys(COUNTERS, 0)  # counted before the last start from zero
+        self._now = dict.fromkeys(COUNTERS, 0)
+
+    def restart(self) -> None:
+        """Takes note that the engine has a new process."""
+        for name in COUNTERS:
+            self._begin(name)
+
+    def update(self, stats: EngineStats) -> None:
+        """Takes over the counts of the present process."""
+        for name in COUNTERS:
+            count = getattr(stats, name)
+            if count < self._now[name]:
+                self._begin(name)
+            self._now[name] = count
+
+    def __getitem__(self, name: str) -> int:
+        """Returns the total of the counter `name` of `EngineStats`."""
+        return self._before[name] + self._now[name]
+
+    def _begin(self, name: str) -> None:
+        self._before[name] += self._now[name]
+        self._now[name] = 0
+
+
+@dataclass(frozen=True)
+class MetricFamilies:
+    """Makes metric families that are named `prefix:name`, with `labels` on every sample."""
+
+    prefix: str
+    labels: Mapping[str, str]
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=[*self.labels])
+        family.add_metric([*self.labels.values()], value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        """Makes a family of one counter. Its sample is called `name_total`."""
+        return self.counters(name, text, (), {(): value})
+
+    def counters(
+        self, name: str, text: str, more_labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
+    ) -> Metric:
+        """Makes one family of counters. The keys of `values` are the values of `more_labels`."""
+        family = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=[*self.labels, *more_labels])
+        for more, value in values.items():
+            family.add_metric([*self.labels.values(), *more], value)
+        return family
+
+    def histogram(self, histogram: Histogram, limit: float = float("inf")) -> Metric:
+        """Makes a family of one histogram, without the buckets above `limit`."""
+        family = HistogramMetricFamily(
+            f"{self.prefix}:{histogram.name}", histogram.documentation, labels=[*self.labels]
+        )
+        family.add_metric([*self.labels.values()], histogram.buckets(limit), histogram.sum)
+        return family

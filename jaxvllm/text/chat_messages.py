@@ -1,0 +1,91 @@
+"""Checks chat messages in the form of OpenAI's API, and converts them to the form that chat templates read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxvllm.core.errors import ParameterError
+
+# The common roles, and "ipython", which is Llama 3.1's role for tool results.
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+
+type Message = dict[str, Any]
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Returns copies of the messages in which content is text and the arguments of tool calls are objects.
+
+    The parts of a multi-part content are joined by newlines. Keys that only a template knows are kept.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ParameterError(f"messages must be a list of messages, not a {type(messages).__name__}", "messages")
+    if not messages:
+        raise ParameterError("messages is empty: give at least one", "messages")
+    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def ends_with(message: Message, mark: str) -> Message:
+    """Returns a copy of a checked message with `mark` after its content."""
+    return message | {"content": (message["content"] or "") + mark}
+
+
+def _checked(where: str, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise ParameterError(f"{where} must be an object with role and content, not {_shown(message)}", where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise ParameterError(f"{where}.role must be one of {', '.join(ROLES)}, not {_shown(role)}", f"{where}.role")
+    checked = dict(message)
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise ParameterError(f"{where}.tool_calls must be a list, not {_shown(calls)}", f"{where}.tool_calls")
+        checked["tool_calls"] = [_checked_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    content = message.get("content")
+    if content is None and not (role == "assistant" and calls):
+        raise ParameterError(
+            f"{where} has no content: give {where}.content, which only an assistant message with tool_calls may lack",
+            f"{where}.content",
+        )
+    checked["content"] = None if content is None else _text(f"{where}.content", content)
+    return checked
+
+
+def _text(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ParameterError(f"{where} must be a string or a list of text parts, not {_shown(content)}", where)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ParameterError(
+                f"{where}[{i}] must be a part of type 'text' with a text, not {_shown(kind)}", f"{where}[{i}]"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _checked_call(where: str, call: object) -> dict[str, Any]:
+    """Returns a copy of a tool call with an object as its arguments.
+
+    Templates print the arguments as JSON themselves, so a string would be quoted twice.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or "name" not in function:
+        raise ParameterError(f"{where} must have a function with a name, not {_shown(call)}", where)
+    arguments = function.get("arguments") or {}
+    where = f"{where}.function.arguments"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise ParameterError(f"{where} is not valid JSON: {error}", where) from error
+    if not isinstance(arguments, Mapping):
+        raise ParameterError(f"{where} must be a JSON object, not {_shown(arguments)}", where)
+    return dict(call) | {"function": dict(function) | {"arguments": dict(arguments)}}
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,135 @@
+"""Renders chat messages to a prompt with the checkpoint's Jinja template, in a sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.text.chat_messages import Message, checked_messages, ends_with
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"  # the name that checkpoints give to their template with tools
+# Marks the place where a continued message ends. A template may move it, but never splits it.
+CONTINUE_HERE = "<<continue-from-here>>"
+
+
+class GenerationTag(Extension):
+    """The tag `{% generation %}...{% endgeneration %}`. It marks words to train on, and has no effect here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """The named templates of one checkpoint, compiled on first use.
+
+    `special_tokens` (bos_token, eos_token, ...) are variables of every template. When a template fails or refuses the
+    messages, rendering raises a ValueError with the template's own message.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, Template] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Renders the prompt for `messages`. Encode it without adding special tokens, since the template writes them.
+
+        `continue_final_message` leaves the last message open, so that the model continues it. `variables` are passed
+        to the template unchanged (for example enable_thinking=False).
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ParameterError(
+                "add_generation_prompt and continue_final_message exclude each other: set one to False",
+                "add_generation_prompt",
+            )
+        conversation = checked_messages(messages)
+        if continue_final_message:
+            conversation[-1] = ends_with(conversation[-1], CONTINUE_HERE)
+        prompt = self._run(
+            conversation,
+            tools=_checked_tools(tools),
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+        if not continue_final_message:
+            return prompt
+        head, mark, _ = prompt.rpartition(CONTINUE_HERE)
+        if not mark:
+            raise ParameterError(
+                "the chat template leaves out the final message: continue_final_message cannot continue it",
+                "continue_final_message",
+            )
+        return head
+
+    def _run(self, conversation: list[Message], tools: object, **variables: Any) -> str:
+        template = self._template(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
+        try:
+            return template.render(messages=conversation, tools=tools, **self._special_tokens | variables)
+        except Exception as error:  # a template may raise any class
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+
+    def _template(self, name: str) -> Template:
+        if name not in self._sources:
+            raise ValueError("the checkpoint has no chat template: use a chat model, or generate() with a prompt")
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self._sources[name])
+            except TemplateError as error:
+                raise ValueError(f"the checkpoint's chat template is not valid Jinja: {error}") from error
+        return self._compiled[name]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns Jinja as Hugging Face templates expect it, in a sandbox because strangers wrote the templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Converts `value` to JSON. Jinja's own filter would also escape HTML, which is wrong in a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ParameterError(f"tools must be a list of JSON schemas (objects), not {str(tools)[:60]!r}", "tools")
+    return [dict(tool) for tool in tools]

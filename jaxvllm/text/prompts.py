@@ -1,0 +1,100 @@
+"""`PromptReader`: checks prompts in all their forms and turns them into token ids before anything is queued."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from jaxvllm.core.errors import ContextLengthError, ParameterError
+from jaxvllm.core.request import Prompt, TokenIds
+from jaxvllm.text.tokenizer import Tokenizer
+
+# The keys of a prompt that is a mapping, as in vLLM. It has one of the first two, and may have a salt.
+FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+type PromptLike = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns `PromptLike` values into `Prompt`s. For a wrong one it raises a ValueError with the rule and the value.
+
+    For a prompt that is too long it raises a `ContextLengthError`. The limit leaves room for an answer of at least one
+    token, unless the request `scores_only`.
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def max_chars(self) -> int:
+        """The number of characters above which every text is too long for a prompt."""
+        return self.max_model_len * (1 if self.tokenizer is None else self.tokenizer.longest_token)
+
+    def read(self, prompt: PromptLike, *, add_special_tokens: bool = True, scores_only: bool = False) -> Prompt:
+        """Reads a prompt from a text, from token ids, or from a mapping with either and perhaps a `cache_salt`."""
+        inner, salt = self._unpack(prompt) if isinstance(prompt, Mapping) else (prompt, None)
+        if isinstance(inner, str):
+            return Prompt(inner, self._check(self._tokenize(inner, add_special_tokens, scores_only), scores_only), salt)
+        if isinstance(inner, bytes) or not isinstance(inner, Sequence | np.ndarray):
+            raise ParameterError(f"a prompt is a string, token ids or a mapping of one, not {type(inner).__name__}")
+        return Prompt(None, self._check(cast(Sequence[int], inner), scores_only), salt)
+
+    def _tokenize(self, text: str, add_special_tokens: bool, scores_only: bool) -> list[int]:
+        if not text:
+            raise ParameterError("the prompt is empty: give at least one character")
+        if self.tokenizer is None:
+            raise ParameterError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
+        # The length is checked first: tokenizing a hopelessly long text takes seconds and hundreds of megabytes.
+        if len(text) > self.max_chars:
+            raise ContextLengthError(
+                f"prompt of {len(text)} characters is more than {self.max_chars}, which is more than "
+                f"max_model_len {self.max_model_len} tokens can be: shorten it, or raise max_model_len",
+                num_tokens=-(-len(text) // self.tokenizer.longest_token),
+                num_chars=len(text),
+                max_prompt_tokens=self._max_tokens(scores_only),
+                max_model_len=self.max_model_len,
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _max_tokens(self, scores_only: bool) -> int:
+        return self.max_model_len if scores_only else self.max_model_len - 1
+
+    def _unpack(self, mapping: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:
+        unknown = [key for key in mapping if key not in FIELDS]
+        if unknown:
+            raise ParameterError(f"unknown prompt fields {unknown}: known are {', '.join(FIELDS)}")
+        salt = mapping.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ParameterError(f"cache_salt must be a string that is not empty, not {salt!r}", "cache_salt")
+        given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
+        if not given or isinstance(mapping.get("prompt_token_ids"), str):
+            raise ParameterError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
+        return given[0], salt
+
+    def _check(self, ids: Sequence[int], scores_only: bool) -> TokenIds:
+        if len(ids) == 0:
+            raise ParameterError("the prompt is empty: give at least one token")
+        if len(ids) > self._max_tokens(scores_only):
+            why = "exceeds" if scores_only else "leaves no room for an output within"
+            raise ContextLengthError(
+                f"prompt of {len(ids)} tokens {why} max_model_len {self.max_model_len}: shorten it, or raise "
+                "max_model_len",
+                num_tokens=len(ids),
+                max_prompt_tokens=self._max_tokens(scores_only),
+                max_model_len=self.max_model_len,
+            )
+        try:
+            token_ids = np.asarray(ids)
+        except ValueError:
+            token_ids = np.empty(0, np.object_)
+        if token_ids.dtype.kind not in "iu" or token_ids.ndim != 1:
+            raise ParameterError("prompt token ids must be a flat list of integers")
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ParameterError(
+                f"prompt token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        return token_ids.astype(np.int32)

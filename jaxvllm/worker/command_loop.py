@@ -1,0 +1,167 @@
+"""The loop of the engine's process: it executes the client's commands, and steps the engine while it has work."""
+
+import logging
+import time
+from dataclasses import replace
+
+import zmq
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.sampling_params import RequestOutputKind
+from jaxvllm.engine.burst_pace import SERVING_SECONDS
+from jaxvllm.engine.engine import Engine
+from jaxvllm.engine.multihost import follow_config
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.page_view import PoolView
+from jaxvllm.worker import wire
+from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+
+logger = logging.getLogger("jaxvllm.engine")
+
+# The interval of sending counters while there is work. They are also sent when the client asks for them.
+PULSE_SECONDS = 0.5
+# The number of steps in a row that may break off before the engine gives up. After each of them it is reset.
+MAX_BREAKS = 3
+# The time for the last messages to be sent. It ends early when they have been sent, or the client has ended.
+LINGER_MILLISECONDS = 10_000
+
+
+def serve(address: str) -> bool:
+    """Builds the engine that the first message describes, and works for the client at `address` until it says stop.
+
+    If the engine cannot be built, it sends the reason and returns. If this is one of several processes and not
+    process 0, it has no engine of its own: it follows process 0, and sends a message when that has ended.
+    Returns whether there are several processes.
+    """
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        socket.connect(address)
+        start = wire.decode_command(socket.recv())
+        assert isinstance(start, wire.Start)
+        try:
+            if follow_config(start.config):
+                socket.send(wire.encode(wire.Followed()))
+                return True
+            engine = Engine(start.config, SERVING_SECONDS)
+        except (ValueError, NotImplementedError, OSError, ImportError, MemoryError, RuntimeError) as error:
+            logger.debug("the engine could not be built", exc_info=True)
+            usage = isinstance(error, ValueError | NotImplementedError | OSError)
+            socket.send(wire.encode(wire.Failed(" ".join(str(error).split()) or type(error).__name__, usage)))
+        else:
+            CommandLoop(engine, start.limits, socket).run()
+        return start.config.has_others
+
+
+class CommandLoop:
+    """Executes the client's commands, and steps the engine while it has work."""
+
+    def __init__(self, engine: Engine, limits: QueueLimits, socket: "zmq.Socket[bytes]"):
+        self._engine = engine
+        self._limits = limits
+        self._socket = socket
+        self._pulse_at = 0.0
+        self._breaks = 0
+        self._serials: dict[str, int] = {}  # of the requests that have not ended
+        self._unscored: set[int] = set()  # serials of requests whose client waits for the prompt's log-probabilities
+
+    def run(self) -> None:
+        """Runs until the client says stop. After `MAX_BREAKS` failed steps in a row it raises the last error."""
+        self._send(wire.Ready(self._facts()))
+        while not self._engine.is_closed:
+            self._hear()
+            if self._engine.has_work and not self._engine.is_closed:
+                self._step()
+                if time.monotonic() >= self._pulse_at:
+                    self._pulse()
+
+    def _step(self) -> None:
+        try:
+            results = self._engine.step()
+        except Exception as error:
+            logger.exception("a step broke off: its requests have failed")
+            self._serials.clear()
+            self._unscored.clear()
+            self._send(wire.Broken(type(error).__name__))
+            self._breaks += 1
+            if self._breaks == MAX_BREAKS:
+                raise
+            return
+        if results:
+            self._breaks = 0  # only now: a step that was launched may still fail when its output is read
+            self._send(wire.Outputs([self._output(result) for result in results]))
+
+    def _hear(self) -> None:
+        """Executes all commands that have arrived. Without other work, it waits for a command first."""
+        if not self._engine.has_work:
+            self._obey(self._socket.recv())
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._obey(data)
+
+    def _obey(self, data: bytes) -> None:
+        match wire.decode_command(data):
+            case wire.Add() as add:
+                self._add(add)
+            case wire.Abort(request_ids):
+                for request_id in request_ids:
+                    self._engine.abort(request_id)
+                    self._unscored.discard(self._serials.pop(request_id, -1))
+            case wire.Ping():
+                self._pulse()
+            case wire.ShowPages():
+                self._send(wire.Pages([PoolView.take(replica.scheduler) for replica in self._engine.replicas]))
+            case wire.ResetPrefixCache():
+                self._engine.reset_prefix_cache()
+                self._send(wire.PrefixCacheReset())
+            case wire.Stop():
+                self._engine.close()
+
+    def _add(self, add: wire.Add) -> None:
+        request, n = add.request, add.request.params.n
+        schedulers = [replica.scheduler for replica in self._engine.replicas]
+        try:
+            self._engine.check_fits(request)
+            self._limits.check(schedulers, n, n * len(request.prompt.token_ids))
+            self._engine.submit(request)
+        except (ValueError, OverloadedError) as error:
+            param = error.param if isinstance(error, ParameterError) else None
+            self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError), param))
+        else:
+            self._serials[request.request_id] = add.serial
+            if request.params.prompt_logprobs is not None:
+                self._unscored.add(add.serial)
+            self._send(wire.Accepted(add.serial))
+
+    def _output(self, result: RequestOutput) -> wire.Output:
+        assert result.metrics is not None
+        serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
+        scores = result.prompt_logprobs if serial in self._unscored else None
+        self._unscored.discard(serial)
+        return wire.Output(serial, result.outputs, result.finished, result.metrics, result.num_cached_tokens, scores)
+
+    def _pulse(self) -> None:
+        self._pulse_at = time.monotonic() + PULSE_SECONDS
+        self._send(wire.Pulse(self._engine.stats(), self._engine.take_reports()))
+
+    def _send(self, report: wire.Report) -> None:
+        self._socket.send(wire.encode(report))
+
+    def _facts(self) -> wire.EngineFacts:
+        engine = self._engine
+        schedulers = [replica.scheduler for replica in engine.replicas]
+        return wire.EngineFacts(
+            tokenizer_directory=None if engine.tokenizer_directory is None else str(engine.tokenizer_directory),
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            eos_token_ids=engine.eos_token_ids,
+            default_params=replace(engine.default_params, output_kind=RequestOutputKind.CUMULATIVE),
+            num_replicas=len(schedulers),
+            num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
+            page_size=schedulers[0].cache.page_size,
+            max_num_seqs=sum(scheduler.slots.num_slots for scheduler in schedulers),
+        )

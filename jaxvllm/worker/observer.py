@@ -1,0 +1,29 @@
+"""`Observer`: the interface of objects, such as metrics, that watch requests and the engine."""
+
+from typing import Literal, Protocol
+
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.worker import wire
+
+type LossReason = Literal["abort", "error"]
+
+
+class Observer(Protocol):
+    """Receives events in the event loop. Its methods must be quick, because each output of each request is a call."""
+
+    def on_pulse(self, pulse: wire.Pulse) -> None:
+        """Takes the engine's counters and its latest steps, about twice a second while it works."""
+        return
+
+    def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Takes an output as the engine sent it, before outputs are joined. Those of DELTA requests have only news."""
+        return
+
+    def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
+        """Takes note of a request that ended without a last output: its client left it, or its engine died."""
+        return
+
+    def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:
+        """Takes note that the engine's process is ready, for the first time or again. Its counters begin at zero."""
+        return

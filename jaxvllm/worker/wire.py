@@ -1,0 +1,179 @@
+"""The messages between an engine in its own process and its client: MessagePack by msgspec, never pickle."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.request import GenerationRequest, TokenIds
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics
+from jaxvllm.engine.page_view import PoolView
+from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.worker.queue_limits import QueueLimits
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A message. Its class name comes first on the wire, so either side decodes it into the class that was sent."""
+
+
+# ---- from the client ----
+
+
+class Start(Message, frozen=True):
+    """The first message: the engine to build, and how many requests may wait in it."""
+
+    config: EngineConfig
+    limits: QueueLimits
+
+
+class Add(Message, frozen=True):
+    """Queues a checked request. The engine answers with `Accepted` or `Rejected`, and then with `Outputs`.
+
+    Answers have the request's unique `serial`, because its id may be used again while they are still in transit.
+    """
+
+    serial: int
+    request: GenerationRequest
+
+
+class Abort(Message, frozen=True):
+    """Ends requests. Unknown ones are ignored, because they have just ended."""
+
+    request_ids: list[str]
+
+
+class Ping(Message, frozen=True):
+    """Asks for a `Pulse`, which the engine sends between two steps and which shows that it is not stuck."""
+
+
+class ShowPages(Message, frozen=True):
+    """Asks for `Pages`."""
+
+
+class ResetPrefixCache(Message, frozen=True):
+    """Makes the engine forget every cached prefix. It answers with `PrefixCacheReset`."""
+
+
+class Stop(Message, frozen=True):
+    """Closes the engine and ends the process."""
+
+
+type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache | Stop
+
+# ---- from the engine ----
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """The facts about an engine and its model that a client needs, for example to read prompts."""
+
+    tokenizer_directory: str | None  # None: prompts and outputs are only token ids
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams  # the checkpoint's recommendation
+    num_replicas: int
+    num_pages: int  # pages that requests may own, in all replicas together
+    page_size: int
+    max_num_seqs: int  # in all replicas together
+
+
+class Ready(Message, frozen=True):
+    """Says that the engine takes requests."""
+
+    facts: EngineFacts
+
+
+class Failed(Message, frozen=True):
+    """Says that the engine cannot be built. With `usage`, the reason is a wrong option."""
+
+    reason: str
+    usage: bool
+
+
+class Followed(Message, frozen=True):
+    """Says that the process was one of several and not process 0, and that process 0 has closed its engine."""
+
+
+class Accepted(Message, frozen=True):
+    """Says that a request is queued."""
+
+    serial: int
+
+
+class Rejected(Message, frozen=True):
+    """Says that a request breaks a rule that only the engine could check, or that too many wait (`overloaded`)."""
+
+    serial: int
+    reason: str
+    overloaded: bool
+    param: str | None = None  # the parameter that is wrong
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """A `RequestOutput` without its id and its prompt, which the client knows already."""
+
+    serial: int
+    completions: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # only in a request's first output
+
+
+class Outputs(Message, frozen=True):
+    """Contains the outputs of a step."""
+
+    outputs: list[Output]
+
+
+class Broken(Message, frozen=True):
+    """Says that a step broke off and ended every request. The engine continues."""
+
+    reason: str
+
+
+class Pulse(Message, frozen=True):
+    """Contains the engine's counters, and the steps since the last pulse."""
+
+    stats: EngineStats
+    steps: list[StepReport]
+
+
+class Pages(Message, frozen=True):
+    """Contains the page pools, one for each replica."""
+
+    pools: list[PoolView]
+
+
+class PrefixCacheReset(Message, frozen=True):
+    """Says that no replica has any of the earlier cached prefixes. Answers come in the order of the commands."""
+
+
+type Report = Ready | Failed | Followed | Accepted | Rejected | Outputs | Broken | Pulse | Pages | PrefixCacheReset
+
+
+def _encode_token_ids(token_ids: TokenIds) -> memoryview:
+    """Returns the array's memory as it is, which the other side can read because it is on the same host."""
+    return token_ids.data
+
+
+def _decode_token_ids(_: Any, data: bytes) -> TokenIds:
+    return np.frombuffer(data, np.int32)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_token_ids).encode
+_command_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_decode_token_ids)
+
+
+def decode_command(data: bytes) -> Command:
+    """Returns the command that `encode` converted to these bytes. Raises msgspec.DecodeError for any other bytes."""
+    try:
+        command: Command = _command_decoder.decode(data)
+    except UnicodeDecodeError as error:  # raised when the bytes of the class name are no text
+        raise msgspec.DecodeError(str(error)) from error
+    return command
+
+
+decode_report = msgspec.msgpack.Decoder(Report).decode

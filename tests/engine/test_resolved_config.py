@@ -1,0 +1,59 @@
+"""What an engine is where its config leaves that open."""
+
+from typing import Any
+
+import pytest
+
+from jaxvllm import EngineConfig
+from jaxvllm.engine.resolved_config import ResolvedConfig
+from tests.models.fixture import Fixture
+
+LLAMA = Fixture.load("llama").config
+
+
+def resolved(platform: str, stated: str = "bfloat16", **options: Any) -> ResolvedConfig:
+    return ResolvedConfig.of(EngineConfig(**options), LLAMA | {"torch_dtype": stated}, platform)
+
+
+@pytest.mark.parametrize(
+    ("platform", "stated", "chosen", "dtype"),
+    [
+        ("gpu", "float16", "auto", "float16"),
+        ("gpu", "float16", "bfloat16", "bfloat16"),
+        ("tpu", "bfloat16", "auto", "bfloat16"),
+        ("tpu", "float16", "auto", "bfloat16"),
+        ("tpu", "float16", "float32", "float32"),
+        ("cpu", "bfloat16", "auto", "float32"),
+        ("cpu", "int8", "auto", "float32"),  # what the checkpoint states is not asked
+        ("cpu", "bfloat16", "float16", "float16"),
+    ],
+)
+def test_the_dtype(platform: str, stated: str, chosen: str, dtype: str) -> None:
+    made = resolved(platform, stated, dtype=chosen)
+    assert made.dtype.name == made.page_dtype.name == dtype
+
+
+def test_tpus_have_no_float16() -> None:
+    with pytest.raises(ValueError, match="TPUs have no float16: set dtype to bfloat16 or auto"):
+        resolved("tpu", dtype="float16")
+
+
+def test_pages_in_eight_bits() -> None:
+    assert resolved("gpu", kv_cache_dtype="fp8").page_dtype.name == "float8_e4m3fn"
+    assert resolved("tpu", kv_cache_dtype="fp8_e5m2").page_dtype.name == "float8_e5m2"
+
+
+def test_limits_make_room_for_each_other() -> None:
+    def limits(platform: str, **options: int) -> tuple[int, int]:
+        made = resolved(platform, **options)
+        return made.max_num_seqs, made.max_num_batched_tokens
+
+    assert limits("cpu") == (64, 512)
+    assert limits("gpu") == limits("tpu") == (256, 2048)
+    assert limits("cpu", max_num_seqs=1000) == (1000, 1000)
+    assert limits("gpu", max_num_batched_tokens=32) == (32, 32)
+
+
+def test_slots_hold_requests_of_full_length() -> None:
+    shape = resolved("cpu", max_model_len=100, page_size=32).cache_shape(num_pages=7)
+    assert (shape.num_pages, shape.page_size, shape.num_slots, shape.max_pages) == (7, 32, 64, 4)

@@ -1,0 +1,106 @@
+"""Requests whose tokens the host constrains: their steps wait between the forward pass and sampling for a mask."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jaxvllm import LLM
+from jaxvllm.core.request import TokenConstraint
+from jaxvllm.core.sampling_params import SamplingParams
+from tests.engine.tiny import GREEDY, Recomputation, few_pages, random_prompts
+
+VOCAB = 256
+PROMPTS = random_prompts(6, longest=24, seed=9)
+
+
+class Rising:
+    """Allows only tokens of another remainder by 3 than the last token had: what may come depends on what came."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        self.seen += token_ids
+
+    def allowed(self, before: Sequence[int]) -> NDArray[np.bool_]:
+        tokens = np.arange(VOCAB)
+        return tokens % 3 != before[-1] % 3 if before else tokens % 2 == 0
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        bits = np.packbits(self.allowed(self.seen), bitorder="little").view(np.int32)
+        words[: len(bits)] = bits
+
+
+def generate(llm: LLM, params: SamplingParams, constraints: dict[int, Rising]) -> list[list[int]]:
+    """The tokens after each of PROMPTS; those with a number in `constraints` are constrained."""
+    engine = llm.engine
+    scheduler = engine.replicas[0].scheduler
+    outputs: dict[str, list[int]] = {}
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(engine.check(str(index), prompt, replace(params, seed=index)))
+        constraint: TokenConstraint | None = constraints.get(index)
+        scheduler._waiting_ids[str(index)].constraint = constraint
+    while engine.has_work:
+        outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+        scheduler.slots.check_invariants()
+    return [list(outputs[str(index)]) for index in range(len(PROMPTS))]
+
+
+def is_constrained_greedy(recomputation: Recomputation, prompt: list[int], output: list[int]) -> bool:
+    """Whether each token is the best of those that the constraint allows after the ones before it."""
+    logits = recomputation.logits(prompt, output)[:, :VOCAB]
+    rule = Rising()
+    best = [int(np.where(rule.allowed(output[:i]), row[:VOCAB], -np.inf).argmax()) for i, row in enumerate(logits)]
+    return best == output
+
+
+@pytest.mark.parametrize("num_pages", [None, 7])
+def test_each_token_is_the_best_that_is_allowed(llm: LLM, recomputation: Recomputation, num_pages: int | None) -> None:
+    constraints = {index: Rising() for index in (0, 2, 3)}
+    free = generate(llm, GREEDY, {})
+    before = llm.engine.stats().num_preemptions
+    if num_pages is None:
+        got = generate(llm, GREEDY, constraints)
+    else:
+        with few_pages(llm, num_pages):
+            got = generate(llm, GREEDY, constraints)
+        assert llm.engine.stats().num_preemptions > before
+    for index, constraint in constraints.items():
+        assert got[index] != free[index]
+        assert is_constrained_greedy(recomputation, PROMPTS[index], got[index])
+        assert constraint.seen == got[index], "every token was taken in, once and in order"
+    # Rows beside them lose nothing.
+    assert [got[i] for i in (1, 4, 5)] == [free[i] for i in (1, 4, 5)]
+
+
+def test_sampled_tokens_are_allowed_and_the_free_ones_unchanged(wide_llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, top_k=50, max_tokens=20, ignore_eos=True)
+    free = generate(wide_llm, params, {})
+    got = generate(wide_llm, params, {1: Rising()})
+    rule = Rising()
+    assert all(rule.allowed(got[1][:i])[token] for i, token in enumerate(got[1]))
+    assert [got[i] for i in (0, 2, 3, 4, 5)] == [free[i] for i in (0, 2, 3, 4, 5)]
+    # Nobody is constrained any more: the slot's next tenant samples freely.
+    assert generate(wide_llm, params, {}) == free
+
+
+def test_a_request_that_leaves_while_its_step_is_held_back_waits_for_nothing(llm: LLM) -> None:
+    engine = llm.engine
+    scheduler = engine.replicas[0].scheduler
+    for name in ("constrained", "free"):
+        engine.submit(engine.check(name, PROMPTS[0], GREEDY))
+    scheduler._waiting_ids["constrained"].constraint = rule = Rising()
+    for _ in range(8):
+        engine.step()
+    replica = engine.replicas[0]
+    replica.dispatch(engine.outputs)
+    assert replica._held is not None and replica.is_busy and replica.is_due
+    engine.abort("constrained")
+    count = len(rule.seen)
+    while engine.has_work:
+        engine.step()
+        scheduler.check_invariants()
+    assert len(rule.seen) == count

@@ -1,0 +1,54 @@
+"""A deployment is what an engine of the same options would run."""
+
+import pytest
+
+from jaxvllm.planner.deployment import Deployment
+from jaxvllm.runtime.buckets import Bucket
+from tests.planner.deployments import TINY, deployment
+
+
+def test_what_is_left_open_is_as_in_the_engine():
+    on_chip, on_cpu = deployment("Llama-3.1-8B", "v5e", mesh="2x8"), deployment("Llama-3.1-8B", "cpu")
+    assert (on_chip.replicas, on_chip.size, on_chip.dtype, on_chip.page_dtype) == (2, 8, "bfloat16", "bfloat16")
+    assert (on_chip.largest, on_chip.decode) == (Bucket(2048, 256), Bucket(256, 256))
+    assert (on_cpu.dtype, on_cpu.largest, on_cpu.decode) == ("float32", Bucket(512, 64), Bucket(64, 64))
+    assert deployment(TINY, "v5e", max_num_seqs=4000).max_num_batched_tokens == 4000
+    assert deployment(TINY, "v5e", max_num_batched_tokens=16).max_num_seqs == 16
+    assert deployment(TINY, "v5e", kv_cache_dtype="fp8").page_dtype == "float8_e4m3fn"
+    assert on_chip.max_pages == 131072 // 16
+    assert deployment(TINY, "v5e", max_model_len=33, page_size=32).max_pages == 2
+    assert deployment(TINY, "v5e", max_model_len=33, page_size=32, max_num_seqs=3).useful_pages == 7
+
+
+def test_jobs_survive_the_pipe():
+    given = deployment("gemma-3-27b", "h200", mesh="1x4", kv_cache_dtype="fp8", max_model_len=1000)
+    assert Deployment.from_json(given.to_json()) == given
+
+
+@pytest.mark.parametrize("device", ["v5e", "v7x", "h200", "b200"])
+def test_kernels_run_where_there_are_any(device):
+    assert deployment("Llama-3.1-8B", device).backend.kind in ("tpu", "gpu")
+
+
+@pytest.mark.parametrize("device", ["a100", "l4", "cpu"])
+def test_the_reference_runs_elsewhere(device):
+    assert deployment("Llama-3.1-8B", device).backend.kind == "reference"
+    assert deployment("Llama-3.1-8B", "h200", dtype="float32").backend.kind == "reference"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mesh": "1x3"}, "an FFN of size 14336 does not divide over 3 devices: use a mesh of 1x1, 1x2, 1x4"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens 32 must be at least"),
+        ({"max_model_len": 200_000}, "exceeds the 131072 positions"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        deployment("Llama-3.1-8B", "v5e", **options)
+
+
+def test_a_device_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="'v9x': known are v5e, .*, l4 and cpu"):
+        deployment("Llama-3.1-8B", "v9x")

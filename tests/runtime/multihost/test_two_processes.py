@@ -1,0 +1,112 @@
+"""Two processes of two devices each run one engine; none hangs when the other ends or was told something else."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jaxvllm import LLM
+from tests.runtime.multihost import hosts_program
+from tests.waiting import PATIENCE
+
+ROOT = Path(__file__).parents[3]
+# jax's own heartbeats notice it after so long.
+HEARTBEAT_SECONDS = 100
+
+
+@dataclass
+class Processes:
+    """Two processes that run one scenario of `hosts_program.py`."""
+
+    processes: list[subprocess.Popen[str]]
+
+    def wait(self) -> list[tuple[int, str, str]]:
+        """Exit code, standard output and standard error of both."""
+        # Both at once: a process whose pipe nobody reads stands still when that is full.
+        with ThreadPoolExecutor(len(self.processes)) as threads:
+            outputs = list(threads.map(partial(subprocess.Popen.communicate, timeout=PATIENCE), self.processes))
+        return [(process.returncode, *output) for process, output in zip(self.processes, outputs, strict=True)]
+
+
+@contextmanager
+def two_processes(scenario: str) -> Iterator[Processes]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    program = [sys.executable, "-m", "tests.runtime.multihost.hosts_program", scenario]
+    processes = [
+        subprocess.Popen(
+            [*program, str(index), coordinator],
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    try:
+        yield Processes(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow  # two processes start jax and compile
+def test_two_processes_complete_as_one() -> None:
+    with two_processes("complete") as both:
+        with LLM(**hosts_program.options("1x1")) as llm:
+            expected = hosts_program.complete(llm)
+        leads, follows = both.wait()
+    assert leads[0] == 0, leads[2]
+    assert follows[0] == 0, follows[2]
+    completed, broken_off, after = json.loads(leads[1].splitlines()[-1])
+    assert completed == expected
+    assert len(expected) == len(hosts_program.REQUESTS) + 1  # one was aborted
+    assert broken_off > 0
+    assert after == expected[:1]
+    assert "process 1 of 2 follows process 0" in follows[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "the follower"])
+def test_when_one_is_killed_the_other_ends(victim: int) -> None:
+    with two_processes("endless") as both:
+        output = both.processes[0].stdout
+        assert output is not None
+        assert any("alive" in line for line in output)  # gloo writes there, too
+        both.processes[victim].kill()
+        start = time.monotonic()
+        code, _, text = both.wait()[1 - victim]
+        assert time.monotonic() - start < HEARTBEAT_SECONDS
+        assert code not in (0, -signal.SIGKILL)
+        assert f"process {victim} of 2 has ended" in text
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("differ", "page_size is 16 in process 0 and 32 in process 1"),
+        ("lead twice", "this is process 1 of 2, and only process 0 takes requests: call jaxvllm.follow"),
+    ],
+    ids=["differ", "lead twice"],
+)
+def test_a_mistake_ends_both(scenario: str, message: str) -> None:
+    with two_processes(scenario) as both:
+        (code_0, _, text_0), (code_1, _, text_1) = both.wait()
+    assert code_0 and code_1
+    assert message in text_1
+    assert (message if scenario == "differ" else "other than 0 call is 'follow' in process 0 and 'LLM'") in text_0

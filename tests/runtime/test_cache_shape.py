@@ -1,0 +1,79 @@
+"""Which layers form a group of the KV cache, and how many pages each group has."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+
+from jaxvllm.core.kv_cache import windowed_pages
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+from jaxvllm.planner.known_models import known_models
+from jaxvllm.runtime.cache_shape import CacheShape, LayerGroup
+from pallas_kernels.backend import REFERENCE
+
+SHAPE = CacheShape(
+    num_pages=2001, page_size=16, num_slots=64, max_pages=256, dtype=jnp.dtype(jnp.bfloat16), step_tokens=512
+)
+
+
+def spec_of(*windows: int | None) -> ModelSpec:
+    """A small model with a layer for each window."""
+    llama = model_spec(known_models()["meta-llama/Llama-3.2-1B"])
+    return replace(llama, num_layers=len(windows), windows=windows, layer_rope=(0,) * len(windows))
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups"),
+    [
+        ((None, None), [((0, 1), None)]),
+        ((64, 64, None) * 2, [((2, 5), None), ((0, 1, 3, 4), 64)]),
+        ((64, 64, 64), [((0, 1, 2), 64)]),  # no layer sees all
+        ((32, None, 64, 32, None, 64), [((1, 4), None), ((2, 5), 64), ((0, 3), 32)]),
+        ((4096, 64, 4096, 64), [((0, 2), None), ((1, 3), 64)]),  # no request outgrows 4096 positions
+        ((8192, None), [((0, 1), None)]),
+        ((64, 32, 32, None, 64, None, None, 32, 64, 64, 32), [(tuple(range(11)), None)]),  # read while the step runs
+    ],
+)
+def test_layers_that_see_the_same_positions_are_a_group(
+    windows: tuple[int | None, ...], groups: list[tuple[tuple[int, ...], int | None]]
+) -> None:
+    assert SHAPE.groups(spec_of(*windows)) == tuple(LayerGroup(*group) for group in groups)
+
+
+def test_a_model_whose_layers_are_alike_has_the_pages_that_it_is_given() -> None:
+    spec = spec_of(None, None)
+    [size] = SHAPE.group_sizes(spec)
+    assert (size.num_pages, size.window) == (2001, None)
+    # Keys and values of 2 layers and 8 heads of 64 dimensions, in 2 bytes.
+    assert SHAPE.device_bytes(Spread(spec), REFERENCE) == 2001 * 16 * 2 * 8 * 2 * 64 * 2
+
+
+def test_a_windowed_group_has_pages_for_as_many_long_requests() -> None:
+    # 2000 pages are 7.8 requests of 256 pages, each of which holds at most 129 pages of a window of 2048.
+    _, size = SHAPE.group_sizes(spec_of(2048, 2048, None))
+    assert windowed_pages(2048, 1, 16) == 129
+    assert size.num_pages - 1 == -(-2000 * 129 // 256)
+
+
+def test_a_windowed_group_has_half_of_an_even_share_at_least() -> None:
+    # Memory for 2000 pages of one layer and as many of two would be 1000 of all three where the shares are even.
+    spec = spec_of(64, 64, None)
+    full, windowed = SHAPE.group_sizes(spec)
+    even = (2000 + 2 * (windowed.num_pages - 1)) // 3
+    assert (full.num_pages, windowed.num_pages - 1) == (2001, even // 2)
+
+
+@pytest.mark.parametrize("num_pages", [2, 5, 30, 300])
+def test_what_fits_into_the_first_group_fits_into_the_others(num_pages: int) -> None:
+    spec = spec_of(64, 64, None)
+    full, windowed = SHAPE.with_pages(num_pages).group_sizes(spec)
+    longest = min(num_pages - 1, 256)  # pages of a request that the first group can hold
+    assert min(longest, windowed_pages(64, 512, 16)) <= windowed.num_pages - 1 <= full.num_pages - 1
+
+
+def test_more_pages_take_more_memory() -> None:
+    spec = spec_of(64, 64, None)
+    sizes = [SHAPE.with_pages(count).device_bytes(Spread(spec), REFERENCE) for count in range(2, 600)]
+    assert sizes == sorted(sizes)

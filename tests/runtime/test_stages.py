@@ -1,0 +1,89 @@
+"""Stages over logits: what nobody asks for is not computed, and each changes the rows that ask and no others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.runtime import stages as stages_module
+from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES, sample
+from jaxvllm.runtime.slot_fields import DeviceState, Rows
+from jaxvllm.runtime.stages import Share, Stage, run_stages
+from tests.runtime.test_sampler import VOCAB, Row, state_of
+
+ASKING = {
+    "TOKEN_MASK": Row(allowed=(3, 9, 11)),
+    "MIN_TOKENS": Row(min_length=99, stop_ids=(2, 5)),
+    "MIN_P": Row(min_p=0.3),
+    "TOP_K": Row(top_k=3),
+    "TOP_P": Row(top_p=0.4),
+}
+STAGES = dict(zip(ASKING, (*LOGIT_STAGES, *FILTER_STAGES), strict=True))
+WHOLE = Share(0, VOCAB)
+
+
+def counting(stage: Stage, runs: list[int]) -> Stage:
+    """`stage`, which notes in `runs` each time that it is computed on the device."""
+
+    def apply(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+        jax.debug.callback(lambda: runs.append(1))
+        return stage.apply(logits, rows, positions, share)
+
+    return replace(stage, apply=apply)
+
+
+def run(stages: list[Stage], rows: list[Row], logits: np.ndarray) -> np.ndarray:
+    positions = np.arange(len(rows), dtype=np.int32)
+    program: Callable[..., Any] = jax.jit(lambda x, rows: run_stages(stages, x, rows, positions, WHOLE))
+    result = np.asarray(program(logits, state_of(rows)))
+    jax.effects_barrier()
+    return result
+
+
+@pytest.mark.parametrize("asked", [None, *STAGES])
+def test_a_stage_is_computed_when_a_row_asks_for_it(asked: str | None) -> None:
+    rows = [Row(), Row() if asked is None else ASKING[asked], Row()]
+    logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
+    runs: dict[str, list[int]] = {name: [] for name in STAGES}
+    got = run([counting(stage, runs[name]) for name, stage in STAGES.items()], rows, logits)
+    assert {name for name, times in runs.items() if times} == ({asked} - {None})
+    np.testing.assert_array_equal(got[[0, 2]], logits[[0, 2]])
+    assert asked is None or (got[1] == -np.inf).any()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_rows_that_do_not_ask_are_left_as_they_are_even_beside_one_that_does(name: str) -> None:
+    stage = STAGES[name]
+    rows = state_of([ASKING[name], Row(), Row(temperature=0.0)])
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, VOCAB)), jnp.float32)
+    positions = jnp.arange(3)
+    assert stage.asks(rows, positions).tolist() == [True, False, False]
+    got = stage.apply(logits, rows, positions, WHOLE)
+    np.testing.assert_array_equal(got[1:], logits[1:])
+
+
+def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
+    # Gathered before the branch, the masks of 256 rows and 152k tokens would be moved in every step.
+    num_rows, words, vocab = 3, 77, 77 * 32
+    state = dict(state_of([Row()] * 5).state) | {"mask": jnp.zeros((5, words), jnp.int32)}
+    logits, slots, positions = jnp.zeros((num_rows, vocab)), jnp.arange(num_rows), jnp.zeros(num_rows, jnp.int32)
+
+    def whole(logits: jax.Array, state: DeviceState) -> jax.Array:
+        return sample(logits, Rows(state, slots), positions, vocab)
+
+    text = jax.jit(whole).lower(logits, state).compile().as_text()
+    assert text is not None
+    always = text[text.index("\nENTRY") :]
+    assert f"s32[{num_rows},{words}]" in text, "the mask is gathered somewhere"
+    assert f"s32[{num_rows},{words}]" not in always
+
+
+def test_every_stage_has_its_own_fields_declared() -> None:
+    names = {field.name for stage in STAGES.values() for field in stage.fields}
+    assert names == {"is_masked", "mask", "min_length", "stop_ids", "min_p", "top_k", "top_p"}
+    in_module = {value for value in vars(stages_module).values() if isinstance(value, Stage)}
+    assert in_module <= set(STAGES.values()), "a stage that no order names"

@@ -1,0 +1,230 @@
+"""The engine's side of the socket, with an engine and a socket that do what the test says."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import example, given
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.request import GenerationRequest, Prompt
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxvllm.engine.page_view import PageState, PageView, PoolView
+from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.worker import wire
+from jaxvllm.worker.command_loop import MAX_BREAKS, CommandLoop
+from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+
+STATS = EngineStats(*range(11))
+
+
+class Socket:
+    """Brings the commands, then raises `Empty` where a real one would wait."""
+
+    def __init__(self, *commands: wire.Command):
+        self.commands = deque(commands)
+        self.said: list[wire.Report] = []
+
+    def recv(self, flags: int = 0) -> bytes:
+        if self.commands:
+            return wire.encode(self.commands.popleft())
+        if flags & zmq.NOBLOCK:
+            raise zmq.Again
+        raise EOFError
+
+    def send(self, data: bytes) -> None:
+        self.said.append(wire.decode_report(data))
+
+
+def engine(**methods: Any) -> Any:
+    scheduler = SimpleNamespace(
+        num_waiting=0,
+        num_running=0,
+        num_waiting_tokens=0,
+        slots=SimpleNamespace(num_slots=2),
+        cache=SimpleNamespace(num_pages=8, page_size=16),
+    )
+    base = dict(
+        has_work=False,
+        is_closed=False,
+        replicas=[SimpleNamespace(scheduler=scheduler)],
+        tokenizer_directory=None,
+        vocab_size=10,
+        max_model_len=64,
+        eos_token_ids=(2,),
+        default_params=SamplingParams(),
+        stats=lambda: STATS,
+        take_reports=list,
+    )
+    return SimpleNamespace(**base | methods)
+
+
+def asked(request_id: str, **params: Any) -> GenerationRequest:
+    return GenerationRequest(request_id, Prompt(None, np.array([1, 2], np.int32)), SamplingParams(**params))
+
+
+def run(engine: Any, *commands: wire.Command) -> list[wire.Report]:
+    socket = Socket(*commands)
+    loop = CommandLoop(engine, QueueLimits(), socket)  # type: ignore[arg-type]
+    with pytest.raises((EOFError, OverflowError)):
+        loop.run()
+    assert isinstance(socket.said[0], wire.Ready)
+    return socket.said[1:]
+
+
+def test_a_broken_step_is_told_and_the_engine_goes_on() -> None:
+    steps = 0
+
+    def step() -> list[Any]:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            raise ZeroDivisionError("a path /home/x")
+        loop.has_work = False
+        return []
+
+    loop = engine(has_work=True, step=step)
+    said = run(loop, wire.Ping())
+    assert [type(report) for report in said][:2] == [wire.Pulse, wire.Broken]
+    assert said[1] == wire.Broken("ZeroDivisionError")
+    assert steps == 2
+
+
+def test_an_engine_that_cannot_step_is_given_up() -> None:
+    def step() -> list[Any]:
+        raise OverflowError
+
+    said = run(engine(has_work=True, step=step))
+    broken = [report for report in said if isinstance(report, wire.Broken)]
+    assert broken == [wire.Broken("OverflowError")] * MAX_BREAKS
+
+
+def test_steps_that_fail_when_they_are_read_are_failures_in_a_row() -> None:
+    """After a reset the first step is only launched: that it raises nothing says nothing."""
+    calls = 0
+
+    def step() -> list[Any]:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            return []
+        raise OverflowError
+
+    said = run(engine(has_work=True, step=step))
+    assert len([report for report in said if isinstance(report, wire.Broken)]) == MAX_BREAKS
+
+
+def test_what_the_engine_refuses_is_rejected() -> None:
+    def check(*_: Any) -> None:
+        raise ValueError("too long")
+
+    add = wire.Add(7, asked("a"))
+    assert run(engine(check_fits=check), add) == [wire.Rejected(7, "too long", False)]
+
+
+def test_a_rejection_names_the_parameter() -> None:
+    def check(*_: Any) -> None:
+        raise ParameterError("too many", "stop_token_ids")
+
+    add = wire.Add(7, asked("a"))
+    assert run(engine(check_fits=check), add) == [wire.Rejected(7, "too many", False, "stop_token_ids")]
+
+
+def test_a_reset_of_the_prefix_cache_is_answered_when_it_is_done() -> None:
+    resets = []
+    said = run(engine(reset_prefix_cache=lambda: resets.append(1)), wire.ResetPrefixCache(), wire.ResetPrefixCache())
+    assert (said, len(resets)) == ([wire.PrefixCacheReset()] * 2, 2)
+
+
+def test_scores_of_a_prompt_are_sent_once() -> None:
+    scores: list[dict[int, Logprob] | None] = [None, {2: Logprob(-1.0, 3, "b")}]
+    outputs = deque(
+        RequestOutput("a", None, [1, 2], [], finished, RequestMetrics(1.0), 0, scores)
+        for finished in (False, False, True)
+    )
+
+    def step() -> list[RequestOutput]:
+        loop.has_work = len(outputs) > 1
+        return [outputs.popleft()]
+
+    def submit(*_: Any) -> None:
+        loop.has_work = True
+
+    loop = engine(check_fits=lambda *_: None, submit=submit, step=step)
+    said = run(loop, wire.Add(7, asked("a", prompt_logprobs=1)))
+    sent = [output for report in said if isinstance(report, wire.Outputs) for output in report.outputs]
+    assert [output.prompt_logprobs for output in sent] == [scores, None, None]
+
+
+def test_limits_count_what_would_wait() -> None:
+    def scheduler(waiting: int, running: int, tokens: int) -> Any:
+        slots = SimpleNamespace(num_slots=4)
+        return SimpleNamespace(num_waiting=waiting, num_running=running, num_waiting_tokens=tokens, slots=slots)
+
+    limits = QueueLimits(num_requests=2, num_tokens=100)
+    limits.check([scheduler(0, 0, 0)], 4, 1000)  # none of them waits
+    limits.check([scheduler(0, 4, 0)], 2, 100)
+    with pytest.raises(OverloadedError, match="2 requests wait already"):
+        limits.check([scheduler(2, 4, 20)], 1, 10)
+    with pytest.raises(OverloadedError, match="prompts of 101 tokens would wait, and the most is 100"):
+        limits.check([scheduler(1, 4, 91)], 1, 10)
+    limits.check([scheduler(2, 4, 20), scheduler(0, 3, 0)], 1, 10)  # the other replica has a slot
+    QueueLimits().check([scheduler(10**6, 4, 10**9)], 10**6, 10**9)
+
+
+PAGE = PageView(page=3, first_position=16, token_ids=(1, 2), num_owners=2, findable=True)
+OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}], "stop", "x")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Start(EngineConfig(token_buckets=(16, 32), mesh="2x4"), QueueLimits(1, None)),
+        wire.Add(
+            2**40,
+            GenerationRequest(
+                "id",
+                Prompt("a", np.array([1, 2, 2**31 - 1], np.int32), "salt"),
+                SamplingParams(stop=("a",), seed=-(2**63), logprobs=3, max_tokens=None),
+                -5,
+            ),
+        ),
+        wire.Abort(["a", "b"]),
+        wire.Ping(),
+        wire.ShowPages(),
+        wire.ResetPrefixCache(),
+        wire.Stop(),
+        wire.Accepted(7),
+        wire.Followed(),
+        wire.Rejected(7, "why", True),
+        wire.Rejected(7, "why", False, "stop"),
+        wire.PrefixCacheReset(),
+        wire.Failed("why", False),
+        wire.Broken("X"),
+        wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16, [None, {2: Logprob(-1.0)}])]),
+        wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 1, 16, 0.1, 0.2)]),
+        wire.Pages([PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
+        wire.Ready(wire.EngineFacts(None, 10, 64, (2, 3), SamplingParams(), 1, 8, 16, 2)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_every_message_arrives_as_it_was_sent(message: wire.Command | wire.Report) -> None:
+    decode = wire.decode_command if isinstance(message, wire.Command.__value__) else wire.decode_report
+    assert decode(wire.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+@example(b"\x91\xa1\x80")  # a class whose name is no text
+def test_anything_else_is_no_message(data: bytes) -> None:
+    try:
+        wire.decode_command(data)
+    except msgspec.DecodeError:
+        return
+    assert wire.encode(wire.decode_command(data))
