@@ -4,7 +4,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from decimal import Decimal
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -21,11 +21,17 @@ _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 # Sampling parameters for which clients have no flag. Clients show one text, and these do not change how it is drawn.
 _NOT_OF_CLIENTS = (
     "n",
+    "allowed_token_ids",
+    "bad_words",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
+    "skip_reading_prefix_cache",
     "stop_token_ids",
     "ignore_eos",
     "min_tokens",
     "logprobs",
     "prompt_logprobs",
+    "logprob_token_ids",
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -43,7 +49,7 @@ def add_flags(
     takes_lists: bool = False,
     shows_defaults: bool = True,
 ) -> None:
-    """Adds `--name-of-field` for every field of the dataclass `source` that is not in `skip`.
+    """Adds `--name-of-field` for every field of the dataclass `source` that is not in `skip` and has a simple type.
 
     A flag that is not given is absent from the namespace, so that the dataclass's own default holds. `defaults` replace
     defaults in the help. The flag of a field with several values may be repeated; with `takes_lists`, several values
@@ -53,7 +59,7 @@ def add_flags(
     group = parser.add_argument_group(title)
     helps = _helps(source)
     for field in fields(source):
-        if field.name in skip:
+        if field.name in skip or not _is_simple(field.type):
             continue
         default = (defaults or {}).get(field.name, None if field.default is MISSING else field.default)
         names = [field.name, *(alias for alias, ours in ALIASES.items() if ours == field.name)]
@@ -92,6 +98,14 @@ def with_model(options: dict[str, Any], name: str | None) -> dict[str, Any]:
 def _flat(values: list[Any]) -> Iterator[Any]:
     for value in values:
         yield from value if isinstance(value, list) else [value]
+
+
+def _is_simple(annotation: Any) -> bool:
+    """Returns whether a value of this type can be typed at a terminal: it is a word, or a list of words."""
+    parts = [part for part in get_args(annotation) if part is not Ellipsis and part is not type(None)]
+    if get_origin(annotation) is tuple:
+        return get_origin(parts[0]) is not tuple
+    return all(map(_is_simple, parts)) if isinstance(annotation, UnionType) else not is_dataclass(annotation)
 
 
 def _kind(annotation: Any, takes_lists: bool) -> dict[str, Any]:

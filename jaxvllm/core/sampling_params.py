@@ -1,12 +1,12 @@
 """`SamplingParams`: the options of one completion, checked when they are constructed."""
 
 import enum
-import math
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any, Self
 
 from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.core.value_checks import MAX_INT32, boolean, integer, number, shown, strings, token_biases, token_ids
 
 # Below this temperature a request is greedy: dividing the logits by a smaller number overflows float32 long before
 # the draw could differ from the argmax.
@@ -19,35 +19,28 @@ MAX_STOP_STRINGS = 64  # the text is searched for each of them after every token
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 30  # what the device's table holds, less room for EOS
 MAX_LOGPROBS = 20
-MAX_INT32 = 2**31 - 1  # counts and token ids cross to the device as int32
+# The limits below are vLLM's.
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BIAS = 100.0  # biases beyond it mean the same as it
+MAX_PENALTY = 2.0
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
-# vLLM has these options. This engine would ignore them, so it refuses them.
-UNSUPPORTED = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "best_of",
-        "early_stopping",
-        "extra_args",
-        "flat_logprobs",
-        "frequency_penalty",
-        "guided_decoding",
-        "length_penalty",
-        "logit_bias",
-        "logits_processors",
-        "logprob_token_ids",
-        "presence_penalty",
-        "repetition_detection",
-        "repetition_penalty",
-        "skip_clone",
-        "skip_reading_prefix_cache",
-        "structured_outputs",
-        "thinking_token_budget",
-        "truncate_prompt_tokens",
-        "use_beam_search",
-    }
-)
+# vLLM has or had these options, and this engine has them in another place or not at all.
+UNSUPPORTED = {
+    "best_of": "leave it out",
+    "early_stopping": "use LLM.beam_search and its BeamSearchParams",
+    "extra_args": "leave it out",
+    "flat_logprobs": "leave it out",
+    "guided_decoding": "its name is structured_outputs now",
+    "length_penalty": "use LLM.beam_search and its BeamSearchParams",
+    "logits_processors": "leave it out",
+    "skip_clone": "leave it out",
+    "use_beam_search": "use LLM.beam_search and its BeamSearchParams",
+}
 
 
 class RequestOutputKind(enum.Enum):
@@ -59,12 +52,45 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """Ends a completion whose last tokens are one pattern, `min_count` times in a row. The names are vLLM's."""
+
+    max_pattern_size: int = 0  # tokens; 0 = off
+    min_pattern_size: int = 0  # tokens; 0 means 1
+    min_count: int = 0  # at least 2 where it is on
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 0, MAX_INT32))
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ParameterError(
+                f"min_pattern_size {self.min_pattern_size} exceeds max_pattern_size {self.max_pattern_size}: lower it",
+                "min_pattern_size",
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ParameterError(f"min_count must be at least 2, not {self.min_count}", "min_count")
+
+    @classmethod
+    def of(cls, value: object) -> "RepetitionDetectionParams | None":
+        """Returns `value`, which may also be None or a mapping with the names of the fields."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, dict) or not value.keys() <= {"max_pattern_size", "min_pattern_size", "min_count"}:
+            raise ParameterError(
+                "repetition_detection must be an object with max_pattern_size, min_pattern_size and min_count, not "
+                f"{shown(value)}",
+                "repetition_detection",
+            )
+        return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options that say how to draw one request's tokens and when to stop. The names and meanings are vLLM's.
 
     Every instance is valid: the constructor raises ValueError for a bad value, NotImplementedError for an option of
-    vLLM that this engine lacks, and TypeError for an unknown option. `stop` and `stop_token_ids` are stored as tuples;
-    a caller may also give a list, None or (as `stop`) one string.
+    vLLM that this engine lacks, and TypeError for an unknown option. Lists are stored as tuples, and `logit_bias`, a
+    mapping, as sorted pairs; a caller may also give None, (as `stop`) one string, and objects of JSON as mappings.
 
     The device computes in float32. A number closer to zero than float32 can hold means the same as zero itself would:
     such a temperature is greedy, such a top_p keeps only the most probable token, and such a min_p is off.
@@ -75,14 +101,26 @@ class SamplingParams:
     top_p: float = 1.0  # smallest set of tokens with this much probability, at least one token; 1 = off
     top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
     min_p: float = 0.0  # tokens with at least this share of the best one's probability; 0 = off
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies others; 1 = off
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the output has; -2 to 2
+    frequency_penalty: float = 0.0  # subtracted once for each time that the output has the token; -2 to 2
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens; -100 to 100
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is drawn; None = all are allowed
+    bad_words: tuple[str, ...] = ()  # no token is drawn that would complete one of these
+    structured_outputs: StructuredOutputsParams | None = None  # the form that the text must have
+    thinking_token_budget: int | None = None  # tokens of reasoning, after which the reasoning is ended; -1 = no limit
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself
     seed: int | None = None  # the same seed draws the same tokens; 64 bits; None = the engine draws one, as for -1
     stop: tuple[str, ...] = ()  # texts that end the output
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the output
     ignore_eos: bool = False  # the output does not end where the model ends it
     max_tokens: int | None = 16  # of the output, at most; None = all that fit the model, 0 = only score the prompt
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
-    logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone
+    logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone, -1 = all
     prompt_logprobs: int | None = None  # best tokens to report beside each of the prompt's; no prefix cache then
+    logprob_token_ids: tuple[int, ...] | None = None  # report exactly these beside the chosen one
+    truncate_prompt_tokens: int | None = None  # keep only the prompt's last tokens; -1 = as many as fit the model
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt
     detokenize: bool = True
     skip_special_tokens: bool = True  # texts are without them
     spaces_between_special_tokens: bool = True
@@ -90,31 +128,57 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __new__(cls, **options: Any) -> Self:
-        for name in UNSUPPORTED.intersection(options):
-            raise UnsupportedParameterError(f"SamplingParams.{name} is not supported: leave it out", name)
+        for name in UNSUPPORTED.keys() & options:
+            raise UnsupportedParameterError(f"SamplingParams.{name} is not supported: {UNSUPPORTED[name]}", name)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "n", _integer("n", self.n, 1, MAX_N))
-        put(self, "temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
-        put(self, "top_p", _number("top_p", self.top_p, 0.0, 1.0))
+        put(self, "n", integer("n", self.n, 1, MAX_N))
+        put(self, "temperature", number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
+        put(self, "top_p", number("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
             raise ParameterError("top_p must be above 0 and at most 1, not 0: for greedy set temperature=0", "top_p")
         put(self, "top_p", max(self.top_p, MIN_FLOAT32))
-        put(self, "top_k", max(_integer("top_k", self.top_k, -1, MAX_INT32), 0))
-        put(self, "min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        put(self, "top_k", max(integer("top_k", self.top_k, -1, MAX_INT32), 0))
+        put(self, "min_p", number("min_p", self.min_p, 0.0, 1.0))
         if self.min_p < MIN_FLOAT32:
             put(self, "min_p", 0.0)
         if self.seed == -1:  # as in vLLM
             put(self, "seed", None)
         elif self.seed is not None:
-            put(self, "seed", _integer("seed", self.seed, MIN_SEED, MAX_SEED))
-        put(self, "stop", _stop_strings(self.stop))
-        put(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+            put(self, "seed", integer("seed", self.seed, MIN_SEED, MAX_SEED))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(self, name, number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY))
+        put(self, "repetition_penalty", number("repetition_penalty", self.repetition_penalty, MIN_FLOAT32, 1e6))
+        put(self, "logit_bias", token_biases("logit_bias", self.logit_bias, MAX_LOGIT_BIASES, MAX_BIAS))
+        if self.allowed_token_ids is not None:
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, "an allowed token")
+            put(self, "allowed_token_ids", allowed)
+            if not allowed:
+                raise ParameterError("allowed_token_ids must have at least one token", "allowed_token_ids")
+        put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, "a bad word"))
+        put(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.thinking_token_budget is not None:
+            budget = integer("thinking_token_budget", self.thinking_token_budget, -1, MAX_INT32)
+            put(self, "thinking_token_budget", None if budget == -1 else budget)
+        put(self, "repetition_detection", RepetitionDetectionParams.of(self.repetition_detection))
+        put(self, "stop", strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS, "a stop string"))
+        stop_token_ids = token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "a stop token id")
+        put(self, "stop_token_ids", stop_token_ids)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                put(self, name, _integer(name, value, 0, MAX_LOGPROBS))
+                put(self, name, integer(name, value, -1, MAX_INT32))
+        if self.logprob_token_ids is not None:
+            wanted = token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, "a token id")
+            put(self, "logprob_token_ids", wanted or None)
+        if self.truncate_prompt_tokens is not None:
+            kept = integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT32)
+            if kept == 0:
+                raise ParameterError("truncate_prompt_tokens must be -1 or at least 1, not 0", "truncate_prompt_tokens")
+            put(self, "truncate_prompt_tokens", kept)
+        if self.skip_reading_prefix_cache is not None:
+            boolean("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         if self.max_tokens is not None:
             fewest = 1 if self.prompt_logprobs is None else 0
             if self.max_tokens == 0 < fewest:
@@ -123,8 +187,8 @@ class SamplingParams:
                     "prompt_logprobs",
                     "max_tokens",
                 )
-            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, fewest, MAX_INT32))
-        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_INT32))
+            put(self, "max_tokens", integer("max_tokens", self.max_tokens, fewest, MAX_INT32))
+        put(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, MAX_INT32))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(
                 f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}: lower it, or raise max_tokens",
@@ -137,8 +201,7 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ):
-            if type(value := getattr(self, name)) is not bool:
-                raise ParameterError(f"{name} must be True or False, not {value!r}", name)
+            boolean(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ParameterError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", "output_kind")
         if self.stop and not self.detokenize:
@@ -171,64 +234,3 @@ class SamplingParams:
             seed = (seed + index - MIN_SEED) % 2**64 + MIN_SEED  # wraps around: any int64 seed has n children
         scores = self.prompt_logprobs if index == 0 or self.scores_only else None
         return replace(self, n=1, seed=seed, prompt_logprobs=scores)
-
-
-def _integer(param: str, value: object, low: int, high: int, what: str | None = None) -> int:
-    """Returns `value` as an int. Errors call it `what`, or by the name of its parameter."""
-    rule = f"{what or param} must be an integer from {low} to {high}, not"
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ParameterError(f"{rule} {_shown(value)}", param)
-    number = int(value)
-    if not low <= number <= high:
-        raise ParameterError(f"{rule} {number}", param)
-    return number
-
-
-def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ParameterError(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}", name)
-    try:
-        number = float(value)
-    except OverflowError:  # a huge int
-        number = math.inf
-    if not low <= number <= high:  # NaN is never within
-        raise ParameterError(f"{name} must be a number from {low:g} to {high:g}, not {value}", name)
-    return number
-
-
-def _stop_strings(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, list | tuple):
-        raise ParameterError(f"stop must be a string or a list of strings, not {_shown(value)}", "stop")
-    if len(value) > MAX_STOP_STRINGS:
-        raise ParameterError(f"stop has {len(value)} strings, the limit is {MAX_STOP_STRINGS}: give fewer", "stop")
-    for item in value:
-        if not isinstance(item, str):
-            raise ParameterError(f"stop must be a string or a list of strings, not a list with {_shown(item)}", "stop")
-        if not 1 <= len(item) <= MAX_STOP_CHARS:
-            raise ParameterError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(item)}", "stop")
-    return tuple(value)
-
-
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise ParameterError(f"stop_token_ids must be a list of token ids, not {_shown(value)}", "stop_token_ids")
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise ParameterError(
-            f"stop_token_ids has {len(value)}, the limit is {MAX_STOP_TOKEN_IDS}: give fewer", "stop_token_ids"
-        )
-    names = (f"stop_token_ids[{index}]" for index in range(len(value)))
-    return tuple(
-        _integer(name, item, 0, MAX_INT32, f"{name}: a stop token id") for name, item in zip(names, value, strict=True)
-    )
-
-
-def _shown(value: object) -> str:
-    """Returns a short quotation of the value for an error message, however long the value is."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -4,10 +4,26 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
+
+# Parameters that nothing takes into account yet, with the value that changes nothing.
+NOT_YET = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "structured_outputs": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "logprob_token_ids": None,
+    "truncate_prompt_tokens": None,
+    "skip_reading_prefix_cache": None,
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,12 @@ class RequestRules:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
+        for name, neutral in NOT_YET.items():
+            if getattr(request.params, name) != neutral:
+                raise UnsupportedParameterError(f"{name} is not supported: leave it out", name)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (asked := getattr(request.params, name)) is not None and not 0 <= asked <= MAX_LOGPROBS:
+                raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")

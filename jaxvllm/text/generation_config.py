@@ -1,45 +1,30 @@
 """Reads the settings for generation from the small JSON files beside a checkpoint's weights."""
 
 import json
-import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from jaxvllm.core.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
-# The options that a checkpoint may recommend, by Hugging Face's name, with the value that changes nothing (or None).
-_NEUTRAL = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "max_new_tokens": None,
+# The options that a checkpoint may recommend: Hugging Face's names, and ours.
+_OPTIONS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
 }
-_OUR_NAMES = {"max_new_tokens": "max_tokens"}
 
 
 def default_params(directory: Path) -> SamplingParams:
     """Returns the default parameters of `generate`, as in vLLM: the checkpoint's recommendations over our defaults.
 
-    A recommendation that `SamplingParams` has no field for is left out, with a warning. Raises ValueError for a file
-    that is not JSON or has impossible values.
+    Raises ValueError for a file that is not JSON or has impossible values.
     """
     file = directory / "generation_config.json"
     config = read_json_object(file)
-    ours = {field.name for field in fields(SamplingParams)}
-    chosen = {}
-    for name, neutral in _NEUTRAL.items():
-        value = config.get(name)
-        if value is None:
-            continue
-        if (our_name := _OUR_NAMES.get(name, name)) in ours:
-            chosen[our_name] = value
-        elif value != neutral:
-            logger.warning("%s asks for %s %s, which is not supported: left out", file, name, value)
+    chosen = {ours: value for name, ours in _OPTIONS.items() if (value := config.get(name)) is not None}
     try:
         return SamplingParams(**chosen)
     except ValueError as error:

@@ -10,6 +10,7 @@ from hypothesis import given
 
 from jaxvllm.core.errors import ContextLengthError, ParameterError, UnsupportedParameterError
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
 
 
 def test_defaults_are_vllm_s() -> None:
@@ -63,7 +64,26 @@ def test_copies_are_equal() -> None:
         *[({"max_tokens": bad}, "max_tokens must be an integer from 1") for bad in (0, -1, 1.5, "9")],
         *[({"min_tokens": bad}, "min_tokens must be an integer from 0") for bad in (-1, None, 2.0)],
         ({"min_tokens": 17}, "min_tokens 17 exceeds max_tokens 16: lower it, or raise max_tokens"),
-        *[({"logprobs": bad}, "logprobs must be an integer from 0 to 20, not") for bad in (-1, 21, True)],
+        *[({"logprobs": bad}, "logprobs must be an integer from -1 to 2147483647, not") for bad in (-2, 2**31, True)],
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number from 1.17549e-38 to 1e"),
+        ({"presence_penalty": -2.1}, "presence_penalty must be a number from -2 to 2, not -2.1"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a number from -2 to 2, not '1'"),
+        ({"logit_bias": [1]}, "logit_bias must be an object from token ids to numbers"),
+        ({"logit_bias": {"one": 1.0}}, "logit_bias: a token id must be an integer from 0 to"),
+        ({"logit_bias": {1: "x"}}, "logit_bias must be a number from"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias has 1025 tokens, the limit is 1024"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must have at least one token"),
+        ({"allowed_token_ids": [-1]}, r"allowed_token_ids\[0\]: an allowed token must be an integer from 0 to"),
+        ({"bad_words": [""]}, "a bad word must have 1 to 1024 characters, not 0"),
+        ({"bad_words": ["a"] * 129}, "bad_words has 129 strings, the limit is 128"),
+        ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of .* not regex and choice"),
+        ({"structured_outputs": {"yaml": "a"}}, "structured_outputs has no 'yaml'"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget must be an integer from -1 to"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "min_count must be at least 2, not 0"),
+        ({"repetition_detection": {"min_pattern_size": 3, "min_count": 2}}, "min_pattern_size 3 exceeds"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids has 129, the limit is 128"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1, not 0"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, not 1"),
         ({"skip_special_tokens": None}, "skip_special_tokens must be True or False, not None"),
         ({"output_kind": "delta"}, "output_kind must be a RequestOutputKind, not 'delta'"),
@@ -116,7 +136,7 @@ def test_nothing_is_generated_only_where_the_prompt_is_scored() -> None:
         ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]"),
         ({"min_tokens": 17}, "min_tokens"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
         ({"spaces_between_special_tokens": False, "skip_special_tokens": False}, "spaces_between_special_tokens"),
     ],
 )
@@ -139,10 +159,19 @@ def test_limits_are_inclusive() -> None:
     SamplingParams(stop_token_ids=[0] * 30, max_tokens=5, min_tokens=5, logprobs=0, seed=2**63 - 1)
 
 
-@pytest.mark.parametrize("name", ["presence_penalty", "repetition_penalty", "logit_bias", "bad_words"])
-def test_what_vllm_has_and_we_lack_is_named(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"SamplingParams.{name} is not supported: leave it out"):
+@pytest.mark.parametrize("name", ["guided_decoding", "use_beam_search", "length_penalty"])
+def test_what_vllm_has_elsewhere_is_named(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"SamplingParams.{name} is not supported: "):
         SamplingParams(**{name: 1})
+
+
+def test_values_have_one_stored_form() -> None:
+    stored = SamplingParams(
+        logit_bias={"7": 200, 3: -1}, bad_words="x", allowed_token_ids=[2], thinking_token_budget=-1
+    )
+    assert stored == SamplingParams(logit_bias=((3, -1.0), (7, 100.0)), bad_words=["x"], allowed_token_ids=(2,))
+    schema = SamplingParams(structured_outputs={"json": {"type": "object"}}).structured_outputs
+    assert schema == StructuredOutputsParams(json='{"type": "object"}') and schema.kind == "json"
 
 
 def test_unknown_options_are_errors() -> None:

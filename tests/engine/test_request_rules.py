@@ -45,6 +45,12 @@ def test_a_priority_is_an_integer(priority: Any) -> None:
     assert raised.value.param == "priority"
 
 
+@pytest.mark.parametrize("bad", [-1, 21])
+def test_log_probabilities_are_bounded(bad: int) -> None:
+    with pytest.raises(ParameterError, match="logprobs must be an integer from 0 to 20, not"):
+        RULES.check(request(logprobs=bad))
+
+
 def test_priorities_need_the_policy() -> None:
     RULES.check(request(0))
     ANY_PRIORITY.check(request(-5))

@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
-from jaxvllm.core.sampling_params import MAX_INT32, RequestOutputKind, SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import RequestOutput
 
 
@@ -112,16 +113,21 @@ class SamplingFields(Strict):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
-    structured_outputs: dict[str, Any] | None = neutral()
-    frequency_penalty: float | None = neutral(0)
-    presence_penalty: float | None = neutral(0)
-    repetition_penalty: float | None = neutral(1)
-    length_penalty: float | None = neutral(1)
-    logit_bias: dict[str, float] | None = neutral({})
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: Strings | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, int] | None = None
+    logprob_token_ids: Tokens | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+
     use_beam_search: bool | None = neutral(False)
-    truncate_prompt_tokens: int | None = neutral()
-    allowed_token_ids: Tokens | None = neutral()
-    bad_words: Strings | None = neutral([])
+    length_penalty: float | None = neutral(1)
     logits_processors: list[Any] | None = neutral([])
 
     def chosen(self) -> dict[str, Any]:
