@@ -220,4 +220,5 @@ class Engine:
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
             limit=self._rules.limit(sequence),
             key=QueueKey(sequence.priority, next(self._arrivals)),
+            eos_token_ids=self._rules.eos_token_ids,
         )

@@ -61,7 +61,7 @@ def state_of(rows: list[Row]) -> Rows:
         "min_p": np.asarray([row.min_p for row in rows], np.float32),
         "seed": np.asarray([row.seed for row in rows], np.uint32),
         "min_length": np.asarray([row.min_length for row in rows], np.int32),
-        "stop_ids": stop_ids,
+        "late_ids": stop_ids,
         "num_logprobs": np.asarray([row.num_logprobs for row in rows], np.int32),
         "is_masked": np.asarray([row.allowed is not None for row in rows], np.int32),
         "mask": np.stack([bits(row.allowed or ()) for row in rows]),

@@ -84,6 +84,6 @@ def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
 
 def test_every_stage_has_its_own_fields_declared() -> None:
     names = {field.name for stage in STAGES.values() for field in stage.fields}
-    assert names == {"is_masked", "mask", "min_length", "stop_ids", "min_p", "top_k", "top_p"}
+    assert names == {"is_masked", "mask", "min_length", "late_ids", "min_p", "top_k", "top_p"}
     in_module = {value for value in vars(stages_module).values() if isinstance(value, Stage)}
     assert in_module <= set(STAGES.values()), "a stage that no order names"
