@@ -42,7 +42,7 @@ class Engine:
         self.tokenizer_directory = parts.tokenizer_directory
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
-        self.default_params = parts.default_params
+        self.defaults = parts.defaults
         self.replicas = tuple(
             Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
         )

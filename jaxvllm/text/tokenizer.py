@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,12 @@ class Tokenizer:
             bos_token_id=ids.get("bos_token"),
             eos_token_ids=eos_token_ids(directory, ids.get("eos_token")),
             info=settings | dict.fromkeys(SPECIAL_TOKENS) | special | {"chat_template": sources.get(DEFAULT)},
+        )
+
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """Returns the same tokenizer with another chat template."""
+        return replace(
+            self, chat_template=self.chat_template.replaced(source), info={**self.info, "chat_template": source}
         )
 
     @staticmethod

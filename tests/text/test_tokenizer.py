@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 
 from jaxvllm.text.chat_messages import checked_messages
-from jaxvllm.text.chat_template import ChatTemplate
+from jaxvllm.text.chat_template import ChatTemplate, read_chat_template
 from jaxvllm.text.tokenizer import Tokenizer
 from tests.text.small_tokenizers import (
     TEMPLATE,
@@ -127,6 +127,30 @@ def test_chat_template_of_the_config() -> None:
     tokenizer = small_tokenizer("byte_level")
     assert tokenizer.apply_chat_template(HI) == "<s><|user|>hi<|end|><|assistant|>"
     assert tokenizer.apply_chat_template(HI, add_generation_prompt=False) == "<s><|user|>hi<|end|>"
+
+
+def test_a_chat_template_in_place_of_the_checkpoints(tmp_path: Path) -> None:
+    """As a file or as itself, and with the checkpoint's special tokens."""
+    source = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    file = tmp_path / "mine.jinja"
+    file.write_text(source)
+    tokenizer = small_tokenizer("byte_level").with_chat_template(read_chat_template(str(file)))
+    assert tokenizer.apply_chat_template(HI) == "<s>[hi]"
+    assert tokenizer.info["chat_template"] == source == read_chat_template(source)
+    assert tokenizer.encode("hi") == small_tokenizer("byte_level").encode("hi")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("/nowhere/at/all.jinja", "neither a file that can be read nor a template"),
+        ("", "neither a file"),
+        ("{% if %}", "chat_template is not valid Jinja"),
+    ],
+)
+def test_a_wrong_chat_template_is_told_before_anything_starts(given: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_chat_template(given)
 
 
 def test_where_chat_templates_are_found(tmp_path: Path) -> None:
