@@ -11,9 +11,6 @@ from jaxvllm.core.slots import MAX_STOP_IDS
 
 # Parameters that nothing takes into account yet, with the value that changes nothing.
 NOT_YET = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
     "logit_bias": (),
     "allowed_token_ids": None,
     "bad_words": (),
