@@ -14,6 +14,9 @@ from jaxvllm.core.sampling_params import SamplingParams
 
 type TokenIds = NDArray[np.int32]
 
+# Tokens of all bad words of a request together, as in vLLM.
+MAX_BAD_WORD_TOKENS = 1024
+
 
 class FinishReason(enum.StrEnum):
     """The reason why a completion ended. The values are OpenAI's."""
@@ -109,6 +112,7 @@ class Request:
     limit: int
     key: QueueKey
     constraint: TokenConstraint | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None  # None until first admitted

@@ -19,6 +19,7 @@ from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Engine:
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
-        self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids)
+        self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids, self.vocab_size)
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._router = self._make_router()
@@ -82,6 +83,7 @@ class Engine:
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=params.scores_only)
         request = GenerationRequest(request_id, read, params, **options)
         self._rules.check(request)
+        read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
         self.check_fits(request)
         return request
 
@@ -220,4 +222,5 @@ class Engine:
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
             limit=self._rules.limit(sequence),
             key=QueueKey(sequence.priority, next(self._arrivals)),
+            bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
         )

@@ -16,11 +16,12 @@ from jaxvllm.runtime.penalties import PENALTIES
 from jaxvllm.runtime.slot_fields import Rows
 from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, Share, run_stages
 from jaxvllm.runtime.token_mask import TOKEN_MASK
+from jaxvllm.runtime.token_rules import ALLOWED_TOKENS, BAD_WORDS, LOGIT_BIAS
 from sharding.axis import ALONE, ModelAxis
 
 # In vLLM's order. The first change every row's logits, greedy ones too, each device those of its share of the
 # vocabulary; the others see a random row's logits whole, divided by its temperature.
-LOGIT_STAGES = (TOKEN_MASK, MIN_TOKENS, PENALTIES)
+LOGIT_STAGES = (TOKEN_MASK, ALLOWED_TOKENS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, BAD_WORDS)
 FILTER_STAGES = (MIN_P, TOP_K, TOP_P)
 
 
