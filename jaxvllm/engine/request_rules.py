@@ -19,10 +19,7 @@ NOT_YET = {
     "bad_words": (),
     "structured_outputs": None,
     "thinking_token_budget": None,
-    "repetition_detection": None,
     "logprob_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "skip_reading_prefix_cache": None,
 }
 
 
