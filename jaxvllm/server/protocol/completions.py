@@ -34,7 +34,6 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
     echo: bool | None = None  # begin the answer with the prompt; with max_tokens 0 the answer is only the prompt
 
     suffix: str | None = neutral("")
-    best_of: int | None = neutral(1)
 
     @property
     def limit(self) -> int:

@@ -16,6 +16,7 @@ from jaxvllm.server.protocol.logprobs import prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.chat_messages import checked_messages
+from jaxvllm.text.prompts import PromptRoom
 
 
 def router(service: Service) -> APIRouter:
@@ -42,7 +43,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
     )
-    prompt = await run_in_threadpool(_read, service, body, params.scores_only)
+    prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
     asked = body.request(engine_id, prompt, params)
@@ -97,7 +98,7 @@ class _Exchange:
         yield DONE
 
 
-def _read(service: Service, body: ChatRequest, scores_only: bool) -> Prompt:
+def _read(service: Service, body: ChatRequest, room: PromptRoom) -> Prompt:
     """Renders the conversation with the model's template and returns the prompt."""
     text = service.apply_chat_template(
         body.messages,
@@ -109,5 +110,5 @@ def _read(service: Service, body: ChatRequest, scores_only: bool) -> Prompt:
         text,
         field="messages",
         add_special_tokens=bool(body.add_special_tokens),  # by default false, because the template writes them
-        scores_only=scores_only,
+        room=room,
     )
