@@ -258,6 +258,10 @@ class Scheduler:
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
             victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+            if self.num_running == 1 and self.slots.num_known[victim] < self.slots.num_tokens[victim]:
+                # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
+                # compute them again, and come to this point again, for ever.
+                return self.slots.decoding()[:0], self.cache.no_entries
             watched = bool(self.slots.watched[victim])
             request = self._release(victim)
             request.num_preemptions += 1
