@@ -94,9 +94,6 @@ ADVICE: Mapping[str, Advice] = {
     "disable_frontend_multiprocessing": Advice("the engine always has a process of its own"),
     "enable_lora": Advice("LoRA adapters are not supported yet"),
     "kv_cache_memory_bytes": Advice("memory_utilization or num_pages limits the KV cache"),
-    "enable_auto_tool_choice": Advice("tool calls are not supported yet"),
-    "tool_call_parser": Advice("tool calls are not supported yet"),
-    "reasoning_parser": Advice("separating the reasoning from the rest of an answer is not supported yet"),
 }
 
 # Options with several values that vLLM takes as one JSON list. Here several values may also follow the flag.

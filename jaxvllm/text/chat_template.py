@@ -46,6 +46,11 @@ class ChatTemplate:
         """Returns templates in which `source` is the only one, with the same variables."""
         return ChatTemplate({DEFAULT: source}, self._special_tokens)
 
+    @property
+    def source_with_tools(self) -> str | None:
+        """The source of the template that renders conversations with tools, or None if there is no template."""
+        return self._sources.get(TOOL_USE) or self._sources.get(DEFAULT)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
