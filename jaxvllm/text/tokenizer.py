@@ -94,6 +94,20 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates are not text
             raise ValueError(f"a prompt must be valid Unicode without lone surrogates: {error}") from error
 
+    def shortened(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Returns the last `count` tokens of an encoded text with its special tokens, which stay around what is left.
+
+        So does Hugging Face's tokenizer when it truncates: a model that learned texts after a BOS still sees one.
+        """
+        special, ids = self.encode(""), list(token_ids)
+        for first in reversed(range(len(special) + 1)):
+            last = len(special) - first  # the special tokens after the text
+            if ids[:first] == special[:first] and ids[len(ids) - last :] == special[first:]:
+                break
+        body = ids[first : len(ids) - last]
+        room = max(count - len(special), 0)
+        return [*special[:first], *body[len(body) - room :], *special[first:]][-count:]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of a whole sequence, without ids that have no spelling."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

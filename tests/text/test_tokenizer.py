@@ -53,6 +53,21 @@ def test_token_text_reads_as_in_the_middle_of_a_text() -> None:
     assert gpt.token_text(gpt.backend.token_to_id("ä")) == "\ufffd"
 
 
+@pytest.mark.parametrize("frame", ["$A", "<s> $A", "<s> $A <|end|>", "$A <|end|>"])
+def test_special_tokens_stay_around_a_text_that_is_shortened(frame: str, tmp_path: Path) -> None:
+    """The tokenizers library is the oracle: it truncates in the same way."""
+    tokenizer = Tokenizer.from_directory(save(byte_level_backend(), tmp_path))
+    special = [(token, tokenizer.backend.token_to_id(token)) for token in ("<s>", "<|end|>")]
+    tokenizer.backend.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
+    text = "Once upon a time there was a fox"
+    whole = tokenizer.encode(text)
+    for count in range(frame.count("<") or 1, len(whole)):
+        tokenizer.backend.enable_truncation(count, direction="left")
+        expected = tokenizer.encode(text)
+        tokenizer.backend.no_truncation()
+        assert tokenizer.shortened(whole, count) == expected
+
+
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
     backend = byte_level_backend()
     backend.enable_truncation(3)
