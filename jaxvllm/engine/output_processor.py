@@ -251,7 +251,7 @@ class OutputProcessor:
             self._stop_at(completion, match)
             return
         completion.finish_reason = end.reason
-        completion.stop_reason = end.stop_reason
+        completion.stop_reason = end.stop_reason if end.error is None else end.error
 
     def _note_preemptions(self, group: _Group, ended: Request) -> None:
         if ended.num_preemptions:

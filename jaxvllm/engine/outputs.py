@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-type FinishReasonName = Literal["stop", "length", "abort"]
+type FinishReasonName = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # None unless logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None = None  # one for each token id; each has the chosen token
     finish_reason: FinishReasonName | None = None
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS
+    stop_reason: int | str | None = None  # the stop token or string that ended it, None for EOS; or the error
 
     def finished(self) -> bool:
         return self.finish_reason is not None

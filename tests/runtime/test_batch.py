@@ -50,9 +50,10 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
         column = getattr(batch, name)
         assert column.shape == (bucket.num_rows,)
         np.testing.assert_array_equal(column[:count], getattr(plan, name), name)
-    # Nine tokens open three pages of four at most, and a plan of one step has one.
+    # Nine tokens open three pages of four at most, and a plan of one step has one. Chunks open one for four tokens.
     [opened], [entries] = batch.new_pages, plan.new_pages
-    assert opened.pages.shape == opened.at.shape == (bucket.num_rows * (3 if bucket.width == 9 else 1),)
+    by_chunks = 0 if bucket.is_decode else bucket.num_tokens // SIZES.page_size
+    assert opened.pages.shape == opened.at.shape == (bucket.num_rows * (3 if bucket.width == 9 else 1) + by_chunks,)
     np.testing.assert_array_equal(opened.pages[: len(entries)], entries.pages)
     np.testing.assert_array_equal(opened.at[: len(entries)] // SIZES.max_pages, entries.slots)
     np.testing.assert_array_equal(opened.at[: len(entries)] % SIZES.max_pages, entries.columns)
