@@ -198,7 +198,7 @@ class Scheduler:
         scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
         rows = np.flatnonzero(is_present & plan.samples)
         at = plan.slots[rows]
-        tokens, counts = output.tokens[rows], output.counts[rows]
+        tokens, counts = output.tokens[rows], output.counts[rows]  # copies
         missing = plan.max_new[rows] - counts
         if missing.any():
             slots.num_tokens[at] -= missing
@@ -214,14 +214,18 @@ class Scheduler:
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
+        repeats = self._cut_repetitions(at, tokens, counts, ends)
         num_forced = np.where(yields, slots.num_unreported[at], 0)
         started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == num_forced)])
         emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
         if num_forced.any():
             slots.num_unreported[at[yields]] = 0
-        finished = [_ended(self._tenant(at[i]), int(last[i]), bool(stops[i])) for i in np.flatnonzero(ends)]
+        finished = [
+            _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
+            for i in np.flatnonzero(ends | repeats)
+        ]
         if plan.is_masked:
-            finished += self._advance_constraints(at, tokens, counts, ends)
+            finished += self._advance_constraints(at, tokens, counts, ends | repeats)
         for end in finished:
             self.finish(end.request.request_id)
         finished += self._failed.values()
@@ -281,6 +285,22 @@ class Scheduler:
             return error
         return None
 
+    def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows repeat themselves, bool[len(at)]. Those rows have no tokens, in `counts` neither, behind that.
+
+        Where the last token of a row `ends` it anyhow, that is its end.
+        """
+        repeats = np.zeros(len(at), np.bool_)
+        for index in np.flatnonzero(self.slots.detects_repetition[at]):
+            request, count = self._tenant(at[index]), int(counts[index])
+            assert request.repetition is not None
+            end = request.repetition.first_end(tokens[index, :count].tolist(), request.sampling_params.min_tokens)
+            if end is not None and not (end == count and ends[index]):
+                repeats[index] = True
+                self.slots.num_known[at[index]] -= count - end
+                counts[index] = end
+        return repeats
+
     def _emitted(self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> Iterator[Emitted]:
         """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
         width = tokens.shape[1]
@@ -334,6 +354,10 @@ class Scheduler:
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
             victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+            if self.num_running == 1 and self.slots.num_known[victim] < self.slots.num_tokens[victim]:
+                # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
+                # compute them again, and come to this point again, for ever.
+                return self.slots.decoding()[:0], self.cache.no_entries
             watched = bool(self.slots.watched[victim])
             request = self._release(victim)
             request.num_preemptions += 1
@@ -396,7 +420,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> CachedPrefix:
         """The pages that begin `request` and are cached. The last token is always computed: its logits are needed."""
-        if not self.cache.enable_prefix_caching or request.wants_scores:
+        if not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return self.cache.match(())
         page_size = self.cache.page_size
         return self.cache.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
@@ -407,7 +431,7 @@ class Scheduler:
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
         Not where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.policy.joins_running or not self.cache.enable_prefix_caching or request.wants_scores:
+        if not self.policy.joins_running or not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return False
         if num_hits >= (request.num_tokens - 1) // self.cache.page_size:
             return False
@@ -528,7 +552,12 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
 def _failure(request: Request, error: Exception) -> Finished:
     """The end of `request` by an error of its constraint."""
     logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
-    return Finished(request, FinishReason.ERROR, error=str(error) or type(error).__name__)
+    return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
+
+
+def _repeated(request: Request) -> Finished:
+    """The end of `request` by a repetition, told as vLLM tells it."""
+    return Finished(request, FinishReason.REPETITION, "repetition_detected")
 
 
 def check_token_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:

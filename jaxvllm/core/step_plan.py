@@ -139,12 +139,14 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that ended, its outputs in `request.output_token_ids`. `stop_reason`: the stop token, unless EOS."""
+    """A request that ended, its outputs in `request.output_token_ids`.
+
+    `stop_reason` is the stop token, unless that is EOS, a word that says more than `reason`, or an error.
+    """
 
     request: Request
     reason: FinishReason
-    stop_reason: int | None = None
-    error: str | None = None  # why the reason is ERROR
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,8 @@ class Simulation:
 
     def _schedule(self) -> StepPlan | None:
         self._forget_unseen()
-        expected_victims = self._predict_victims()
-        self._forced = {} if expected_victims else self._predict_forced()
+        expected_victims, waits = self._predict_victims()
+        self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
         plan = self.scheduler.schedule(self.setup.width)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
@@ -257,9 +257,11 @@ class Simulation:
             victim.take_forced(victim.forced(victim.job.limit - victim.known - 1))
             assert victim.request.output_token_ids.tolist() == victim.tokens[len(victim.job.prompt) : victim.known]
         if plan is None:
-            assert not any(s.decoding or s.prefilling for s in self._running()), "nothing planned for a running request"
+            is_planned = not any(s.decoding or s.prefilling for s in self._running())
+            assert waits or is_planned, "nothing planned for a running request"
             assert self._running() or not self._waiting(), "an idle scheduler keeps a request waiting"
         else:
+            assert not waits
             self.plans.append(plan)
             self._follow(plan, bool(victims))
         self._check_state()
@@ -277,12 +279,15 @@ class Simulation:
         last = (column + 1) * self.setup.page_size - 1
         return group.window is None or last > position - group.window
 
-    def _predict_victims(self) -> set[Shadow]:
+    def _predict_victims(self) -> tuple[set[Shadow], bool]:
+        """Who is preempted, and whether the only one left waits for its own tokens, which free pages."""
         running = sorted(self._running(), key=lambda s: s.key)
         victims: set[Shadow] = set()
         while not self._can_grow(running, 1):
+            if len(running) == 1 and running[0].known < running[0].planned:
+                return victims, True
             victims.add(running.pop())
-        return victims
+        return victims, False
 
     def _predict_forced(self) -> dict[Shadow, tuple[int, int]]:
         """What decoding rows take at once of the tokens that are forced: all do, or none for want of pages."""

@@ -114,6 +114,16 @@ def test_a_crowd_on_a_small_pool_ends_with_the_tokens_each_would_get_alone(polic
 # Preemption.
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_alone_waits_for_its_own_tokens_and_is_not_preempted(policy: str) -> None:
+    # Its window of 4 holds 4 pages, and each of three steps in flight opens another: the pool has 5.
+    setup = Setup(policy, num_slots=1, num_pages=6, page_size=1, budget=1, caching=False, depth=3, window=4)
+    simulation = Simulation(setup)
+    simulation.add(Job((0, 1), max_tokens=9))
+    simulation.drain()
+    assert simulation.scheduler.num_preemptions == 0
+
+
 def crowded(policy: str, page_size: int = 4) -> Simulation:
     """Two requests that fill the pool and reach a page boundary together, with one page left."""
     setup = Setup(policy, num_slots=2, num_pages=1 + 2 * 2 + 1, page_size=page_size, depth=2)

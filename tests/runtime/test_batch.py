@@ -73,8 +73,8 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
 @pytest.mark.parametrize("bucket", [Bucket(6, 6), Bucket(40, 6)], ids=repr)
 def test_each_group_s_pages_go_to_its_own_tables(bucket: Bucket) -> None:
     sizes = replace(SIZES, windows=(None, 5))
-    # Prompts open pages where there is a window: in 40 tokens up to 10, and each row one that it begins.
-    most = [6, 6 if bucket.is_decode else 16]
+    # Chunks open pages: in 40 tokens up to 10, and each row one that it begins.
+    most = [6 if bucket.is_decode else 16] * 2
     numbers = [np.arange(count, dtype=np.int32) for count in most]
     entries = tuple(PageEntries(n % 6, 600 + n, 300 + n) for n in numbers)
     packed = pack(replace(make_plan(6), new_pages=entries), bucket, sizes)
