@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -26,6 +27,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     REPETITION = "repetition"  # vLLM's: the output repeated itself
+    ERROR = "error"  # its constraint failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +91,19 @@ class QueueKey:
 class TokenConstraint(Protocol):
     """Decides on the host which tokens may come next in a request, as a grammar does.
 
-    Steps with such a request sample in a separate program, which waits for `fill`.
+    Steps with such a request sample in a separate program, which waits for `fill`. An exception ends the request and
+    no other. A constraint that raised may be asked again, and must raise again in `fill`.
     """
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow, except EOS."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes note of tokens that were added to the request, in order."""
+
+    def forced(self) -> Sequence[int]:
+        """Returns the tokens that must come next whatever the model says, as many as are known, or none."""
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Writes the mask of allowed next tokens: bit i of `words`, counted from each word's lowest, is token i."""
@@ -119,8 +129,9 @@ class Request:
     repetition: RepetitionDetector | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
-    num_cached_tokens: int | None = None  # None until first admitted
+    num_cached_tokens: int | None = None  # of the prompt; None until first admitted
     num_preemptions: int = 0
+    num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:
@@ -152,6 +163,25 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin behind pages that others have computed."""
         return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache
+
+    @property
+    def takes_forced(self) -> bool:
+        """Whether forced tokens need no sampling. Log-probabilities do, and penalties count what was sampled."""
+        params = self.sampling_params
+        return (
+            self.constraint is not None
+            and self.repetition is None
+            and params.logprobs is None
+            and params.repetition_penalty == 1.0
+            and params.presence_penalty == params.frequency_penalty == 0.0
+        )
+
+    def forced(self, most: int) -> list[int]:
+        """Returns up to `most` tokens that its constraint forces, as far as none of them may end it."""
+        if not self.takes_forced or most <= 0:
+            return []
+        assert self.constraint is not None
+        return list(takewhile(lambda token: token not in self.stop_token_ids, self.constraint.forced()[:most]))
 
     @property
     def num_tokens(self) -> int:

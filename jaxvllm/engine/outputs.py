@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, overload
 
-type FinishReasonName = Literal["stop", "length", "abort", "repetition"]
+type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class CompletionOutput:
     # One for each token id; each has the chosen token.
     logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: FinishReasonName | None = None
-    # The stop token or string that ended it, or "repetition_detected"; None for EOS.
+    # The stop token or string that ended it, or "repetition_detected"; None for EOS. Or the error that ended it.
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxvllm.core.request import TokenConstraint
 from jaxvllm.core.step_plan import StepOutput, StepPlan, TopLogprobs
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -54,7 +53,7 @@ from jaxvllm.runtime.state import (
 )
 from jaxvllm.runtime.step import DeviceOutput, Unsampled
 from jaxvllm.runtime.step_program import StepCompiler
-from jaxvllm.runtime.token_mask import MASK_BATCH, pack_masks, store_masks
+from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 
@@ -166,9 +165,14 @@ class Runner:
             return Held(plan, bucket)
         return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
 
-    def supply(self, held: Held, constraints: Iterable[tuple[int, TokenConstraint]]) -> InFlight:
-        """Starts the half of the step that was held back, which samples under the constraints of these slots."""
-        for rows in batched(constraints, MASK_BATCH):
+    @property
+    def mask_words(self) -> int:
+        """Words of the mask of a row."""
+        return mask_words(self._sizes.vocab_size)
+
+    def supply(self, held: Held, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
+        """Starts the half of the step that was held back, which samples under the masks of these slots."""
+        for rows in batched(masks, MASK_BATCH):
             self._call(Mask(pack_masks(rows, self._sizes)))
         return self._in_flight(held.plan, held.bucket, self._call(Sample(held.bucket)))
 

@@ -53,6 +53,9 @@ def jobs(draw: st.DrawFn) -> Job:
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         watched=draw(st.booleans()),
         scored=draw(st.sampled_from([False, False, True])),
+        script=draw(
+            st.one_of(st.none(), st.lists(st.one_of(st.none(), TOKENS, TOKENS, TOKENS), max_size=12).map(tuple))
+        ),
     )
 
 

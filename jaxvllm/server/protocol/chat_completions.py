@@ -23,7 +23,7 @@ from jaxvllm.server.protocol.fields import (
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
-from jaxvllm.server.protocol.response_format import ResponseFormat, one_form, structured_outputs
+from jaxvllm.server.protocol.response_format import ResponseFormat, one_form
 from jaxvllm.text.assistant_message import AssistantMessage
 from jaxvllm.text.message_events import Arguments, CallBegin, Content, Event, Reasoning
 from jaxvllm.text.tool_use import Tool, ToolUse
@@ -135,8 +135,9 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
         form = one_form(
-            response_format=structured_outputs(self.response_format),
+            response_format=asked,
             structured_outputs=self.structured_outputs,
             tool_choice=self.tool_use().structured_outputs(),
         )
