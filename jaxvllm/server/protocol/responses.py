@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.outputs import CompletionOutput
-from jaxvllm.server.protocol.chat_completions import FunctionDefinition
 from jaxvllm.server.protocol.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -88,10 +87,14 @@ class ReasoningConfig(Strict):
     generate_summary: str | None = neutral("auto")
 
 
-class FunctionTool(FunctionDefinition):
+class FunctionTool(Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
+    strict: bool | None = None  # has no effect: only tool_choice "required" and named functions force the schema
     defer_loading: bool | None = neutral(False)
 
 
