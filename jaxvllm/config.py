@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_options import advice_on
 from pallas_kernels.backend import BackendName
 from sharding.mesh import MeshShape
@@ -49,6 +50,7 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
+    reasoning_parser: str | None = None  # the marks of the model's reasoning, by vLLM's names; None: it has none
     max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
 
@@ -92,6 +94,8 @@ class EngineConfig:
             match = _HOST_PORT.fullmatch(str(self.coordinator))
             if match is None or int(match[1]) > 65535:
                 raise ValueError(f"coordinator must be HOST:PORT, not {self.coordinator!r}")
+        if self.reasoning_parser is not None and self.reasoning_parser not in FORMATS:
+            raise ValueError(f"reasoning_parser must be one of {', '.join(FORMATS)}, not {self.reasoning_parser!r}")
         index, count = self.process_id, self.num_processes
         if index is not None and (type(index) is not int or index < 0 or (count is not None and index >= count)):
             raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")

@@ -97,9 +97,6 @@ ADVICE: Mapping[str, Advice] = {
     "enable_lora": Advice("LoRA adapters are not supported yet"),
     "kv_cache_memory_bytes": Advice("memory_utilization or num_pages limits the KV cache"),
     "chat_template": Advice("the chat template in the model's directory is used: replace it there"),
-    "enable_auto_tool_choice": Advice("tool calls are not supported yet"),
-    "tool_call_parser": Advice("tool calls are not supported yet"),
-    "reasoning_parser": Advice("separating the reasoning from the rest of an answer is not supported yet"),
 }
 
 # Short names of the command line.

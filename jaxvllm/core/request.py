@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import extend_page_hashes
+from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
 
 type TokenIds = NDArray[np.int32]
@@ -19,11 +20,12 @@ MAX_BAD_WORD_TOKENS = 1024
 
 
 class FinishReason(enum.StrEnum):
-    """The reason why a completion ended. The values are OpenAI's."""
+    """The reason why a completion ended. The values are OpenAI's, where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REPETITION = "repetition"  # vLLM's: the output repeated itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete `params.n` times, as a caller asked for it.
+    """One prompt to complete `params.num_sequences` times, as a caller asked for it.
 
     It is made and checked where a request enters: in `LLM`, `AsyncLLM` or a route of the server. From there the same
     value goes to the engine's process and to the scheduler. So a new field is declared here and in `RequestOptions`.
@@ -62,11 +64,11 @@ class GenerationRequest:
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`."""
-        if self.params.n == 1:
+        if self.params.num_sequences == 1:
             return (self,)
         return tuple(
             replace(self, request_id=f"{self.request_id}#{index}", params=self.params.child(index))
-            for index in range(self.params.n)
+            for index in range(self.params.num_sequences)
         )
 
 
@@ -113,6 +115,7 @@ class Request:
     key: QueueKey
     constraint: TokenConstraint | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
+    repetition: RepetitionDetector | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None  # None until first admitted
@@ -138,6 +141,11 @@ class Request:
     def wants_scores(self) -> bool:
         """Whether the caller wants the log-probabilities of the prompt's tokens. Then all of them are computed."""
         return self.sampling_params.prompt_logprobs is not None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the request may begin behind pages that others have computed."""
+        return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache
 
     @property
     def num_tokens(self) -> int:

@@ -160,7 +160,7 @@ class Scheduler:
         scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
         rows = np.flatnonzero(is_present & plan.samples)
         at = plan.slots[rows]
-        tokens, counts = output.tokens[rows], output.counts[rows]
+        tokens, counts = output.tokens[rows], output.counts[rows]  # copies
         missing = plan.max_new[rows] - counts
         if missing.any():
             slots.num_tokens[at] -= missing
@@ -176,11 +176,15 @@ class Scheduler:
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
+        repeats = self._cut_repetitions(at, tokens, counts, ends)
         started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == 0)])
         emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
         if plan.is_masked:
             self._advance_constraints(at, tokens, counts)
-        finished = tuple(_ended(self._tenant(at[i]), int(last[i]), bool(stops[i])) for i in np.flatnonzero(ends))
+        finished = tuple(
+            _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
+            for i in np.flatnonzero(ends | repeats)
+        )
         for end in finished:
             self.finish(end.request.request_id)
         return StepUpdate(int(counts.sum()), started, emitted, finished, scored)
@@ -192,6 +196,22 @@ class Scheduler:
         is_present = self.slots.epoch[plan.slots] == plan.epochs
         at = plan.slots[plan.masked & is_present].tolist()
         return [(slot, constraint) for slot in at if (constraint := self._tenant(slot).constraint) is not None]
+
+    def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows repeat themselves, bool[len(at)]. Those rows have no tokens, in `counts` neither, behind that.
+
+        Where the last token of a row `ends` it anyhow, that is its end.
+        """
+        repeats = np.zeros(len(at), np.bool_)
+        for index in np.flatnonzero(self.slots.detects_repetition[at]):
+            request, count = self._tenant(at[index]), int(counts[index])
+            assert request.repetition is not None
+            end = request.repetition.first_end(tokens[index, :count].tolist(), request.sampling_params.min_tokens)
+            if end is not None and not (end == count and ends[index]):
+                repeats[index] = True
+                self.slots.num_known[at[index]] -= count - end
+                counts[index] = end
+        return repeats
 
     def _advance_constraints(self, at: SlotIds, tokens: Ints, counts: Ints) -> None:
         for index in np.flatnonzero(self.slots.is_constrained[at]):
@@ -300,7 +320,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> CachedPrefix:
         """The pages that begin `request` and are cached. The last token is always computed: its logits are needed."""
-        if not self.cache.enable_prefix_caching or request.wants_scores:
+        if not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return self.cache.match(())
         page_size = self.cache.page_size
         return self.cache.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
@@ -311,7 +331,7 @@ class Scheduler:
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
         Not where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.policy.joins_running or not self.cache.enable_prefix_caching or request.wants_scores:
+        if not self.policy.joins_running or not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return False
         if num_hits >= (request.num_tokens - 1) // self.cache.page_size:
             return False
@@ -421,6 +441,11 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
         return Finished(request, FinishReason.LENGTH)
     asked_for = last_token in request.sampling_params.stop_token_ids
     return Finished(request, FinishReason.STOP, last_token if asked_for else None)
+
+
+def _repeated(request: Request) -> Finished:
+    """The end of `request` by a repetition, told as vLLM tells it."""
+    return Finished(request, FinishReason.REPETITION, "repetition_detected")
 
 
 def check_token_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:

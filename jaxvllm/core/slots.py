@@ -36,6 +36,7 @@ class SlotTable:
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
         self.wants_logprobs = np.zeros(num_slots, np.bool_)
         self.is_constrained = np.zeros(num_slots, np.bool_)  # the host has a say in each token
+        self.detects_repetition = np.zeros(num_slots, np.bool_)
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -70,6 +71,7 @@ class SlotTable:
         self.watched[slot] = watched
         self.wants_logprobs[slot] = params.logprobs is not None
         self.is_constrained[slot] = request.constraint is not None
+        self.detects_repetition[slot] = request.repetition is not None
         self.num_prompt[slot] = request.num_prompt_tokens
         self.prefill_len[slot] = self.num_known[slot] = self.num_tokens[slot] = count
         self.num_computed[slot] = num_computed

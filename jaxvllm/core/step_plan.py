@@ -139,11 +139,14 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that ended, its outputs in `request.output_token_ids`. `stop_reason`: the stop token, unless EOS."""
+    """A request that ended, its outputs in `request.output_token_ids`.
+
+    `stop_reason` is the stop token, unless that is EOS, or a word that says more than `reason`.
+    """
 
     request: Request
     reason: FinishReason
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,7 @@ from jaxvllm.core.slots import MAX_STOP_IDS
 NOT_YET = {
     "structured_outputs": None,
     "thinking_token_budget": None,
-    "repetition_detection": None,
     "logprob_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "skip_reading_prefix_cache": None,
 }
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS
+
 KEY_VARIABLE = "JAXVLLM_API_KEY"
 
 
@@ -24,6 +26,8 @@ class ServerConfig:
     request_timeout: float = 600.0  # seconds that a request may take in all
     shutdown_timeout: float = 30.0  # seconds for running requests to finish after SIGTERM
     max_body_bytes: int = 8 * 2**20  # largest body of a request, in bytes, before it is parsed
+    tool_call_parser: str = "auto"  # how the model writes tool calls, by vLLM's names; auto: as its template shows
+    enable_auto_tool_choice: bool = True  # false: no request may leave it to the model whether it calls a tool
     metrics_prefix: str = "jaxvllm"  # first part of the names of metrics; with vllm, dashboards made for vLLM work
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
     access_log: bool = False  # log a line for each HTTP request
@@ -44,6 +48,10 @@ class ServerConfig:
                 raise ValueError(f"{name} must be above 0 seconds, not {getattr(self, name)!r}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be positive, not {self.max_body_bytes!r}")
+        if self.tool_call_parser not in ("auto", *TOOL_CALL_FORMATS):
+            raise ValueError(
+                f"tool_call_parser must be auto or one of {', '.join(TOOL_CALL_FORMATS)}, not {self.tool_call_parser!r}"
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile belong together: give both, or none")
         for name in ("served_model_name", "api_key", "allowed_host"):

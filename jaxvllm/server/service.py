@@ -4,19 +4,27 @@ import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jaxvllm
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.server.protocol.fields import now
-from jaxvllm.text.prompts import PromptReader
+from jaxvllm.text.assistant_message import AnswerFormat
+from jaxvllm.text.prompts import ANY_LENGTH, PromptReader, PromptRoom
+from jaxvllm.text.reasoning import FORMATS, ReasoningFormat
 from jaxvllm.text.tokenizer import Tokenizer
+from jaxvllm.text.tool_calls.format import ToolCallFormat
+from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS, guessed_format
+from jaxvllm.text.tool_use import ToolUse
 from jaxvllm.worker.async_llm import AsyncLLM, EngineUnavailableError
 
 # The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
@@ -94,6 +102,7 @@ class Service:
         field: str = "messages",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders a conversation, which is the request's `field`, with the model's chat template.
@@ -107,6 +116,7 @@ class Service:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **(variables or {}),
             )
 
@@ -116,11 +126,11 @@ class Service:
         *,
         field: str,
         add_special_tokens: bool,
-        scores_only: bool = False,
+        room: PromptRoom = ANY_LENGTH,
     ) -> Prompt:
         """Reads the prompt from the request's `field`. Raises ParameterError for one that the model cannot take."""
         with concerning(field):
-            return self.reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=scores_only)
+            return self.reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
 
     def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the tokens of a text, which may be longer than the model's context.
@@ -142,6 +152,46 @@ class Service:
                 param=field,
                 code="context_length_exceeded",
             )
+
+    # ---- its answers ----
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """The marks of the model's reasoning, or None if all its text is meant for people."""
+        name = self.llm.config.reasoning_parser
+        return None if name is None else FORMATS[name]
+
+    @cached_property
+    def tool_calls(self) -> ToolCallFormat | None:
+        """How the model writes tool calls, or None if that is unknown."""
+        if self.config.tool_call_parser in TOOL_CALL_FORMATS:
+            return TOOL_CALL_FORMATS[self.config.tool_call_parser]
+        return guessed_format(self.tokenizer.chat_template.source_with_tools or "")
+
+    def answer_format(self, tools: ToolUse) -> AnswerFormat:
+        """Returns how answers to a request with these tools are read. Raises ParameterError if nobody knows."""
+        if tools.is_free:
+            if not self.config.enable_auto_tool_choice:
+                raise ParameterError(
+                    'this server does not leave the choice of tools to the model: set tool_choice to "required", to '
+                    '"none" or to one tool, or start it without --no-enable-auto-tool-choice',
+                    "tool_choice",
+                )
+            if self.tool_calls is None:
+                raise ParameterError(
+                    "the model's chat template does not show how it writes tool calls: start the server with "
+                    '--tool-call-parser, or set tool_choice to "required", to "none" or to one tool',
+                    "tools",
+                )
+        return tools.answer_format(self.reasoning, self.tool_calls if tools.is_free else None)
+
+    def with_marks(self, params: SamplingParams, format: AnswerFormat) -> SamplingParams:
+        """Returns `params` for an answer in `format`: its text has special tokens if some of them are marks."""
+        if format.is_plain or not params.skip_special_tokens or not params.spaces_between_special_tokens:
+            return params
+        special = self.tokenizer.special_texts
+        is_seen = not any(token in mark for mark in format.marks for token in special)
+        return params if is_seen else replace(params, skip_special_tokens=False)
 
     # ---- its lifecycle ----
 

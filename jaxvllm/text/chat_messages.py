@@ -40,10 +40,16 @@ def _checked(where: str, message: object) -> Message:
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise ParameterError(f"{where}.tool_calls must be a list, not {_shown(calls)}", f"{where}.tool_calls")
         checked["tool_calls"] = [_checked_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    else:  # templates ask whether there is such a key
+        checked.pop("tool_calls", None)
+    # Both names are in use, by clients as well as by templates.
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        checked["reasoning_content"] = checked["reasoning"] = reasoning
     content = message.get("content")
-    if content is None and not (role == "assistant" and calls):
+    if content is None and not (role == "assistant" and (calls or reasoning)):
         raise ParameterError(
-            f"{where} has no content: give {where}.content, which only an assistant message with tool_calls may lack",
+            f"{where} has no content: give {where}.content, which only an assistant message with tool_calls or "
+            "reasoning may lack",
             f"{where}.content",
         )
     checked["content"] = None if content is None else _text(f"{where}.content", content)

@@ -41,6 +41,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
 
+    @property
+    def source_with_tools(self) -> str | None:
+        """The source of the template that renders conversations with tools, or None if there is no template."""
+        return self._sources.get(TOOL_USE) or self._sources.get(DEFAULT)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -149,6 +149,12 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The special tokens as text."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @cached_property
     def _pieces(self) -> ByteLevelPieces:
         return ByteLevelPieces(self.backend.id_to_token, skipped=())
 

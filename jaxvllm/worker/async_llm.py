@@ -18,7 +18,7 @@ from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.bad_words import read_bad_words
-from jaxvllm.text.prompts import PromptLike, PromptReader
+from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
 from jaxvllm.text.tokenizer import Tokenizer
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_process import EngineProcess
@@ -227,7 +227,7 @@ class AsyncLLM:
         optional fields of `GenerationRequest`, such as `priority`.
         """
         params = self.facts.default_params if sampling_params is None else sampling_params
-        read = self.reader.read(prompt, scores_only=params.scores_only)
+        read = self.reader.read(prompt, room=PromptRoom.of(params))
         if request_id is None:
             request_id = f"request-{self._requests.new_serial()}"
         return GenerationRequest(request_id, read, params, **options)

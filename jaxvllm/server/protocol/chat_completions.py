@@ -1,25 +1,64 @@
 """The bodies of `/v1/chat/completions`, compatible with OpenAI's and vLLM's clients."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
+    MAX_TOOLS,
     EngineFields,
-    FinishReason,
+    FunctionName,
     Limit,
     Messages,
     Reply,
     SamplingFields,
     ScoringFields,
+    Strict,
     Strings,
     TemplateVariables,
     Usage,
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
+from jaxvllm.server.protocol.response_format import ResponseFormat, one_form, structured_outputs
+from jaxvllm.text.assistant_message import AssistantMessage
+from jaxvllm.text.message_events import Arguments, CallBegin, Content, Event, Reasoning
+from jaxvllm.text.tool_use import Tool, ToolUse
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
+    strict: bool | None = None  # has no effect: only tool_choice "required" and named tools force the schema
+
+
+class ChatTool(Strict):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+type Tools = Annotated[list[ChatTool], FailFast(), Field(max_length=MAX_TOOLS)]
+
+
+class FunctionChoice(Strict):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(Strict):
+    """The tool that the model must use."""
+
+    type: Literal["function"]
+    function: FunctionChoice
 
 
 class ChatRequest(EngineFields, SamplingFields, ScoringFields):
@@ -36,16 +75,21 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables | None = None
 
-    tools: list[Any] | None = neutral([])
-    tool_choice: Any | None = neutral("none", "auto")
+    tools: Tools | None = None
+    # auto, which is the default: the model decides; required: it must call a tool; or the tool that it must call
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false: only the first call of an answer is kept
+    # The form of the answer's text. It leaves a model that is free to call tools no room for a call.
+    response_format: ResponseFormat | None = None  # type: ignore[assignment]
+    include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
+    # A variable of the chat template. "none" also means include_reasoning false and enable_thinking false.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
     functions: list[Any] | None = neutral([])
     function_call: Any | None = neutral("none", "auto")
-    parallel_tool_calls: bool | None = None  # has no effect without tools
     modalities: Strings | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral()
     prediction: dict[str, Any] | None = neutral()
-    include_reasoning: bool | None = neutral(True)
-    reasoning_effort: str | None = neutral()
     verbosity: str | None = neutral("medium")
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
@@ -66,13 +110,65 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
         """The most tokens to generate."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the reasoning is a part of the answer."""
+        return self.include_reasoning is not False and self.reasoning_effort != "none"
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False  # type: ignore[assignment]
+        return effort | (self.chat_template_kwargs or {})
+
+    def tool_use(self) -> ToolUse:
+        """Returns the tools. Raises ParameterError for a choice that they do not allow."""
+        functions = [tool.function for tool in self.tools or []]
+        tools = tuple(Tool(one.name, one.parameters, one.description) for one in functions)
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
+        return ToolUse(tools, self.tool_choice or "auto", parallel=parallel)
+
+    def chosen(self) -> dict[str, Any]:
+        """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        form = one_form(
+            response_format=structured_outputs(self.response_format),
+            structured_outputs=self.structured_outputs,
+            tool_choice=self.tool_use().structured_outputs(),
+        )
+        return super().chosen() | ({} if form is None else {"structured_outputs": form})
+
+
+type ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class FunctionCall(Reply):
+    """The function that is called, with its arguments."""
+
+    name: str
+    arguments: str  # JSON; where it breaks rules of the function's schema, the model broke them
+
+
+class ChatToolCall(Reply):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
 
 class ChatMessage(Reply):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null where the answer has tool calls or reasoning, and nothing else
     refusal: None = None
+    tool_calls: list[ChatToolCall] | None = None
+    reasoning: str | None = None  # what the model wrote for itself; only with --reasoning-parser
+    reasoning_content: str | None = None  # the same under its older name
 
 
 class ChatChoice(Reply):
@@ -81,7 +177,7 @@ class ChatChoice(Reply):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 
@@ -101,11 +197,30 @@ class ChatResponse(Reply):
     prompt_logprobs: PromptLogprobList | None = None
 
 
+class FunctionDelta(Reply):
+    """The new part of a call's function."""
+
+    name: str | None = None  # whole, with the first part of the call
+    arguments: str
+
+
+class ChatToolCallDelta(Reply):
+    """The new part of one tool call."""
+
+    index: int  # of the call in the message
+    id: str | None = None  # with the first part of the call, as is the type
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Reply):
     """The new part of an answer's message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ChatToolCallDelta] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(Reply):
@@ -114,7 +229,7 @@ class ChatChunkChoice(Reply):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -133,14 +248,52 @@ class ChatChunk(Reply):
     prompt_token_ids: list[int] | None = None
 
 
-def parts(request: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
+def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -> dict[str, Any]:
     """Returns the fields that a choice has both in a response and in a chunk of a stream."""
+    calls_tools = has_calls and completion.finish_reason == "stop"
     made: dict[str, Any] = {
         "index": completion.index,
         "logprobs": chat_logprobs(completion, request.num_logprobs or 0, request.return_tokens_as_token_ids),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": "tool_calls" if calls_tools else completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if request.return_token_ids:
         made["token_ids"] = completion.token_ids
     return made
+
+
+def message_of(answer: AssistantMessage, echo: str) -> dict[str, Any]:
+    """Returns a `ChatMessage` as it is encoded. Its content begins with `echo`."""
+    content = echo + answer.content
+    made: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not (answer.calls or answer.reasoning) else None,
+        "refusal": None,
+    }
+    if answer.calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    if answer.reasoning:
+        made["reasoning"] = made["reasoning_content"] = answer.reasoning
+    return made
+
+
+def delta_of(events: Iterable[Event]) -> dict[str, Any]:
+    """Returns all `events` as one `ChatDelta`, with one entry for each call. It is empty if nothing is to be shown."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case Reasoning(text):
+                delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
+            case Content(text):
+                delta["content"] = delta.get("content", "") + text
+            case CallBegin(index, id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": id, "type": "function", "function": function}
+            case Arguments(index, text):
+                entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                entry["function"]["arguments"] += text
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})

@@ -17,6 +17,7 @@ from jaxvllm.server.protocol.fields import (
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import CompletionLogprobs, PromptLogprobList
+from jaxvllm.server.protocol.response_format import ResponseFormat, one_form, structured_outputs
 
 MAX_PROMPTS = 1024  # in one request
 # OpenAI's own default.
@@ -33,8 +34,9 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None  # begin the answer with the prompt; with max_tokens 0 the answer is only the prompt
 
+    response_format: ResponseFormat | None = None  # type: ignore[assignment]
+
     suffix: str | None = neutral("")
-    best_of: int | None = neutral(1)
 
     @property
     def limit(self) -> int:
@@ -50,6 +52,12 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
         echoed = self.logprobs if self.logprobs is not None or self.max_tokens != 0 else 0
         asked = [self.prompt_logprobs, echoed if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
+
+    def chosen(self) -> dict[str, Any]:
+        """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        asked = structured_outputs(self.response_format)
+        form = one_form(response_format=asked, structured_outputs=self.structured_outputs)
+        return super().chosen() | ({} if form is None else {"structured_outputs": form})
 
     def prompts(self) -> list[OnePrompt]:
         """Returns the prompts as a list, even if there is only one."""

@@ -100,6 +100,7 @@ class SamplingFields(Strict):
     """The fields that say how to draw tokens: OpenAI's and vLLM's."""
 
     n: int | None = None
+    best_of: int | None = None  # completions to generate; the n that are most likely as a whole come back, unstreamed
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -125,6 +126,7 @@ class SamplingFields(Strict):
     logprob_token_ids: Tokens | None = None
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
 
     use_beam_search: bool | None = neutral(False)
     length_penalty: float | None = neutral(1)
@@ -192,6 +194,12 @@ class PromptTokensDetails(Reply):
     cached_tokens: int  # tokens that were found in the prefix cache
 
 
+class CompletionTokensDetails(Reply):
+    """Details about the answer's tokens."""
+
+    reasoning_tokens: int  # tokens of the reasoning, without its marks
+
+
 class Usage(Reply):
     """The number of tokens of one response."""
 
@@ -199,11 +207,13 @@ class Usage(Reply):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None  # only with --reasoning-parser
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+def usage(num_prompt: int, num_output: int, num_cached: int, num_reasoning: int | None = None) -> dict[str, Any]:
     """Returns a `Usage` as it is encoded."""
-    return {
+    details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+    return details | {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
@@ -211,12 +221,13 @@ def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
     }
 
 
-def usage_of(outputs: list[RequestOutput]) -> dict[str, Any]:
+def usage_of(outputs: list[RequestOutput], num_reasoning: int | None = None) -> dict[str, Any]:
     """Returns the usage of the finished requests that one response answers."""
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
         sum(output.num_cached_tokens for output in outputs),
+        num_reasoning,
     )
 
 
@@ -250,4 +261,7 @@ def now() -> int:
     return int(time.time())
 
 
-type FinishReason = Literal["stop", "length"]
+type FinishReason = Literal["stop", "length", "repetition"]
+# The names of functions and the most of them in one request.
+type FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_TOOLS = 1024

@@ -1,21 +1,26 @@
 """`POST /v1/chat/completions`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from jaxvllm.core.request import Prompt
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
-from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, parts
+from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, delta_of, message_of, parts
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
+from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.chat_messages import checked_messages
+from jaxvllm.text.message_events import CallEnd, Content, Event, Reasoning
+from jaxvllm.text.prompts import PromptRoom
+from jaxvllm.text.reasoning_tokens import ReasoningTokens
 
 
 def router(service: Service) -> APIRouter:
@@ -42,72 +47,134 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
     )
-    prompt = await run_in_threadpool(_read, service, body, params.scores_only)
+    format = service.answer_format(body.tool_use())
+    prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
-    asked = body.request(engine_id, prompt, params)
-    exchange = _Exchange(body, service.answer_head(model), asked.prompt, answer_id)
+    asked = body.request(engine_id, prompt, service.with_marks(params, format))
+    exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
     return await respond(request, service, [asked], exchange.whole, exchange.events)
 
 
 class _Exchange:
     """One request, which makes the bodies of its answer."""
 
-    def __init__(self, body: ChatRequest, head: dict[str, Any], prompt: Prompt, answer_id: str):
+    def __init__(self, body: ChatRequest, service: Service, format: AnswerFormat, head: dict[str, Any], prompt: Prompt):
         self._body = body
-        self._head = {"id": answer_id} | head
+        self._service = service
+        self._format = format
+        self._head = head
+        self._prompt = prompt
         self._prompt_ids = {"prompt_token_ids": prompt.token_list} if body.return_token_ids else {}
         [last] = checked_messages(body.messages[-1:])  # all were checked when the template was rendered
+        self._continued = (last["content"] or "") if body.continue_final_message else None
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         choices = []
-        for completion in output.outputs:
-            message = {"role": "assistant", "content": self._echo + completion.text, "refusal": None}
-            choices.append(parts(self._body, completion) | {"message": message})
+        answers = [_Answer(self._format, self._service, self._prompt, self._continued) for _ in output.outputs]
+        for answer, completion in zip(answers, output.outputs, strict=True):
+            message = AssistantMessage.of(self._shown(answer.read(completion)))
+            made = parts(self._body, completion, bool(message.calls))
+            choices.append(made | {"message": message_of(message, self._echo)})
         head = self._head | {"object": "chat.completion"} | self._prompt_ids
         if output.prompt_logprobs is not None:
             head["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs or 0)
-        return head | {"choices": choices, "usage": usage_of([output])}
+        return head | {"choices": choices, "usage": usage_of([output], self._num_reasoning(answers))}
 
     async def events(self, generation: Generation) -> Events:
         head = self._head | {"object": "chat.completion.chunk"}
         options = self._body.stream_options or StreamOptions()
-        started: set[int] = set()
+        answers: dict[int, _Answer] = {}
         num_prompt = num_tokens = num_cached = 0
         async for _, output in generation.outputs():
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
             for completion in output.outputs:
                 num_tokens += len(completion.token_ids)
+                is_first = completion.index not in answers
+                if is_first:
+                    answers[completion.index] = _Answer(self._format, self._service, self._prompt, self._continued)
+                answer = answers[completion.index]
+                delta = delta_of(self._shown(answer.read(completion)))
                 shown: dict[str, Any] = {}
                 if options.continuous_usage_stats:
-                    shown["usage"] = usage(num_prompt, num_tokens, num_cached)
+                    num_reasoning = self._num_reasoning(answers.values())
+                    shown["usage"] = usage(num_prompt, num_tokens, num_cached, num_reasoning)
                 elif self._body.stream_options:
                     shown["usage"] = None
-                if completion.index not in started:
-                    started.add(completion.index)
-                    delta = {"role": "assistant", "content": self._echo}
-                    first = {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
+                if is_first:
+                    # Without tools and reasoning there will be content, although it may be empty.
+                    begin = {"role": "assistant", "content": self._echo or ("" if self._format.is_plain else None)}
+                    first = {"index": completion.index, "delta": begin, "logprobs": None, "finish_reason": None}
                     yield event(head | self._prompt_ids | {"choices": [first]} | shown)
-                made = parts(self._body, completion) | {"delta": {"content": completion.text}}
-                yield event(head | {"choices": [made]} | shown)
+                if delta or completion.finish_reason or self._has_more(options):
+                    made = parts(self._body, completion, answer.has_calls) | {"delta": delta}
+                    yield event(head | {"choices": [made]} | shown)
         if options.include_usage:
-            yield event(head | {"choices": [], "usage": usage(num_prompt, num_tokens, num_cached)})
+            total = usage(num_prompt, num_tokens, num_cached, self._num_reasoning(answers.values()))
+            yield event(head | {"choices": [], "usage": total})
         yield DONE
 
+    def _shown(self, events: list[Event]) -> list[Event]:
+        if self._body.shows_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
 
-def _read(service: Service, body: ChatRequest, scores_only: bool) -> Prompt:
+    def _has_more(self, options: StreamOptions) -> bool:
+        """Whether a chunk without text tells something."""
+        return bool(self._body.logprobs or self._body.return_token_ids or options.continuous_usage_stats)
+
+    def _num_reasoning(self, answers: Iterable["_Answer"]) -> int | None:
+        """Returns the number of tokens of the reasoning so far, or None if the model has none."""
+        if self._format.reasoning is None:
+            return None
+        return sum(answer.num_reasoning_tokens for answer in answers)
+
+
+class _Answer:
+    """One of the completions, as far as it has come."""
+
+    def __init__(self, format: AnswerFormat, service: Service, prompt: Prompt, continued: str | None):
+        self.has_calls = False
+        prompt_text = prompt.text or ""
+        self._reader = None if format.is_plain else format.reader(prompt_text, continued)
+        self._reasoning: list[str] = []
+        self._tokens: ReasoningTokens | None = None
+        if format.reasoning is not None:
+            is_open = format.reasoning.opens(prompt_text, continued)
+            self._tokens = ReasoningTokens(format.reasoning, service.tokenizer, is_open)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._tokens is None else self._tokens.total("".join(self._reasoning))
+
+    def read(self, completion: CompletionOutput) -> list[Event]:
+        """Returns what the new text of the completion says, and what its end says if it has ended."""
+        if self._reader is None:
+            return [Content(completion.text)]
+        events = self._reader.push(completion.text)
+        if completion.finish_reason is not None:
+            events += self._reader.finish()
+        if self._tokens is not None:
+            self._tokens.add(completion.token_ids)
+            self._reasoning += [event.text for event in events if isinstance(event, Reasoning)]
+        self.has_calls = self.has_calls or any(isinstance(event, CallEnd) for event in events)
+        return events
+
+
+def _read(service: Service, body: ChatRequest, room: PromptRoom) -> Prompt:
     """Renders the conversation with the model's template and returns the prompt."""
     text = service.apply_chat_template(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+        tools=body.tool_use().for_template(),
+        variables=body.template_variables,
     )
     return service.read_prompt(
         text,
         field="messages",
         add_special_tokens=bool(body.add_special_tokens),  # by default false, because the template writes them
-        scores_only=scores_only,
+        room=room,
     )

@@ -1,0 +1,117 @@
+"""`AssistantMessage`: what the text of a completion says, as reasoning, content and tool calls.
+
+An `AnswerFormat` tells how the text is read. Its `reader` takes the text in parts of any size and yields events;
+a message is what all events of a completion amount to, so a stream and a whole answer agree.
+
+    reader = answer_format.reader(prompt_text)
+    events = reader.push(new_text) ...; events = reader.finish()
+    message = AssistantMessage.of(events)
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from jaxvllm.text.reasoning import ReasoningFormat
+from jaxvllm.text.tool_calls.format import Mark, State, ToolCallFormat
+from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS
+from jaxvllm.text.tool_calls.parser import ToolCallParser
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How the answers to one request are read."""
+
+    reasoning: ReasoningFormat | None = None
+    calls: ToolCallFormat | None = None  # None: the text is not searched for tool calls
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by function
+    parallel_calls: bool = True  # False: only the first call counts
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return self.reasoning is None and self.calls is None
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """All texts that must be seen, even if they are special tokens, which texts usually leave out."""
+        return self._format(False).marks
+
+    def reader(self, prompt: str = "", continued: str | None = None) -> "MessageReader":
+        """Returns a reader of one completion of `prompt`, which continues the text of a message where `continued`."""
+        is_open = self.reasoning is not None and self.reasoning.opens(prompt, continued)
+        return MessageReader(ToolCallParser(self._format(is_open), self.schemas), self.parallel_calls)
+
+    def _format(self, is_open: bool) -> ToolCallFormat:
+        calls = self.calls or NO_CALLS
+        if self.reasoning is None:
+            return calls
+        if self.reasoning.is_harmony:
+            return HARMONY
+        otherwise = "reasoning" if is_open else calls.start
+        before = State("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
+        reasoning = State("reasoning", (Mark(self.reasoning.end, calls.start),))
+        states = dict(calls.states) | {"before reasoning": before, "reasoning": reasoning}
+        return ToolCallFormat(states, "before reasoning", calls.ids)
+
+
+class MessageReader:
+    """Reads one completion."""
+
+    def __init__(self, parser: ToolCallParser, parallel_calls: bool) -> None:
+        self._parser = parser
+        self._parallel_calls = parallel_calls
+
+    def push(self, text: str) -> list[Event]:
+        """Reads more text and returns what it says."""
+        return self._kept(self._parser.push(text))
+
+    def finish(self) -> list[Event]:
+        """Returns what the end of the text says. Nothing is read afterwards."""
+        return self._kept(self._parser.finish())
+
+    def _kept(self, events: list[Event]) -> list[Event]:
+        if self._parallel_calls:
+            return events
+        return [event for event in events if isinstance(event, Reasoning | Content) or not event.index]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A complete call of a function."""
+
+    id: str
+    name: str
+    arguments: str  # JSON of an object
+
+
+@dataclass(frozen=True)
+class AssistantMessage:
+    """A whole answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "AssistantMessage":
+        """Returns the message that the events of a completion amount to."""
+        reasoning: list[str] = []
+        content: list[str] = []
+        begun: dict[int, CallBegin] = {}
+        arguments: dict[int, list[str]] = {}
+        calls: list[ToolCall] = []
+        for event in events:
+            match event:
+                case Reasoning(text):
+                    reasoning.append(text)
+                case Content(text) | CallBroken(_, text):
+                    content.append(text)
+                case CallBegin(index):
+                    begun[index], arguments[index] = event, []
+                case Arguments(index, text):
+                    arguments[index].append(text)
+                case CallEnd(index):
+                    calls.append(ToolCall(begun[index].id, begun[index].name, "".join(arguments[index])))
+        return cls("".join(reasoning), "".join(content), tuple(calls))

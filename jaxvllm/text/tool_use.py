@@ -1,0 +1,104 @@
+"""`ToolUse`: the tools that a caller offers, and whether the model must use one."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.text.assistant_message import AnswerFormat
+from jaxvllm.text.reasoning import ReasoningFormat
+from jaxvllm.text.tool_calls.format import ToolCallFormat
+from jaxvllm.text.tool_calls.formats import named_call, required_calls
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None  # a JSON schema; None: it has none
+    description: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the tool in OpenAI's form, which chat templates read."""
+        told: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            told["description"] = self.description
+        told["parameters"] = dict(self.parameters or _NO_PARAMETERS)
+        return {"type": "function", "function": told}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request. With `required` the model must call at least one, with `named` the one called `name`.
+
+    Constructing it raises ParameterError for a choice that the tools do not allow.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True  # False: only the first call counts
+
+    def __post_init__(self) -> None:
+        if self.choice in ("required", "named") and not self.tools:
+            raise ParameterError("tool_choice needs tools: give some, or leave it out", "tool_choice")
+        if self.choice == "named" and self.name not in (names := [tool.name for tool in self.tools]):
+            shown = ", ".join(names[:20])
+            raise ParameterError(f"tool_choice names {self.name!r:.60}, and the tools are {shown}", "tool_choice")
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call, so that a schema forces it."""
+        return self.choice in ("required", "named")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the model decides if it calls a tool, so that its own format of calls must be known."""
+        return bool(self.tools) and self.choice == "auto"
+
+    def for_template(self) -> list[dict[str, Any]] | None:
+        """Returns the tools as chat templates read them, or None if there are none."""
+        return [tool.for_template() for tool in self.tools] or None
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Returns the form that the answer must have, as in vLLM, or None if it is free."""
+        if not self.is_forced:
+            return None
+        try:
+            return StructuredOutputsParams(json=json.dumps(self._schema(), ensure_ascii=False))
+        except ParameterError as error:  # the schema is too large
+            raise ParameterError(f"tools: {error}", "tools") from error
+
+    def answer_format(self, reasoning: ReasoningFormat | None, calls: ToolCallFormat | None) -> AnswerFormat:
+        """Returns how an answer is read. `calls` is the model's own format of calls."""
+        if self.choice == "required":
+            calls = required_calls()
+        elif self.choice == "named" and self.name is not None:
+            calls = named_call(self.name)
+        elif not self.is_free:
+            calls = None
+        schemas = {tool.name: tool.parameters for tool in self.tools if tool.parameters is not None}
+        return AnswerFormat(reasoning, calls, schemas, self.parallel)
+
+    def _schema(self) -> dict[str, Any]:
+        if self.choice == "named":
+            [parameters] = [tool.parameters for tool in self.tools if tool.name == self.name][:1]
+            return dict(parameters or _NO_PARAMETERS)
+        definitions: dict[str, Any] = {}
+        calls = []
+        for tool in self.tools:
+            parameters = dict(tool.parameters or _NO_PARAMETERS)
+            for name, definition in (parameters.pop("$defs", None) or {}).items():
+                if definitions.setdefault(name, definition) != definition:
+                    raise ParameterError(f"two tools define different schemas as $defs/{name}: rename one", "tools")
+            name_of = {"type": "string", "enum": [tool.name]}
+            calls.append(
+                {"properties": {"name": name_of, "parameters": parameters}, "required": ["name", "parameters"]}
+            )
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+        return schema | ({"$defs": definitions} if definitions else {})
