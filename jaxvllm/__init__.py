@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
     from jaxvllm.engine.outputs import RequestOutput as RequestOutput
+    from jaxvllm.runtime.logits_processors import LogitsProcessor as LogitsProcessor
+    from jaxvllm.runtime.logits_processors import TokensSoFar as TokensSoFar
     from jaxvllm.worker.async_llm import AsyncLLM as AsyncLLM
 
 __version__ = "0.1.0"
@@ -25,6 +27,8 @@ _HOMES = {
     "LLM": "jaxvllm.engine.llm",
     "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
+    "LogitsProcessor": "jaxvllm.runtime.logits_processors",
+    "TokensSoFar": "jaxvllm.runtime.logits_processors",
     "SamplingParams": "jaxvllm.core.sampling_params",
     "RepetitionDetectionParams": "jaxvllm.core.sampling_params",
     "StructuredOutputsParams": "jaxvllm.core.structured_outputs",
@@ -34,6 +38,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "LogitsProcessor",
+    "TokensSoFar",
     "LLM",
     "AsyncLLM",
     "CompletionOutput",

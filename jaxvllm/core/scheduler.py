@@ -183,7 +183,8 @@ class Scheduler:
 
     def _may_burst(self, decode: SlotIds) -> bool:
         """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
-        if self._waiting_ids or self.slots.is_constrained[decode].any():
+        slots = self.slots
+        if self._waiting_ids or slots.is_constrained[decode].any() or slots.wants_distributions[decode].any():
             return False
         # Rows whose last token is in flight are neither decoding nor prefilling.
         return len(decode) == self.num_running or not len(self.slots.prefilling())
@@ -456,7 +457,7 @@ class Scheduler:
             max_new[row] = chunk.yields
             if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-        constrained = slots.is_constrained[rows]
+        constrained, distributions = slots.is_constrained[rows], slots.wants_distributions[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
             slots=rows,
@@ -471,6 +472,7 @@ class Scheduler:
             wants_logprobs=bool(slots.wants_logprobs[rows].any()),
             width=width,
             masked=constrained & (max_new > 0) if constrained.any() else None,
+            distributions=distributions & (max_new > 0) if distributions.any() else None,
             admissions=tuple(admissions),
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new

@@ -37,7 +37,8 @@ class SlotTable:
         # + 1 where outputs in flight are to be ignored: at every release, and when the tokens in them became known.
         self.epoch = np.zeros(num_slots, np.int32)
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
-        self.wants_logprobs = np.zeros(num_slots, np.bool_)
+        self.wants_logprobs = np.zeros(num_slots, np.bool_)  # those that every step can yield
+        self.wants_distributions = np.zeros(num_slots, np.bool_)
         self.is_constrained = np.zeros(num_slots, np.bool_)  # the host has a say in each token
         self.detects_repetition = np.zeros(num_slots, np.bool_)
         self.num_prompt = np.zeros(num_slots, np.int32)
@@ -73,7 +74,8 @@ class SlotTable:
         self.tenants[slot] = request
         self.active[slot] = True
         self.watched[slot] = watched
-        self.wants_logprobs[slot] = params.logprobs is not None
+        self.wants_distributions[slot] = params.wants_distributions
+        self.wants_logprobs[slot] = params.wants_logprobs and not params.wants_distributions
         self.is_constrained[slot] = request.constraint is not None
         self.detects_repetition[slot] = request.repetition is not None
         self.num_prompt[slot] = request.num_prompt_tokens

@@ -1,7 +1,7 @@
 """What crosses between host and device, as host values: one plan down, one output up."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -76,6 +76,7 @@ class StepPlan:
     wants_logprobs: bool  # whether any row does
     width: int = 1  # decode steps in one; more than 1 only where all rows decode
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
+    distributions: NDArray[np.bool_] | None = None  # bool[R]: rows that want the values of all tokens; None: no row
     admissions: tuple[Admission, ...] = ()
 
     @property
@@ -96,6 +97,11 @@ class StepPlan:
     def is_masked(self) -> bool:
         """Whether a row waits for the host between the forward pass and sampling."""
         return self.masked is not None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether something comes between the forward pass and sampling, so that the two are separate programs."""
+        return self.masked is not None or self.distributions is not None
 
     @cached_property
     def scores_prompts(self) -> bool:
@@ -126,6 +132,7 @@ class StepOutput:
     counts: Ints  # i32[R]
     logprobs: TopLogprobs | None = None  # of R * W tokens
     scores: TopLogprobs | None = None  # of T tokens
+    distributions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # f32[V] of rows that want them
 
 
 @dataclass(frozen=True)

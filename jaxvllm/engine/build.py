@@ -24,10 +24,12 @@ from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.runner import Runner
+from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.text.generation_config import default_params, eos_token_ids
@@ -53,7 +55,12 @@ class EngineParts:
     default_params: SamplingParams
 
 
-def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = None) -> EngineParts:
+def build(
+    config: EngineConfig,
+    hosts: Hosts = ALONE,
+    leader: Leader | None = None,
+    logits_processors: tuple[LogitsProcessor, ...] = (),
+) -> EngineParts:
     """Loads the model onto the devices of the mesh and makes everything around it.
 
     With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
@@ -97,10 +104,13 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
+    sampling = SamplerOptions(config.logprobs_mode, logits_processors)
+
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields=config.warm_up == "background")
+        yields = config.warm_up == "background"
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling)
 
     with _timed("compiling"):
         runners = _make_all(make_runner, replicas, meshes)

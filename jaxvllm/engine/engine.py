@@ -20,6 +20,7 @@ from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
 
@@ -33,12 +34,17 @@ POLL_SECONDS = 5e-4
 class Engine:
     """Completes requests. Callers `submit` the requests that `check` accepted, then call `step` while `has_work`."""
 
-    def __init__(self, config: EngineConfig, burst_seconds: float = OFFLINE_SECONDS):
+    def __init__(
+        self,
+        config: EngineConfig,
+        burst_seconds: float = OFFLINE_SECONDS,
+        logits_processors: tuple[LogitsProcessor, ...] = (),
+    ):
         """Loads the model and compiles the program that the first request needs.
 
         `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
         """
-        parts = lead(config)
+        parts = lead(config, logits_processors)
         self.config = config
         self.tokenizer = parts.tokenizer
         self.tokenizer_directory = parts.tokenizer_directory

@@ -14,6 +14,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.prompts import PromptLike
 from jaxvllm.text.tokenizer import Tokenizer
 
@@ -23,9 +24,14 @@ type Conversation = Sequence[Mapping[str, Any]]
 class LLM:
     """An engine and a model in this process. All prompts of a call run as one continuous batch of each replica."""
 
-    def __init__(self, model: str = "demo", **options: Any):
-        """Loads `model`. `options` are the fields of `EngineConfig`; a TypeError names an unknown one."""
-        self._start(EngineConfig.from_options(model=model, **options))
+    def __init__(self, model: str = "demo", *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any):
+        """Loads `model`. `options` are the fields of `EngineConfig`; a TypeError names an unknown one.
+
+        `logits_processors` are functions that change the logits of every request, in the order given, behind the
+        penalties and in front of the temperature: `(logits f32[R, V], TokensSoFar) -> f32[R, V]`. JAX compiles them
+        into the steps, so bursts of several steps go through them too.
+        """
+        self._start(EngineConfig.from_options(model=model, **options), tuple(logits_processors))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -34,9 +40,9 @@ class LLM:
         llm._start(config)
         return llm
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, logits_processors: tuple[LogitsProcessor, ...] = ()) -> None:
         self.config = config
-        self.engine = Engine(config)
+        self.engine = Engine(config, logits_processors=logits_processors)
         self._request_ids = count()
 
     def generate(

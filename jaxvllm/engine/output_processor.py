@@ -8,6 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
@@ -21,7 +24,7 @@ def is_watched(params: SamplingParams) -> bool:
     """Returns whether each token of a request with these parameters must be processed as it comes."""
     return (
         bool(params.stop)
-        or params.logprobs is not None
+        or params.wants_logprobs
         or params.best_of is not None
         or params.output_kind != RequestOutputKind.FINAL_ONLY
     )
@@ -211,8 +214,8 @@ class OutputProcessor:
         if group.params.scores_only:
             return None
         completion.token_ids.append(emitted.token_id)
-        if group.params.logprobs is not None or group.params.best_of is not None:
-            self._take_logprobs(completion, group.params.logprobs or 0, emitted, output)
+        if group.params.wants_logprobs or group.params.best_of is not None:
+            self._take_logprobs(completion, group.params, emitted, output)
         ends_unseen = (
             end is not None and end.reason == FinishReason.STOP and not group.params.include_stop_str_in_output
         )
@@ -223,9 +226,14 @@ class OutputProcessor:
         # the time.
         return completion.read() if group.params.stop else None
 
-    def _take_logprobs(self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput) -> None:
-        assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
-        ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, count)
+    def _take_logprobs(
+        self, completion: _Completion, params: SamplingParams, emitted: Emitted, output: StepOutput
+    ) -> None:
+        if params.wants_distributions:
+            ranked = self._chosen(output.distributions[emitted.at], emitted.token_id, params)
+        else:
+            assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
+            ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, params.logprobs or 0)
         completion.logprobs.append(ranked)
         completion.cumulative_logprob += ranked[emitted.token_id].logprob
 
@@ -244,6 +252,17 @@ class OutputProcessor:
         for rank, (token, value) in enumerate(best, 1):
             ranked[token] = Logprob(value, rank, self._spell(token))
         return ranked
+
+    def _chosen(self, values: NDArray[np.float32], token_id: int, params: SamplingParams) -> dict[int, Logprob]:
+        """Returns the token first, then those that the caller named, or the best ones, of the values f32[V] of all."""
+        if params.logprob_token_ids is None:
+            # Of equal values the earlier token is better, as on the device.
+            best = np.argsort(-values, kind="stable")[: params.num_logprobs(len(values))]
+            ranks = dict(zip(best.tolist(), range(1, len(best) + 1), strict=True))
+        else:
+            ranks = {one: int((values >= values[one]).sum()) for one in params.logprob_token_ids}
+        ranks = {token_id: ranks.get(token_id) or int((values >= values[token_id]).sum())} | ranks
+        return {one: Logprob(float(values[one]), rank, self._spell(one)) for one, rank in ranks.items()}
 
     def _spell(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
@@ -329,7 +348,7 @@ class OutputProcessor:
         if params.output_kind == RequestOutputKind.DELTA:
             first, completion.num_taken = completion.num_taken, len(completion.token_ids)
             text = completion.stream.take() if completion.stream else ""
-        wants = params.logprobs is not None
+        wants = params.wants_logprobs
         return CompletionOutput(
             index=completion.index,
             text=text,

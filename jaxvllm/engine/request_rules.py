@@ -13,7 +13,6 @@ from jaxvllm.core.slots import MAX_STOP_IDS
 NOT_YET = {
     "structured_outputs": None,
     "thinking_token_budget": None,
-    "logprob_token_ids": None,
 }
 
 
@@ -25,20 +24,20 @@ class RequestRules:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     takes_priorities: bool
+    max_logprobs: int = MAX_LOGPROBS  # of each token; -1: all
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
         """Returns the rules of an engine built from `config`. The other arguments come from its model."""
-        return cls(max_model_len, eos_token_ids, vocab_size, takes_priorities=config.scheduling_policy == "priority")
+        takes_priorities = config.scheduling_policy == "priority"
+        return cls(max_model_len, eos_token_ids, vocab_size, takes_priorities, config.max_logprobs)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
         for name, neutral in NOT_YET.items():
             if getattr(request.params, name) != neutral:
                 raise UnsupportedParameterError(f"{name} is not supported: leave it out", name)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(request.params, name)) is not None and not 0 <= asked <= MAX_LOGPROBS:
-                raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
+        self._check_logprobs(request.params)
         self._check_token_ids(request.params)
         priority = request.priority
         if type(priority) is not int:
@@ -49,6 +48,16 @@ class RequestRules:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
+        for name, limit, way_out in (
+            ("logprobs", most, "ask for fewer, or start the engine with a larger max_logprobs (-1: no limit)"),
+            ("prompt_logprobs", min(most, MAX_LOGPROBS), "ask for fewer"),
+        ):
+            asked = getattr(params, name)
+            if asked is not None and (self.vocab_size if asked == -1 else asked) > limit:
+                raise ParameterError(f"{name} must be an integer from 0 to {limit}, not {asked}: {way_out}", name)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name, token_ids in (

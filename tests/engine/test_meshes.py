@@ -43,6 +43,10 @@ WAYS = (
     replace(SEEDED, seed=None),
     replace(SEEDED, seed=None, n=2),
     replace(GREEDY, max_tokens=10, prompt_logprobs=3),
+    replace(GREEDY, max_tokens=10, repetition_penalty=1.5, frequency_penalty=0.5),
+    replace(SEEDED, presence_penalty=1.0, logit_bias={3: 2.0, 90: 3.0, 119: -100.0}),
+    replace(SEEDED, allowed_token_ids=(5, 40, 80, 110), min_tokens=8, logprobs=2),
+    replace(SEEDED, logprob_token_ids=(7, 100)),
 )
 PROMPTS = random_prompts(len(WAYS), longest=30, seed=11, vocab_size=120)
 

@@ -21,6 +21,11 @@ KINDS = (
     dict(temperature=1.0, stop_token_ids=[5, 6, 7], min_tokens=4),
     dict(temperature=1.0, n=2),
     dict(temperature=0, ignore_eos=True),
+    dict(temperature=0, repetition_penalty=1.2, frequency_penalty=0.2),
+    dict(temperature=1.0, presence_penalty=1.0, n=2),
+    dict(temperature=1.0, logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 200))),
+    dict(temperature=0, bad_words=["a", "the cat"]),
+    dict(temperature=1.0, logprob_token_ids=[3, 4]),
 )
 PROMPTS = random_prompts(200, longest=100, seed=2)
 PARAMS = [SamplingParams(max_tokens=4 + i % 17, **KINDS[i % len(KINDS)]) for i in range(200)]

@@ -12,9 +12,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
-from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import RequestOutput
+
+# The count of log-probabilities for the whole vocabulary.
+ALL_LOGPROBS = -1
 
 
 class Strict(BaseModel):
@@ -84,6 +87,9 @@ type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_vari
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
+type PromptLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
 # JSON has integers of any length, but the messages to the engine do not.
 type Priority = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
 
@@ -131,6 +137,10 @@ class SamplingFields(Strict):
     use_beam_search: bool | None = neutral(False)
     length_penalty: float | None = neutral(1)
     logits_processors: list[Any] | None = neutral([])
+
+    def shown_logprobs(self, count: int | None) -> int:
+        """Returns how many log-probabilities to show of each token if the client wants `count`; all that it named."""
+        return (count or 0) if self.logprob_token_ids is None else ALL_LOGPROBS
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set."""
@@ -180,7 +190,7 @@ class RequestFields(Strict):
 class ScoringFields(RequestFields):
     """The fields of a request that may also score its prompt."""
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # best of each prompt token; not in a stream
+    prompt_logprobs: PromptLogprobs | None = None  # best of each prompt token; not in a stream
 
     def check_stream(self) -> None:
         super().check_stream()

@@ -87,7 +87,7 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     instructions: str | None = None  # the text of a system message before all others
     max_output_tokens: Limit | None = None  # None: up to the model's length
     include: Include | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     text: TextConfig | None = None
     chat_template_kwargs: TemplateVariables | None = None
 

@@ -133,8 +133,9 @@ class _Exchange:
         """Returns a `CompletionChoice` with the new part for prompt `index`, `offset` characters into the choice."""
         body = self._body
         logprobs = None
-        if body.logprobs is not None:
-            logprobs = completion_logprobs(tokens, body.logprobs, body.return_tokens_as_token_ids, offset)
+        if completion.logprobs is not None:
+            count = body.shown_logprobs(body.logprobs)
+            logprobs = completion_logprobs(tokens, count, body.return_tokens_as_token_ids, offset)
         echo = (self._asked[index].prompt.text or "") if body.echo and is_first else ""
         made = {
             "index": index * self._n + completion.index,

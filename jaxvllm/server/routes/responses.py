@@ -61,7 +61,7 @@ class _Exchange:
 
     def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams, answer_id: str):
         self._item_id = new_id("msg_")
-        self._num_logprobs = body.num_logprobs or 0
+        self._num_logprobs = body.shown_logprobs(body.num_logprobs)
         self._as_ids = body.return_tokens_as_token_ids
         self._head = echoed(body) | {
             "id": answer_id,

@@ -29,6 +29,7 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    Distribute,
     Forward,
     Mask,
     Message,
@@ -55,11 +56,12 @@ CALLS: tuple[Call, ...] = (
     Recount(np.arange(8, dtype=np.int32)),
     Forward(Bucket(4, 4, width=8), np.arange(5, dtype=np.int32)),
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
+    Distribute(Bucket(16, 4), np.arange(8, dtype=np.int32)),
     Sample(Bucket(16, 4)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute
 
 
 def same(one: Message | None, other: Message | None) -> bool:
