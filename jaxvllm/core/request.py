@@ -123,6 +123,7 @@ class Request:
     stop_token_ids: tuple[int, ...]  # EOS included, unless ignored
     limit: int
     key: QueueKey
+    eos_token_ids: tuple[int, ...] = ()  # the model's, also where they are ignored
     constraint: TokenConstraint | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
@@ -135,6 +136,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.request_id = self.asked.request_id
+
+    @property
+    def late_token_ids(self) -> tuple[int, ...]:
+        """The tokens that `min_tokens` keeps away: all that may end the request, and EOS also where it is ignored."""
+        return tuple(dict.fromkeys((*self.eos_token_ids, *self.stop_token_ids)))
 
     @property
     def prompt_token_ids(self) -> TokenIds:

@@ -547,7 +547,9 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
     """The end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
     if not stopped:
         return Finished(request, FinishReason.LENGTH)
-    asked_for = last_token in request.sampling_params.stop_token_ids
+    # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
+    is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
+    asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
     return Finished(request, FinishReason.STOP, last_token if asked_for else None)
 
 

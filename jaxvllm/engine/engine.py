@@ -50,7 +50,7 @@ class Engine:
         self.tokenizer_directory = parts.tokenizer_directory
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
-        self.default_params = parts.default_params
+        self.defaults = parts.defaults
         self.replicas = tuple(
             Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
         )
@@ -230,6 +230,7 @@ class Engine:
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
             limit=limit,
             key=QueueKey(sequence.priority, next(self._arrivals)),
+            eos_token_ids=self._rules.eos_token_ids,
             bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
             repetition=None
             if detection is None

@@ -102,7 +102,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that `generate` uses when it gets none: those that the checkpoint recommends."""
-        return self.engine.default_params
+        return self.engine.defaults.params
 
     def pages(self, replica: int = 0) -> PoolView:
         """Returns a snapshot of a replica's page pool and its running requests' pages. Print it to see a picture."""

@@ -44,7 +44,7 @@ class RequestRules:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
         if priority and not self.takes_priorities:
             raise ParameterError(f"priority {priority} needs an engine with scheduling_policy='priority'", "priority")
-        if len(self.stop_token_ids(request.params)) > MAX_STOP_IDS:
+        if len({*self.eos_token_ids, *request.params.stop_token_ids}) > MAX_STOP_IDS:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )

@@ -103,13 +103,14 @@ HISTORY = SlotField("history", np.int32, 0, None, lambda sizes: (sizes.max_token
 PAGE_TABLES = SlotField(
     "page_tables", np.int32, 0, lambda a: a.pages, lambda sizes: (sizes.num_groups, sizes.max_pages)
 )
-# No stop id ends a row, or is sampled, at a position below this.
+# No stop id ends a row, and no late id is sampled, at a position below this.
 MIN_LENGTH = SlotField(
     "min_length", np.int32, 0, lambda a: a.request.num_prompt_tokens + a.request.sampling_params.min_tokens
 )
 STOP_IDS = SlotField("stop_ids", np.int32, NO_TOKEN, lambda a: a.request.stop_token_ids, lambda sizes: (MAX_STOP_IDS,))
 NUM_PROMPT = SlotField("num_prompt", np.int32, 0, lambda a: a.request.num_prompt_tokens)
-PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, NUM_PROMPT)
+LATE_IDS = SlotField("late_ids", np.int32, NO_TOKEN, lambda a: a.request.late_token_ids, lambda sizes: (MAX_STOP_IDS,))
+PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, LATE_IDS, NUM_PROMPT)
 
 # What sampling needs of every row. Temperature 0 is greedy.
 TEMPERATURE = SlotField(

@@ -79,15 +79,19 @@ class AsyncLLM:
         self._setup(EngineConfig.from_options(model=model, **options), QueueLimits())
 
     @classmethod
-    def from_config(cls, config: EngineConfig, limits: QueueLimits | None = None) -> Self:
-        """Makes one from a config, and from limits to the requests that may wait."""
+    def from_config(
+        cls, config: EngineConfig, limits: QueueLimits | None = None, chat_template: str | None = None
+    ) -> Self:
+        """Makes one from a config, from limits to the requests that may wait, and from a template that replaces the
+        model's."""
         llm = cls.__new__(cls)
-        llm._setup(config, limits or QueueLimits())
+        llm._setup(config, limits or QueueLimits(), chat_template)
         return llm
 
-    def _setup(self, config: EngineConfig, limits: QueueLimits) -> None:
+    def _setup(self, config: EngineConfig, limits: QueueLimits, chat_template: str | None = None) -> None:
         self.config = config
         self.limits = limits
+        self._chat_template = chat_template
         self.state = EngineState.STARTING
         self.reason = "the engine is starting"  # describes the state for messages
         self.num_starts = 0
@@ -405,6 +409,8 @@ class AsyncLLM:
         if self._reader is None:
             directory = facts.tokenizer_directory
             tokenizer = None if directory is None else Tokenizer.from_directory(directory)
+            if tokenizer is not None and self._chat_template is not None:
+                tokenizer = tokenizer.with_chat_template(self._chat_template)
             self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
         self._facts = facts
         self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids, facts.vocab_size)

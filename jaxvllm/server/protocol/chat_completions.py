@@ -93,6 +93,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     verbosity: str | None = neutral("medium")
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
+    prompt_cache_retention: str | None = neutral("in_memory")
     # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     documents: list[Any] | None = neutral([])

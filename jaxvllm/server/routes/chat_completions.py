@@ -42,7 +42,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.limit,
+        max_tokens=service.max_tokens(body.limit),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),

@@ -41,7 +41,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.limit,
+        max_tokens=service.max_tokens(body.limit),
         logprobs=body.logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
         stream=bool(body.stream),
