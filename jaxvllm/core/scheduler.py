@@ -546,7 +546,7 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
     if not stopped:
         return Finished(request, FinishReason.LENGTH)
     asked_for = last_token in request.sampling_params.stop_token_ids
-    return Finished(request, FinishReason.STOP, last_token if asked_for else None)
+    return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
 
 
 def _failure(request: Request, error: Exception) -> Finished:

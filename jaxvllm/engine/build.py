@@ -18,6 +18,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Params
@@ -31,6 +32,7 @@ from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.text.generation_config import default_params, eos_token_ids
+from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts
@@ -45,6 +47,7 @@ class EngineParts:
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
     tokenizer_directory: Path | None  # where it was read
+    constraints: RequestConstraints | None  # None: there is no tokenizer
     make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
     runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
@@ -88,6 +91,13 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
+    eos = eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids
+    constraints = None
+    if tokenizer is not None and hosts.leads:
+        reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
+        lenient = config.structured_outputs_lenient
+        constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
+        constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = default_params(directory)
     with _timed("loading weights"):
         replicas = _load(config, directory, resolved, meshes)
@@ -130,11 +140,12 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     return EngineParts(
         tokenizer=tokenizer,
         tokenizer_directory=tokenizer_directory,
+        constraints=constraints,
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
         max_model_len=resolved.max_model_len,
-        eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
+        eos_token_ids=eos,
         default_params=defaults,
     )
 

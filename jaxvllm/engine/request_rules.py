@@ -11,8 +11,6 @@ from jaxvllm.core.slots import MAX_STOP_IDS
 
 # Parameters that nothing takes into account yet, with the value that changes nothing.
 NOT_YET = {
-    "structured_outputs": None,
-    "thinking_token_budget": None,
     "logprob_token_ids": None,
 }
 
@@ -25,11 +23,18 @@ class RequestRules:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     takes_priorities: bool
+    has_reasoning: bool = False  # and knows its marks
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
         """Returns the rules of an engine built from `config`. The other arguments come from its model."""
-        return cls(max_model_len, eos_token_ids, vocab_size, takes_priorities=config.scheduling_policy == "priority")
+        return cls(
+            max_model_len,
+            eos_token_ids,
+            vocab_size,
+            takes_priorities=config.scheduling_policy == "priority",
+            has_reasoning=config.reasoning_parser is not None,
+        )
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
@@ -39,6 +44,12 @@ class RequestRules:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(request.params, name)) is not None and not 0 <= asked <= MAX_LOGPROBS:
                 raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
+        if request.params.thinking_token_budget is not None and not self.has_reasoning:
+            raise ParameterError(
+                "thinking_token_budget needs an engine that knows the marks of the reasoning: leave it out, or start "
+                "with --reasoning-parser",
+                "thinking_token_budget",
+            )
         self._check_token_ids(request.params)
         priority = request.priority
         if type(priority) is not int:
