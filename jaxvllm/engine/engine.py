@@ -89,8 +89,7 @@ class Engine:
         self._rules.check(request)
         read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
         self.check_fits(request)
-        if (grammar := self.prepare(request)) is not None:
-            grammar.result()
+        self._grammar(request)
         return request
 
     def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
@@ -110,14 +109,21 @@ class Engine:
         num_prompt_tokens = len(request.prompt.token_ids)
         self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request))  # all replicas are equal
 
+    def _grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
+        """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one."""
+        future = self.prepare(request)
+        try:
+            return None if future is None else future.result()
+        except ParameterError as error:  # others raise the same instance, and callers add to its text
+            raise ParameterError(str(error), error.param) from error
+
     def submit(self, request: GenerationRequest) -> None:
         """Queues a checked request, once its grammar is compiled, if it has one.
 
         Raises ValueError when its id is in use or its grammar is wrong, and RuntimeError after `close`.
         """
         self._ready()
-        future = self.prepare(request)
-        grammar = None if future is None else future.result()
+        grammar = self._grammar(request)
         sequences = request.sequences()
         for name in (request.request_id, *(sequence.request_id for sequence in sequences)):
             if self.outputs.is_known(name):
