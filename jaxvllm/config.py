@@ -56,6 +56,7 @@ class EngineConfig:
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
+    structured_outputs_lenient: bool = False  # ignore what cannot be enforced of a JSON schema, and warn in the output
     reasoning_parser: str | None = None  # the marks of the model's reasoning, by vLLM's names; None: it has none
     max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere

@@ -550,7 +550,7 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
     # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
     is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
     asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
-    return Finished(request, FinishReason.STOP, last_token if asked_for else None)
+    return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
 
 
 def _failure(request: Request, error: Exception) -> Finished:

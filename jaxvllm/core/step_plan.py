@@ -154,6 +154,7 @@ class Finished:
     request: Request
     reason: FinishReason
     stop_reason: int | str | None = None
+    hides_last: bool = False  # the last token says that the text is over, and is no part of it
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Params
@@ -32,6 +33,7 @@ from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
+from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts
@@ -46,6 +48,7 @@ class EngineParts:
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
     tokenizer_directory: Path | None  # where it was read
+    constraints: RequestConstraints | None  # None: there is no tokenizer
     make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
     runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
@@ -94,6 +97,13 @@ def build(
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
+    eos = _eos_token_ids(config, directory, tokenizer)
+    constraints = None
+    if tokenizer is not None and hosts.leads:
+        reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
+        lenient = config.structured_outputs_lenient
+        constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
+        constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with _timed("loading weights"):
         replicas = _load(config, directory, resolved, meshes)
@@ -139,11 +149,12 @@ def build(
     return EngineParts(
         tokenizer=tokenizer,
         tokenizer_directory=tokenizer_directory,
+        constraints=constraints,
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
         max_model_len=resolved.max_model_len,
-        eos_token_ids=_eos_token_ids(config, directory, tokenizer),
+        eos_token_ids=eos,
         defaults=defaults,
     )
 

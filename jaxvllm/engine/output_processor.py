@@ -66,6 +66,7 @@ class _Group:
     request: GenerationRequest
     metrics: RequestMetrics
     completions: dict[str, _Completion]  # by the id of the scheduler's request
+    warnings: list[str]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     num_cached_tokens: int = 0
     emitted_at: float | None = None
@@ -132,8 +133,10 @@ class OutputProcessor:
         group = self._groups.get(request_id)
         return [] if group is None else [i for i, c in group.completions.items() if c.finish_reason is None]
 
-    def add(self, request: GenerationRequest, child_ids: Sequence[str], arrival_time: float) -> None:
-        """Adds a request whose completions the scheduler knows as `child_ids`."""
+    def add(
+        self, request: GenerationRequest, child_ids: Sequence[str], arrival_time: float, warnings: Sequence[str] = ()
+    ) -> None:
+        """Adds a request whose completions the scheduler knows as `child_ids`. All its outputs have the `warnings`."""
         params, prompt_ids = request.params, request.prompt.token_list
         stops = StopStrings(params.stop) if params.stop else None
         completions = {
@@ -143,7 +146,7 @@ class OutputProcessor:
             )
             for index, child_id in enumerate(child_ids)
         }
-        group = _Group(request, RequestMetrics(arrival_time), completions)
+        group = _Group(request, RequestMetrics(arrival_time), completions, list(warnings))
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(prompt_ids)
         self._groups[request.request_id] = group
@@ -216,9 +219,7 @@ class OutputProcessor:
         completion.token_ids.append(emitted.token_id)
         if group.params.wants_logprobs or group.params.best_of is not None:
             self._take_logprobs(completion, group.params, emitted, output)
-        ends_unseen = (
-            end is not None and end.reason == FinishReason.STOP and not group.params.include_stop_str_in_output
-        )
+        ends_unseen = end is not None and end.hides_last and not group.params.include_stop_str_in_output
         if completion.stream is None or ends_unseen:
             return None
         completion.unread.append(emitted.token_id)
@@ -284,7 +285,7 @@ class OutputProcessor:
         if not is_watched(group.params):
             completion.token_ids = end.request.output_token_ids.tolist()
             shown = completion.token_ids
-            if end.reason == FinishReason.STOP and not group.params.include_stop_str_in_output:
+            if end.hides_last and not group.params.include_stop_str_in_output:
                 shown = shown[:-1]
             if completion.stream is not None:
                 completion.stream.push(shown)
@@ -339,6 +340,7 @@ class OutputProcessor:
             metrics=group.metrics,
             num_cached_tokens=group.num_cached_tokens,
             prompt_logprobs=_shaped(group.params, group.prompt_logprobs) if is_first or not delta else None,
+            warnings=group.warnings,
         )
 
     def _completion_output(self, params: SamplingParams, completion: _Completion) -> CompletionOutput:

@@ -123,3 +123,4 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    warnings: list[str] = field(default_factory=list)  # what was asked for and could not be enforced

@@ -4,16 +4,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
-
-# Parameters that nothing takes into account yet, with the value that changes nothing.
-NOT_YET = {
-    "structured_outputs": None,
-    "thinking_token_budget": None,
-}
 
 
 @dataclass(frozen=True)
@@ -25,19 +19,29 @@ class RequestRules:
     vocab_size: int
     takes_priorities: bool
     max_logprobs: int = MAX_LOGPROBS  # of each token; -1: all
+    has_reasoning: bool = False  # and knows its marks
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
         """Returns the rules of an engine built from `config`. The other arguments come from its model."""
-        takes_priorities = config.scheduling_policy == "priority"
-        return cls(max_model_len, eos_token_ids, vocab_size, takes_priorities, config.max_logprobs)
+        return cls(
+            max_model_len,
+            eos_token_ids,
+            vocab_size,
+            takes_priorities=config.scheduling_policy == "priority",
+            max_logprobs=config.max_logprobs,
+            has_reasoning=config.reasoning_parser is not None,
+        )
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
-        for name, neutral in NOT_YET.items():
-            if getattr(request.params, name) != neutral:
-                raise UnsupportedParameterError(f"{name} is not supported: leave it out", name)
         self._check_logprobs(request.params)
+        if request.params.thinking_token_budget is not None and not self.has_reasoning:
+            raise ParameterError(
+                "thinking_token_budget needs an engine that knows the marks of the reasoning: leave it out, or start "
+                "with --reasoning-parser",
+                "thinking_token_budget",
+            )
         self._check_token_ids(request.params)
         priority = request.priority
         if type(priority) is not int:

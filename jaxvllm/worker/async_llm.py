@@ -427,6 +427,12 @@ class AsyncLLM:
             self._settled.set()
 
     def _deliver(self, output: wire.Output) -> None:
+        failed = [completion for completion in output.completions if completion.finish_reason == "error"]
+        if failed:
+            lost = self._lose(output.serial, EngineDiedError(str(failed[0].stop_reason)), "error")
+            if lost is not None and not output.finished and self._process is not None:
+                self._process.send(wire.Abort([lost.request_id]))
+            return
         find = self._requests.forget if output.finished else self._requests.get
         request = find(output.serial)
         if request is not None:  # otherwise it was aborted while this output was in transit
