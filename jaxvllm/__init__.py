@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
+    from jaxvllm.core.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
+    from jaxvllm.core.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from jaxvllm.engine.llm import LLM as LLM
     from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
@@ -24,6 +26,8 @@ _HOMES = {
     "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
     "SamplingParams": "jaxvllm.core.sampling_params",
+    "RepetitionDetectionParams": "jaxvllm.core.sampling_params",
+    "StructuredOutputsParams": "jaxvllm.core.structured_outputs",
     "RequestOutputKind": "jaxvllm.core.sampling_params",
     "RequestOutput": "jaxvllm.engine.outputs",
     "CompletionOutput": "jaxvllm.engine.outputs",
@@ -34,9 +38,11 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "follow",
 ]
 

@@ -43,6 +43,7 @@ API = (
 SERVER = (
     "jax",
     "jaxlib",
+    "jaxvllm.grammar",
     "jaxvllm.runtime",
     "jaxvllm.models",
     "jaxvllm.engine.engine",
@@ -57,6 +58,7 @@ ABOVE_ENGINE = ("jaxvllm.planner", "jaxvllm.server", "jaxvllm.client", "jaxvllm.
 WORKER_CLIENT = (
     *ABOVE_ENGINE,
     *DEVICE,
+    "jaxvllm.grammar",
     "jaxvllm.runtime",
     "jaxvllm.models",
     "jaxvllm.engine.engine",
@@ -66,6 +68,7 @@ FORBIDDEN = {
     "jaxvllm.core": (
         *DEVICE,
         "jaxvllm.text",
+        "jaxvllm.grammar",
         "jaxvllm.runtime",
         "jaxvllm.models",
         "jaxvllm.engine",
@@ -74,13 +77,22 @@ FORBIDDEN = {
     ),
     "jaxvllm.text": (
         *DEVICE,
+        "jaxvllm.grammar",
         "jaxvllm.runtime",
         "jaxvllm.models",
         "jaxvllm.engine",
         "jaxvllm.worker",
         *ABOVE_ENGINE,
     ),
-    "jaxvllm.runtime": ("jaxvllm.text", "jaxvllm.engine", "jaxvllm.worker", *ABOVE_ENGINE),
+    "jaxvllm.grammar": (
+        *DEVICE,
+        "jaxvllm.runtime",
+        "jaxvllm.models",
+        "jaxvllm.engine",
+        "jaxvllm.worker",
+        *ABOVE_ENGINE,
+    ),
+    "jaxvllm.runtime": ("jaxvllm.text", "jaxvllm.grammar", "jaxvllm.engine", "jaxvllm.worker", *ABOVE_ENGINE),
     "jaxvllm.models": (
         "jaxvllm.core",
         "jaxvllm.text",
@@ -194,6 +206,7 @@ def test_imports_point_one_way() -> None:
         ("jaxvllm.engine.loop", False, "import jaxvllm.server"),
         ("jaxvllm.engine.loop", False, "from jaxvllm.worker import wire"),
         ("jaxvllm.text.tokenizer", False, "import jax"),
+        ("jaxvllm.grammar.compiler", False, "from jaxvllm.engine import outputs"),
         ("jaxvllm.text.tokenizer", False, "from jaxvllm.engine import outputs"),
         ("jaxvllm.worker.async_llm", False, "from jaxvllm.engine.engine import Engine"),
         ("jaxvllm.worker.command_loop", False, "from jaxvllm.server import service"),
@@ -243,7 +256,7 @@ def test_import_is_cheap(module: str) -> None:
     assert sorted(loaded_by(f"import {module}") & heavy) == []
 
 
-@pytest.mark.parametrize("package", ["core", "text"])
+@pytest.mark.parametrize("package", ["core", "text", "grammar"])
 def test_the_scheduler_and_text_run_without_jax(package: str) -> None:
     modules = ", ".join(module_name(path) for path in (ROOT / "jaxvllm" / package).glob("*.py"))
     assert sorted(loaded_by(f"import {modules}") & {"jax", "jaxlib"}) == []

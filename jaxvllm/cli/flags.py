@@ -21,6 +21,10 @@ _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 # Sampling parameters for which clients have no flag. Clients show one text, and these do not change how it is drawn.
 _NOT_OF_CLIENTS = (
     "n",
+    "best_of",
+    "flat_logprobs",
+    "stream_interval",
+    "skip_clone",
     "allowed_token_ids",
     "bad_words",
     "thinking_token_budget",
@@ -105,6 +109,8 @@ def _is_simple(annotation: Any) -> bool:
     parts = [part for part in get_args(annotation) if part is not Ellipsis and part is not type(None)]
     if get_origin(annotation) is tuple:
         return get_origin(parts[0]) is not tuple
+    if get_origin(annotation) is dict:
+        return False
     return all(map(_is_simple, parts)) if isinstance(annotation, UnionType) else not is_dataclass(annotation)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # vLLM's default of 16 tokens is enough to test an API, but not for a person who reads the text.
 DEFAULTS = {"max_tokens": 128}
-_HIDDEN_SAMPLING = ("output_kind", "detokenize", "spaces_between_special_tokens")
+_HIDDEN_SAMPLING = ("output_kind", "detokenize", "spaces_between_special_tokens", "flat_logprobs", "skip_clone")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
         if args.chat:
             render = llm.get_tokenizer().apply_chat_template
             texts = [render([{"role": "user", "content": prompt}]) for prompt in prompts]
-        streams = len(prompts) == 1 and params.n == 1 and not args.json
+        streams = len(prompts) == 1 and params.num_sequences == 1 and not args.json
         kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
         requests = [
             llm.engine.check(str(i), text, replace(params, output_kind=kind), add_special_tokens=not args.chat)

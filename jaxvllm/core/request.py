@@ -4,23 +4,30 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import extend_page_hashes
+from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
 
 type TokenIds = NDArray[np.int32]
 
+# Tokens of all bad words of a request together, as in vLLM.
+MAX_BAD_WORD_TOKENS = 1024
+
 
 class FinishReason(enum.StrEnum):
-    """The reason why a completion ended. The values are OpenAI's."""
+    """The reason why a completion ended. The values are OpenAI's, where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REPETITION = "repetition"  # vLLM's: the output repeated itself
+    ERROR = "error"  # its constraint failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete `params.n` times, as a caller asked for it.
+    """One prompt to complete `params.num_sequences` times, as a caller asked for it.
 
     It is made and checked where a request enters: in `LLM`, `AsyncLLM` or a route of the server. From there the same
     value goes to the engine's process and to the scheduler. So a new field is declared here and in `RequestOptions`.
@@ -59,11 +66,11 @@ class GenerationRequest:
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`."""
-        if self.params.n == 1:
+        if self.params.num_sequences == 1:
             return (self,)
         return tuple(
             replace(self, request_id=f"{self.request_id}#{index}", params=self.params.child(index))
-            for index in range(self.params.n)
+            for index in range(self.params.num_sequences)
         )
 
 
@@ -84,11 +91,19 @@ class QueueKey:
 class TokenConstraint(Protocol):
     """Decides on the host which tokens may come next in a request, as a grammar does.
 
-    Steps with such a request sample in a separate program, which waits for `fill`.
+    Steps with such a request sample in a separate program, which waits for `fill`. An exception ends the request and
+    no other. A constraint that raised may be asked again, and must raise again in `fill`.
     """
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow, except EOS."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes note of tokens that were added to the request, in order."""
+
+    def forced(self) -> Sequence[int]:
+        """Returns the tokens that must come next whatever the model says, as many as are known, or none."""
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Writes the mask of allowed next tokens: bit i of `words`, counted from each word's lowest, is token i."""
@@ -109,10 +124,13 @@ class Request:
     limit: int
     key: QueueKey
     constraint: TokenConstraint | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
+    repetition: RepetitionDetector | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
-    num_cached_tokens: int | None = None  # None until first admitted
+    num_cached_tokens: int | None = None  # of the prompt; None until first admitted
     num_preemptions: int = 0
+    num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:
@@ -134,6 +152,30 @@ class Request:
     def wants_scores(self) -> bool:
         """Whether the caller wants the log-probabilities of the prompt's tokens. Then all of them are computed."""
         return self.sampling_params.prompt_logprobs is not None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the request may begin behind pages that others have computed."""
+        return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache
+
+    @property
+    def takes_forced(self) -> bool:
+        """Whether forced tokens need no sampling. Log-probabilities do, and penalties count what was sampled."""
+        params = self.sampling_params
+        return (
+            self.constraint is not None
+            and self.repetition is None
+            and params.logprobs is None
+            and params.repetition_penalty == 1.0
+            and params.presence_penalty == params.frequency_penalty == 0.0
+        )
+
+    def forced(self, most: int) -> list[int]:
+        """Returns up to `most` tokens that its constraint forces, as far as none of them may end it."""
+        if not self.takes_forced or most <= 0:
+            return []
+        assert self.constraint is not None
+        return list(takewhile(lambda token: token not in self.stop_token_ids, self.constraint.forced()[:most]))
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """`SamplingParams`: the options of one completion, checked when they are constructed."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -31,14 +32,10 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 # vLLM has or had these options, and this engine has them in another place or not at all.
 UNSUPPORTED = {
-    "best_of": "leave it out",
     "early_stopping": "use LLM.beam_search and its BeamSearchParams",
-    "extra_args": "leave it out",
-    "flat_logprobs": "leave it out",
     "guided_decoding": "its name is structured_outputs now",
     "length_penalty": "use LLM.beam_search and its BeamSearchParams",
     "logits_processors": "leave it out",
-    "skip_clone": "leave it out",
     "use_beam_search": "use LLM.beam_search and its BeamSearchParams",
 }
 
@@ -97,6 +94,7 @@ class SamplingParams:
     """
 
     n: int = 1  # completions of one prompt
+    best_of: int | None = None  # completions to generate; the n that are most likely as a whole are returned
     temperature: float = 1.0  # higher is more random; 0 = greedy, and so is anything below 1e-5
     top_p: float = 1.0  # smallest set of tokens with this much probability, at least one token; 1 = off
     top_k: int = 0  # the k most probable tokens; 0 or -1 = off, kept as 0
@@ -121,6 +119,10 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] | None = None  # report exactly these beside the chosen one
     truncate_prompt_tokens: int | None = None  # keep only the prompt's last tokens; -1 = as many as fit the model
     skip_reading_prefix_cache: bool | None = None  # compute the whole prompt
+    flat_logprobs: bool = False  # log-probabilities come as FlatLogprobs, a few long lists
+    stream_interval: int | None = None  # new tokens for which an output of a stream waits, but for the first and last
+    extra_args: dict[str, Any] | None = None  # for code of the caller's own: the engine only checks and keeps them
+    skip_clone: bool = False  # has no effect: parameters never change, so they are never copied
     detokenize: bool = True
     skip_special_tokens: bool = True  # texts are without them
     spaces_between_special_tokens: bool = True
@@ -135,6 +137,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "n", integer("n", self.n, 1, MAX_N))
+        if self.best_of is not None:
+            best_of = integer("best_of", self.best_of, 1, MAX_N)
+            if best_of < self.n:
+                raise ParameterError(f"best_of {best_of} is less than n {self.n}: raise it, or lower n", "best_of")
+            put(self, "best_of", best_of if best_of > self.n else None)  # nothing to choose
         put(self, "temperature", number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
         put(self, "top_p", number("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
@@ -179,6 +186,10 @@ class SamplingParams:
             put(self, "truncate_prompt_tokens", kept)
         if self.skip_reading_prefix_cache is not None:
             boolean("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+        if self.stream_interval is not None:
+            put(self, "stream_interval", integer("stream_interval", self.stream_interval, 1, MAX_INT32))
+        if self.extra_args is not None:
+            put(self, "extra_args", _extra_args(self.extra_args))
         if self.max_tokens is not None:
             fewest = 1 if self.prompt_logprobs is None else 0
             if self.max_tokens == 0 < fewest:
@@ -200,10 +211,18 @@ class SamplingParams:
             "skip_special_tokens",
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
+            "flat_logprobs",
+            "skip_clone",
         ):
             boolean(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ParameterError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", "output_kind")
+        if self.best_of is not None and self.output_kind is RequestOutputKind.DELTA:
+            raise ParameterError(
+                f"best_of {self.best_of} cannot stream: which completions are the best is known at the end. Do not "
+                "stream, or leave it out",
+                "best_of",
+            )
         if self.stop and not self.detokenize:
             raise ParameterError("stop strings need detokenize=True: set it, or use stop_token_ids", "stop")
         if not self.spaces_between_special_tokens and not self.skip_special_tokens:
@@ -222,15 +241,30 @@ class SamplingParams:
         """Whether the request only scores its prompt and generates nothing."""
         return self.max_tokens == 0
 
-    def child(self, index: int) -> "SamplingParams":
-        """Returns the parameters of completion `index` of `n`: `n` is 1, and each has its own seed if one was given.
+    @property
+    def num_sequences(self) -> int:
+        """How many completions are generated. With `best_of`, more than are returned."""
+        return self.n if self.best_of is None else self.best_of
 
-        All completions share the prompt, so only the first scores it, unless scores are all there is to compute.
+    def child(self, index: int) -> "SamplingParams":
+        """Returns the parameters of completion `index`: `n` is 1, and each has its own seed if one was given.
+
+        All completions share the prompt, so only the first scores it, unless scores are all there is to compute. With
+        `best_of`, each has log-probabilities: they decide which completions are returned.
         """
-        if self.n == 1 and index == 0:
+        if self.num_sequences == 1 and index == 0:
             return self
         seed = self.seed
         if seed is not None:
             seed = (seed + index - MIN_SEED) % 2**64 + MIN_SEED  # wraps around: any int64 seed has n children
         scores = self.prompt_logprobs if index == 0 or self.scores_only else None
-        return replace(self, n=1, seed=seed, prompt_logprobs=scores)
+        logprobs = 0 if self.best_of is not None and self.logprobs is None else self.logprobs
+        return replace(self, n=1, best_of=None, seed=seed, prompt_logprobs=scores, logprobs=logprobs)
+
+
+def _extra_args(value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ParameterError(f"extra_args must be a mapping with names as keys, not {shown(value)}", "extra_args")
+    if "kv_transfer_params" in value:
+        raise UnsupportedParameterError("extra_args.kv_transfer_params is not supported: leave it out", "extra_args")
+    return dict(value)

@@ -7,7 +7,8 @@ before the output of the last step is known (`slots.py` says how), and `update` 
 """
 
 import heapq
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
-from jaxvllm.core.request import FinishReason, QueueKey, Request, TokenConstraint
+from jaxvllm.core.request import FinishReason, QueueKey, Request
 from jaxvllm.core.slots import SlotIds, SlotTable
 from jaxvllm.core.step_plan import (
     NOT_SCORED,
@@ -31,18 +32,21 @@ from jaxvllm.core.step_plan import (
     StepUpdate,
 )
 
+logger = logging.getLogger(__name__)
+
 # Of each group of the KV cache, the pages that rows open in a step.
 type Opened = tuple[PageEntries, ...]
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Part of a prompt to compute in this step."""
+    """Known tokens to compute in this step: part of a prompt, or tokens that a constraint forced."""
 
     slot: int
     start: int
     length: int
-    ends_prompt: bool
+    yields: bool  # a token, which the end of a prompt does, and the end of forced tokens
+    of_prompt: bool = True
 
     @property
     def end(self) -> int:
@@ -63,6 +67,7 @@ class Scheduler:
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
         self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
+        self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
     @property
     def num_waiting(self) -> int:
@@ -83,6 +88,8 @@ class Scheduler:
 
     def add(self, request: Request, watched: bool = False) -> None:
         """Queues `request`. `watched`: `update` reports each of its tokens, not only the end.
+
+        Tokens with which its constraint begins are known from now on, and computed with its prompt.
 
         Raises ValueError for an id that is in use and for a request that the whole pool could not hold.
         """
@@ -111,15 +118,17 @@ class Scheduler:
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
         policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row is constrained, the step is
-        `width` decode steps in one, if there are pages for them without a preemption.
+        `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint forces
+        are computed at once, if the budget and the free pages have room for them.
         """
         self._free_unseen()
         decode = self.slots.decoding()
         if width > 1 and not self._may_burst(decode):
             width = 1
-        new_pages = self._grow(decode, width)
-        if new_pages is None and width > 1:
-            width = 1
+        forced = self._forced(decode)
+        new_pages = self._grow(decode, width, forced)
+        if new_pages is None and (width > 1 or forced):
+            width, forced = 1, {}
             new_pages = self._grow(decode, width)
         preempts = new_pages is None
         if new_pages is None:
@@ -128,7 +137,8 @@ class Scheduler:
         opened: list[Opened] = []  # by chunks of running prompts
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
-        budget = self.max_num_batched_tokens - (len(decode) if mixes else 0)
+        num_decode_tokens = len(decode) + sum(extra for _, extra in forced.values())
+        budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.num_running):
             budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
@@ -136,12 +146,40 @@ class Scheduler:
                 self._admit(chunks, admissions, budget)
         if chunks and not mixes:
             self.cache.undo(new_pages)  # decode rows wait while prompts are computed
-            decode, new_pages = decode[:0], self.cache.no_entries
+            decode, new_pages, forced = decode[:0], self.cache.no_entries, {}
         if not chunks and not len(decode):
             return None
         if opened:
             new_pages = tuple(map(PageEntries.joined, zip(new_pages, *opened, strict=True)))
+        if forced:
+            decode = decode[[slot not in forced for slot in decode.tolist()]]
+            chunks = [*(self._take_forced(slot, tokens) for slot, (tokens, _) in forced.items()), *chunks]
         return self._plan(decode, new_pages, chunks, admissions, width)
+
+    def _forced(self, decode: SlotIds) -> dict[int, tuple[list[int], int]]:
+        """The tokens that constraints force behind the known ones of `decode` slots, and how many more are computed.
+
+        Those that are in flight cost nothing more. There is one left to sample behind them.
+        """
+        slots = self.slots
+        found: dict[int, tuple[list[int], int]] = {}
+        room = self.max_num_batched_tokens - len(decode)
+        for slot in decode[slots.is_constrained[decode]].tolist():
+            num_in_flight = int(slots.num_tokens[slot] - slots.num_known[slot])
+            most = min(num_in_flight + room, int(slots.limit[slot] - slots.num_known[slot]) - 1)
+            tokens = self._tenant(slot).forced(most)
+            extra = len(tokens) - num_in_flight
+            if extra > 0:
+                found[slot] = tokens, extra
+                room -= extra
+        return found
+
+    def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
+        """Makes `tokens` known, so that the row computes them as it would compute a prompt."""
+        start = int(self.slots.num_computed[slot])
+        self.slots.append_forced(slot, tokens)
+        self._advance(self._tenant(slot), tokens)
+        return _Chunk(slot, start, int(self.slots.num_known[slot]) - start, yields=True, of_prompt=False)
 
     def _may_burst(self, decode: SlotIds) -> bool:
         """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
@@ -160,7 +198,7 @@ class Scheduler:
         scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
         rows = np.flatnonzero(is_present & plan.samples)
         at = plan.slots[rows]
-        tokens, counts = output.tokens[rows], output.counts[rows]
+        tokens, counts = output.tokens[rows], output.counts[rows]  # copies
         missing = plan.max_new[rows] - counts
         if missing.any():
             slots.num_tokens[at] -= missing
@@ -176,36 +214,107 @@ class Scheduler:
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
-        started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == 0)])
+        repeats = self._cut_repetitions(at, tokens, counts, ends)
+        num_forced = np.where(yields, slots.num_unreported[at], 0)
+        started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == num_forced)])
         emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
+        if num_forced.any():
+            slots.num_unreported[at[yields]] = 0
+        finished = [
+            _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
+            for i in np.flatnonzero(ends | repeats)
+        ]
         if plan.is_masked:
-            self._advance_constraints(at, tokens, counts)
-        finished = tuple(_ended(self._tenant(at[i]), int(last[i]), bool(stops[i])) for i in np.flatnonzero(ends))
+            finished += self._advance_constraints(at, tokens, counts, ends | repeats)
         for end in finished:
             self.finish(end.request.request_id)
-        return StepUpdate(int(counts.sum()), started, emitted, finished, scored)
+        finished += self._failed.values()
+        self._failed.clear()
+        return StepUpdate(int(counts.sum() + num_forced.sum()), started, emitted, tuple(finished), scored)
 
-    def masked_rows(self, plan: StepPlan) -> list[tuple[int, TokenConstraint]]:
-        """The slots of `plan` that wait for a mask, with the constraint of their tenant, where that is still there."""
+    def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
+        """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].
+
+        A request whose constraint fails ends, and the next update says so.
+        """
         if plan.masked is None:
             return []
         is_present = self.slots.epoch[plan.slots] == plan.epochs
-        at = plan.slots[plan.masked & is_present].tolist()
-        return [(slot, constraint) for slot in at if (constraint := self._tenant(slot).constraint) is not None]
+        masks: list[tuple[int, Ints]] = []
+        for slot in plan.slots[plan.masked & is_present].tolist():
+            request = self._tenant(slot)
+            assert request.constraint is not None
+            words = np.zeros(num_words, np.int32)
+            try:
+                request.constraint.fill(words)
+            except Exception as error:
+                self.finish(request.request_id)
+                self._failed[request.request_id] = _failure(request, error)
+            else:
+                masks.append((slot, words))
+        return masks
 
-    def _advance_constraints(self, at: SlotIds, tokens: Ints, counts: Ints) -> None:
-        for index in np.flatnonzero(self.slots.is_constrained[at]):
-            constraint = self._tenant(at[index]).constraint
-            assert constraint is not None
-            constraint.advance(tokens[index, : counts[index]].tolist())
+    def _advance_constraints(
+        self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]
+    ) -> Iterator[Finished]:
+        """Tells constraints what came. Yields the requests that end because of that."""
+        for index in np.flatnonzero(self.slots.is_constrained[at] & (counts > 0)):
+            slot = at[index]
+            request = self._tenant(slot)
+            assert request.constraint is not None
+            was_complete = request.constraint.is_complete
+            error = self._advance(request, tokens[index, : counts[index]].tolist())
+            if ends[index]:
+                continue
+            if error is not None:
+                yield _failure(request, error)
+            elif request.constraint.is_complete:
+                # Otherwise only EOS may come, which ends the request like any other.
+                params = request.sampling_params
+                is_short = self.slots.num_known[slot] - self.slots.num_prompt[slot] < params.min_tokens
+                if was_complete or params.ignore_eos or is_short:
+                    yield Finished(request, FinishReason.STOP)
+
+    @staticmethod
+    def _advance(request: Request, tokens: list[int]) -> Exception | None:
+        """Tells the constraint of `request` about new tokens. Returns the error if it fails."""
+        assert request.constraint is not None
+        try:
+            request.constraint.advance(tokens)
+        except Exception as error:
+            return error
+        return None
+
+    def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows repeat themselves, bool[len(at)]. Those rows have no tokens, in `counts` neither, behind that.
+
+        Where the last token of a row `ends` it anyhow, that is its end.
+        """
+        repeats = np.zeros(len(at), np.bool_)
+        for index in np.flatnonzero(self.slots.detects_repetition[at]):
+            request, count = self._tenant(at[index]), int(counts[index])
+            assert request.repetition is not None
+            end = request.repetition.first_end(tokens[index, :count].tolist(), request.sampling_params.min_tokens)
+            if end is not None and not (end == count and ends[index]):
+                repeats[index] = True
+                self.slots.num_known[at[index]] -= count - end
+                counts[index] = end
+        return repeats
 
     def _emitted(self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> Iterator[Emitted]:
-        """Yields the new tokens of requests that somebody watches, row by row in order."""
+        """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
         width = tokens.shape[1]
         is_new = self.slots.watched[at][:, None] & (np.arange(width) < counts[:, None])
         row, index = np.nonzero(is_new)
         found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
-        return (Emitted(self._tenant(slot), place, token) for slot, place, token in zip(*found, strict=True))
+        num_forced = self.slots.num_unreported
+        for slot, place, token in zip(*found, strict=True):
+            request = self._tenant(slot)
+            if num_forced[slot]:
+                end = int(self.slots.num_known[slot]) - 1  # its row yields one token
+                for forced in self.slots.token_ids[slot, end - num_forced[slot] : end].tolist():
+                    yield Emitted(request, place, forced)
+            yield Emitted(request, place, token)
 
     def finish(self, request_id: str) -> Request | None:
         """Ends a waiting or running request now: its pages are free for the next step. None if there is none.
@@ -213,6 +322,8 @@ class Scheduler:
         Output of steps in flight is ignored. (Their KV writes are not: they land before any later step's, and
         whoever gets the pages next writes a position before reading it.)
         """
+        if (failed := self._failed.pop(request_id, None)) is not None:
+            return failed.request
         waiting = self._waiting_ids.pop(request_id, None)
         if waiting is not None:
             return waiting
@@ -229,15 +340,24 @@ class Scheduler:
         at = np.flatnonzero(slots.active)
         self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
-    def _grow(self, decode: SlotIds, width: int) -> Opened | None:
+    def _grow(
+        self, decode: SlotIds, width: int, forced: Mapping[int, tuple[list[int], int]] | None = None
+    ) -> Opened | None:
         """The pages that decoding slots may open in `width` steps, or None when there are not enough."""
         slots = self.slots
         # The last token's KV is not computed by the step that yields it.
-        return self.cache.grow(decode, np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1))
+        ends = np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1)
+        if forced:
+            ends += np.array([forced[slot][1] if slot in forced else 0 for slot in decode.tolist()], np.int32)
+        return self.cache.grow(decode, ends)
 
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
             victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+            if self.num_running == 1 and self.slots.num_known[victim] < self.slots.num_tokens[victim]:
+                # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
+                # compute them again, and come to this point again, for ever.
+                return self.slots.decoding()[:0], self.cache.no_entries
             watched = bool(self.slots.watched[victim])
             request = self._release(victim)
             request.num_preemptions += 1
@@ -262,7 +382,7 @@ class Scheduler:
     def _next_chunk(self, slot: int, budget: int) -> _Chunk:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.prefill_len[slot])
         length = min(budget, end - start)
-        return _Chunk(slot, start, length, start + length == end)
+        return _Chunk(slot, start, length, yields=start + length == end)
 
     def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int) -> None:
         if self._slot_of and not self.policy.joins_running:
@@ -290,7 +410,7 @@ class Scheduler:
             self._slot_of[request.request_id] = slot
             self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
-                request.num_cached_tokens = num_cached
+                request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             chunks.append(self._next_chunk(slot, budget))
             self.cache.cover(slot, chunks[-1].end)
             budget -= chunks[-1].length
@@ -300,7 +420,7 @@ class Scheduler:
 
     def _cached_prefix(self, request: Request) -> CachedPrefix:
         """The pages that begin `request` and are cached. The last token is always computed: its logits are needed."""
-        if not self.cache.enable_prefix_caching or request.wants_scores:
+        if not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return self.cache.match(())
         page_size = self.cache.page_size
         return self.cache.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
@@ -311,7 +431,7 @@ class Scheduler:
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
         Not where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.policy.joins_running or not self.cache.enable_prefix_caching or request.wants_scores:
+        if not self.policy.joins_running or not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return False
         if num_hits >= (request.num_tokens - 1) // self.cache.page_size:
             return False
@@ -333,9 +453,9 @@ class Scheduler:
         next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
-            max_new[row] = chunk.ends_prompt
-            if self._tenant(chunk.slot).wants_scores:
-                next_tokens[row] = 0 if chunk.ends_prompt else slots.token_ids[chunk.slot, chunk.end]
+            max_new[row] = chunk.yields
+            if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
+                next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
         constrained = slots.is_constrained[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
@@ -356,7 +476,8 @@ class Scheduler:
         slots.num_computed[rows] += lengths if width == 1 else max_new
         slots.num_tokens[rows] += max_new
         for chunk in chunks:
-            self._register_computed(chunk.slot)
+            if chunk.of_prompt:
+                self._register_computed(chunk.slot)
         return plan
 
     def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
@@ -382,6 +503,7 @@ class Scheduler:
         self._computing.difference_update(self._uncomputed_hashes(slot))
         request = self._tenant(slot)
         request.output_token_ids = self.slots.outputs(slot)
+        request.num_unreported = int(self.slots.num_unreported[slot])
         self._register_computed(slot)
         self.cache.release(slot)
         self.slots.vacate(slot)
@@ -389,6 +511,10 @@ class Scheduler:
         return request
 
     def _enqueue(self, request: Request, watched: bool) -> None:
+        if forced := request.forced(request.limit - request.num_tokens - 1):
+            self._advance(request, forced)
+            request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
+            request.num_unreported += len(forced)
         self._waiting_ids[request.request_id] = request
         heapq.heappush(self._waiting, (request.key, request, watched))
 
@@ -421,6 +547,17 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
         return Finished(request, FinishReason.LENGTH)
     asked_for = last_token in request.sampling_params.stop_token_ids
     return Finished(request, FinishReason.STOP, last_token if asked_for else None)
+
+
+def _failure(request: Request, error: Exception) -> Finished:
+    """The end of `request` by an error of its constraint."""
+    logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
+    return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
+
+
+def _repeated(request: Request) -> Finished:
+    """The end of `request` by a repetition, told as vLLM tells it."""
+    return Finished(request, FinishReason.REPETITION, "repetition_detected")
 
 
 def check_token_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:

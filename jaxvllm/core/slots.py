@@ -12,6 +12,8 @@ A slot is prefilling while `num_computed < prefill_len` and decoding afterwards;
 one token to compute (`num_tokens - num_computed == 1`).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,15 +34,18 @@ class SlotTable:
         self.num_slots = num_slots
         self.tenants: list[Request | None] = [None] * num_slots
         self.active = np.zeros(num_slots, np.bool_)
-        self.epoch = np.zeros(num_slots, np.int32)  # + 1 at every release: outputs of former tenants are ignored
+        # + 1 where outputs in flight are to be ignored: at every release, and when the tokens in them became known.
+        self.epoch = np.zeros(num_slots, np.int32)
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
         self.wants_logprobs = np.zeros(num_slots, np.bool_)
         self.is_constrained = np.zeros(num_slots, np.bool_)  # the host has a say in each token
+        self.detects_repetition = np.zeros(num_slots, np.bool_)
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_known = np.zeros(num_slots, np.int32)
         self.num_tokens = np.zeros(num_slots, np.int32)
+        self.num_unreported = np.zeros(num_slots, np.int32)  # the last of the known ones that no update has reported
         self.limit = np.zeros(num_slots, np.int32)
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
@@ -70,9 +75,11 @@ class SlotTable:
         self.watched[slot] = watched
         self.wants_logprobs[slot] = params.logprobs is not None
         self.is_constrained[slot] = request.constraint is not None
+        self.detects_repetition[slot] = request.repetition is not None
         self.num_prompt[slot] = request.num_prompt_tokens
         self.prefill_len[slot] = self.num_known[slot] = self.num_tokens[slot] = count
         self.num_computed[slot] = num_computed
+        self.num_unreported[slot] = request.num_unreported
         self.limit[slot] = request.limit
         self.min_tokens[slot] = params.min_tokens
         self.stop_ids[slot] = NO_TOKEN
@@ -102,6 +109,16 @@ class SlotTable:
             self.token_ids[slots[rows], known[rows] + at] = tokens[rows, at]
         self.num_known[slots] = known + counts
 
+    def append_forced(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Stores the tokens that follow those that are known, whether or not some of them are in flight."""
+        known = int(self.num_known[slot])
+        if self.num_tokens[slot] > known:
+            self.epoch[slot] += 1
+        end = known + len(token_ids)
+        self.token_ids[slot, known:end] = token_ids
+        self.num_known[slot] = self.num_tokens[slot] = end
+        self.num_unreported[slot] += len(token_ids)
+
     def check_invariants(self) -> None:
         active = np.flatnonzero(self.active)
         assert sorted([*self._free, *active.tolist()]) == list(range(self.num_slots)), "a slot leaked"
@@ -110,6 +127,7 @@ class SlotTable:
         prefill, limit = self.prefill_len[active], self.limit[active]
         assert (computed < tokens).all(), "more KV computed than there are tokens to feed"
         assert (known <= tokens).all() and (tokens <= limit).all() and (prefill <= known).all()
+        assert (self.num_unreported[active] <= known - self.num_prompt[active]).all(), "a prompt's token is an output"
         decoding = computed >= prefill
         assert (tokens[decoding] - computed[decoding] == 1).all(), "a decoding slot has one token to compute"
         assert (tokens[~decoding] == prefill[~decoding]).all(), "a prefilling slot has sampled"

@@ -9,6 +9,7 @@ from typing import Unpack
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
@@ -19,7 +20,8 @@ from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.stats import EngineStats, StepReport
-from jaxvllm.text.prompts import PromptLike, PromptReader
+from jaxvllm.text.bad_words import read_bad_words
+from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Engine:
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
-        self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids)
+        self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids, self.vocab_size)
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._router = self._make_router()
@@ -79,9 +81,10 @@ class Engine:
         `options` are the optional fields of `GenerationRequest`, such as `priority`.
         Raises ValueError with the rule, the value and the way out.
         """
-        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=params.scores_only)
+        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=PromptRoom.of(params))
         request = GenerationRequest(request_id, read, params, **options)
         self._rules.check(request)
+        read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
         self.check_fits(request)
         return request
 
@@ -213,11 +216,16 @@ class Engine:
 
     def _queued(self, sequence: GenerationRequest) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing."""
-        seed = sequence.params.seed
+        seed, limit = sequence.params.seed, self._rules.limit(sequence)
+        detection = sequence.params.repetition_detection
         return Request(
             asked=sequence,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
-            limit=self._rules.limit(sequence),
+            limit=limit,
             key=QueueKey(sequence.priority, next(self._arrivals)),
+            bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
+            repetition=None
+            if detection is None
+            else RepetitionDetector(detection, limit - len(sequence.prompt.token_ids)),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
-from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.text.completion_text import CompletionText, StopMatch
 from jaxvllm.text.stop_strings import StopStrings
 from jaxvllm.text.tokenizer import Tokenizer
@@ -19,7 +19,12 @@ from jaxvllm.text.tokenizer import Tokenizer
 
 def is_watched(params: SamplingParams) -> bool:
     """Returns whether each token of a request with these parameters must be processed as it comes."""
-    return bool(params.stop) or params.logprobs is not None or params.output_kind != RequestOutputKind.FINAL_ONLY
+    return (
+        bool(params.stop)
+        or params.logprobs is not None
+        or params.best_of is not None
+        or params.output_kind != RequestOutputKind.FINAL_ONLY
+    )
 
 
 @dataclass(slots=True)
@@ -33,9 +38,15 @@ class _Completion:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_taken: int = 0
+    num_shown: int = 0  # tokens that some output has contained
     has_news: bool = False  # whether there is something that no delta has contained yet
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def num_new(self) -> int:
+        """How many tokens no output has contained yet."""
+        return len(self.token_ids) - self.num_shown
 
     def read(self) -> StopMatch | None:
         """Brings the text up to date with the tokens, and returns the stop string that ended it, if one did."""
@@ -55,6 +66,7 @@ class _Group:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     num_cached_tokens: int = 0
     emitted_at: float | None = None
+    chosen: list[_Completion] | None = None  # of those that were generated, the ones to return; None: all
 
     @property
     def params(self) -> SamplingParams:
@@ -63,6 +75,18 @@ class _Group:
     @property
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions.values())
+
+    @property
+    def shows_end_only(self) -> bool:
+        """Whether the only output is the last one. Which completions are the best is not known before."""
+        return self.params.output_kind is RequestOutputKind.FINAL_ONLY or self.params.best_of is not None
+
+    def choose_best(self) -> None:
+        """Leaves the `n` best completions, best first. Of equal ones the earlier is better."""
+        ranked = sorted(self.completions.values(), key=lambda completion: -completion.cumulative_logprob)
+        self.chosen = ranked[: self.params.n]
+        for index, completion in enumerate(self.chosen):
+            completion.index = index
 
 
 @dataclass(frozen=True)
@@ -187,8 +211,8 @@ class OutputProcessor:
         if group.params.scores_only:
             return None
         completion.token_ids.append(emitted.token_id)
-        if group.params.logprobs is not None:
-            self._take_logprobs(completion, group.params.logprobs, emitted, output)
+        if group.params.logprobs is not None or group.params.best_of is not None:
+            self._take_logprobs(completion, group.params.logprobs or 0, emitted, output)
         ends_unseen = (
             end is not None and end.reason == FinishReason.STOP and not group.params.include_stop_str_in_output
         )
@@ -259,20 +283,29 @@ class OutputProcessor:
             group.metrics = replace(group.metrics, num_preemptions=total)
 
     def _is_due(self, group: _Group, now: float) -> bool:
-        if group.finished or group.emitted_at is None:
-            return group.finished or group.params.output_kind != RequestOutputKind.FINAL_ONLY
+        if group.finished or group.shows_end_only:
+            return group.finished
+        if group.emitted_at is None:
+            return True
+        interval = group.params.stream_interval
+        if interval is not None and not any(c.num_new >= interval for c in group.completions.values()):
+            return False
         return now - group.emitted_at >= self._seconds_per_output * self._num_streaming
 
     def _emit(self, group: _Group, now: float) -> RequestOutput:
         """Returns the output of `group`. A delta has only completions with something new, so that each ends once."""
         delta = group.params.output_kind == RequestOutputKind.DELTA
-        completions = [c for c in group.completions.values() if not delta or c.has_news]
         finished = group.finished
+        if finished and group.params.best_of is not None:
+            group.choose_best()
+        shown = group.completions.values() if group.chosen is None else group.chosen
+        completions = [c for c in shown if not delta or c.has_news]
         is_first = group.emitted_at is None
         self._num_streaming += is_first - finished
         group.emitted_at = now
         for completion in completions:
             completion.has_news = False
+            completion.num_shown = len(completion.token_ids)
         if finished:
             group.metrics = replace(group.metrics, finished_time=time.monotonic())
             del self._groups[group.request.request_id]
@@ -286,7 +319,7 @@ class OutputProcessor:
             finished=finished,
             metrics=group.metrics,
             num_cached_tokens=group.num_cached_tokens,
-            prompt_logprobs=group.prompt_logprobs if is_first or not delta else None,
+            prompt_logprobs=_shaped(group.params, group.prompt_logprobs) if is_first or not delta else None,
         )
 
     def _completion_output(self, params: SamplingParams, completion: _Completion) -> CompletionOutput:
@@ -301,8 +334,15 @@ class OutputProcessor:
             index=completion.index,
             text=text,
             token_ids=completion.token_ids[first:],
-            cumulative_logprob=completion.cumulative_logprob if wants else None,
-            logprobs=completion.logprobs[first:] if wants else None,
+            cumulative_logprob=completion.cumulative_logprob if wants or params.best_of is not None else None,
+            logprobs=_shaped(params, completion.logprobs[first:]) if wants else None,
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
         )
+
+
+def _shaped[Ranked: (dict[int, Logprob], dict[int, Logprob] | None)](
+    params: SamplingParams, values: list[Ranked] | None
+) -> list[Ranked] | FlatLogprobs | None:
+    """Returns log-probabilities in the form that the caller wants."""
+    return FlatLogprobs.of(values) if params.flat_logprobs and values is not None else values

@@ -1,9 +1,10 @@
 """The values that a caller gets back. Their names are vLLM's."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self, overload
 
-type FinishReasonName = Literal["stop", "length", "abort"]
+type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,52 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class FlatLogprobs(Sequence[dict[int, Logprob]]):
+    """The log-probabilities of many tokens as a few lists of numbers, which the garbage collector need not walk.
+
+    It reads like the list of dictionaries that callers get otherwise. The entries of token i are those from
+    `start_indices[i]` to `end_indices[i]`. It has none where the list would have None, and reads as an empty
+    dictionary there.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, positions: Iterable[dict[int, Logprob] | None]) -> Self:
+        """Returns the same log-probabilities as `positions`."""
+        flat = cls()
+        for ranked in positions:
+            flat.start_indices.append(len(flat.token_ids))
+            for token_id, logprob in (ranked or {}).items():
+                flat.token_ids.append(token_id)
+                flat.logprobs.append(logprob.logprob)
+                flat.ranks.append(logprob.rank)
+                flat.decoded_tokens.append(logprob.decoded_token)
+            flat.end_indices.append(len(flat.token_ids))
+        return flat
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "FlatLogprobs": ...
+
+    def __getitem__(self, index: int | slice) -> "dict[int, Logprob] | FlatLogprobs":
+        if isinstance(index, slice):
+            return FlatLogprobs.of([self[i] for i in range(*index.indices(len(self)))])
+        places = range(self.start_indices[index], self.end_indices[index])
+        return {self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i]) for i in places}
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One of a request's `n` completions: all of it so far, or only the new part, depending on `output_kind`."""
 
@@ -23,9 +70,11 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # None unless logprobs were asked for
-    logprobs: list[dict[int, Logprob]] | None = None  # one for each token id; each has the chosen token
+    # One for each token id; each has the chosen token.
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: FinishReasonName | None = None
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS
+    # The stop token or string that ended it, or "repetition_detected"; None for EOS. Or the error that ended it.
+    stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -73,4 +122,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None

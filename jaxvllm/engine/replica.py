@@ -133,7 +133,7 @@ class Replica:
             return
         held, self._held = self._held, None
         start = time.monotonic()
-        step = self.runner.supply(held.step, self.scheduler.masked_rows(held.step.plan))
+        step = self.runner.supply(held.step, self.scheduler.masks(held.step.plan, self.runner.mask_words))
         self._launch(step, held.host_seconds + time.monotonic() - start)
 
     def take_reports(self) -> list[StepReport]:

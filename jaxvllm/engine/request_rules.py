@@ -11,18 +11,9 @@ from jaxvllm.core.slots import MAX_STOP_IDS
 
 # Parameters that nothing takes into account yet, with the value that changes nothing.
 NOT_YET = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": (),
-    "allowed_token_ids": None,
-    "bad_words": (),
     "structured_outputs": None,
     "thinking_token_budget": None,
-    "repetition_detection": None,
     "logprob_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "skip_reading_prefix_cache": None,
 }
 
 
@@ -32,12 +23,13 @@ class RequestRules:
 
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]
+    vocab_size: int
     takes_priorities: bool
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...]) -> Self:
-        """Returns the rules of an engine built from `config`. The other two arguments come from its model."""
-        return cls(max_model_len, eos_token_ids, takes_priorities=config.scheduling_policy == "priority")
+    def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
+        """Returns the rules of an engine built from `config`. The other arguments come from its model."""
+        return cls(max_model_len, eos_token_ids, vocab_size, takes_priorities=config.scheduling_policy == "priority")
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
@@ -47,6 +39,7 @@ class RequestRules:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(request.params, name)) is not None and not 0 <= asked <= MAX_LOGPROBS:
                 raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
+        self._check_token_ids(request.params)
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
@@ -56,6 +49,17 @@ class RequestRules:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name, token_ids in (
+            ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+        ):
+            if token_ids and max(token_ids) >= self.vocab_size:
+                raise ParameterError(
+                    f"{name}: token id {max(token_ids)} is outside the vocabulary of {self.vocab_size} tokens", name
+                )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Returns the tokens that end a completion: the caller's, and EOS unless the caller ignores it."""

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxvllm.core.request import TokenConstraint
 from jaxvllm.core.step_plan import StepOutput, StepPlan, TopLogprobs
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -21,7 +20,19 @@ from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.memory import MemoryUse
-from jaxvllm.runtime.multihost.calls import Admit, Call, Close, Forward, Mask, Recall, Reset, Sample, Step
+from jaxvllm.runtime.multihost.calls import (
+    Admit,
+    AdmitRare,
+    Call,
+    Close,
+    Forward,
+    Mask,
+    Recall,
+    Recount,
+    Reset,
+    Sample,
+    Step,
+)
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.sampler import DeviceLogprobs
@@ -30,14 +41,19 @@ from jaxvllm.runtime.state import (
     RECALL_WORDS,
     DeviceState,
     admit,
+    admit_rare,
     new_state,
     pack_admissions,
+    pack_rare,
     pack_recalls,
+    pack_recounts,
+    rare_words,
     recall,
+    recount,
 )
 from jaxvllm.runtime.step import DeviceOutput, Unsampled
 from jaxvllm.runtime.step_program import StepCompiler
-from jaxvllm.runtime.token_mask import MASK_BATCH, pack_masks, store_masks
+from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 
@@ -115,7 +131,10 @@ class Runner:
             return jax.jit(update, donate_argnums=0).lower(state, struct).compile()
 
         self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
+        rare = np.zeros(rare_words(self._sizes), np.int32)
+        self._admit_rare = compile_update(partial(admit_rare, sizes=self._sizes), rare)
         self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
+        self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
         self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
@@ -132,8 +151,13 @@ class Runner:
         """
         for admissions in batched(plan.admissions, ADMISSION_BATCH):
             self._call(Admit(pack_admissions(admissions, self._sizes)))
-            for packed in (packed for admission in admissions for packed in pack_recalls(admission)):
-                self._call(Recall(packed))
+            for admission in admissions:
+                if (rare := pack_rare(admission, self._sizes)) is not None:
+                    self._call(AdmitRare(rare))
+                for packed in pack_recalls(admission):
+                    self._call(Recall(packed))
+                for packed in pack_recounts(admission):
+                    self._call(Recount(packed))
         bucket = self.programs.choose(plan)
         packed = pack(plan, bucket, self._sizes)
         if plan.is_masked:
@@ -141,9 +165,14 @@ class Runner:
             return Held(plan, bucket)
         return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
 
-    def supply(self, held: Held, constraints: Iterable[tuple[int, TokenConstraint]]) -> InFlight:
-        """Starts the half of the step that was held back, which samples under the constraints of these slots."""
-        for rows in batched(constraints, MASK_BATCH):
+    @property
+    def mask_words(self) -> int:
+        """Words of the mask of a row."""
+        return mask_words(self._sizes.vocab_size)
+
+    def supply(self, held: Held, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
+        """Starts the half of the step that was held back, which samples under the masks of these slots."""
+        for rows in batched(masks, MASK_BATCH):
             self._call(Mask(pack_masks(rows, self._sizes)))
         return self._in_flight(held.plan, held.bucket, self._call(Sample(held.bucket)))
 
@@ -189,8 +218,12 @@ class Runner:
         match call:
             case Admit(packed):
                 self._state = self._admit(self._state, packed)
+            case AdmitRare(packed):
+                self._state = self._admit_rare(self._state, packed)
             case Recall(packed):
                 self._state = self._recall(self._state, packed)
+            case Recount(packed):
+                self._state = self._recount(self._state, packed)
             case Mask(packed):
                 self._state = self._store_masks(self._state, packed)
             case Step(bucket, packed):

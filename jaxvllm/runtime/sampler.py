@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxvllm.core.sampling_params import MAX_LOGPROBS
+from jaxvllm.runtime.penalties import PENALTIES
 from jaxvllm.runtime.slot_fields import Rows
 from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, Share, run_stages
 from jaxvllm.runtime.token_mask import TOKEN_MASK
+from jaxvllm.runtime.token_rules import ALLOWED_TOKENS, BAD_WORDS, LOGIT_BIAS
 from sharding.axis import ALONE, ModelAxis
 
 # In vLLM's order. The first change every row's logits, greedy ones too, each device those of its share of the
 # vocabulary; the others see a random row's logits whole, divided by its temperature.
-LOGIT_STAGES = (TOKEN_MASK, MIN_TOKENS)
+LOGIT_STAGES = (TOKEN_MASK, ALLOWED_TOKENS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, BAD_WORDS)
 FILTER_STAGES = (MIN_P, TOP_K, TOP_P)
 
 
@@ -63,7 +65,7 @@ def sample(
     `FILTER_STAGES` (equal logits at a threshold all stay) and draw by Gumbel-max (Maddison et al., arXiv 1411.0030).
     A batch without random rows skips all that.
     """
-    share = Share(axis.first(logits.shape[-1]), logits.shape[-1])
+    share = Share(logits.shape[-1], vocab_size, axis)
     logits = run_stages(LOGIT_STAGES, logits, rows, positions, share)
     greedy = _argmax(logits, vocab_size, axis)
 
@@ -117,7 +119,7 @@ def _draw(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
     """One token per row at its temperature, among those that its filters leave."""
     temperature = rows["temperature"]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    scaled = run_stages(FILTER_STAGES, scaled, rows, positions, Share(0, logits.shape[-1]))
+    scaled = run_stages(FILTER_STAGES, scaled, rows, positions, Share(logits.shape[-1], logits.shape[-1]))
     noise = jax.vmap(partial(_gumbel, size=logits.shape[-1]))(rows["seed"], positions)
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 

@@ -63,18 +63,27 @@ class SlotSizes:
 
 @dataclass(frozen=True)
 class SlotField:
-    """One value, of 32-bit words. The trash slot, and a slot that nobody had yet, hold `default`.
+    """One value of every slot. The trash slot, and a slot that nobody had yet, hold `default`.
 
     `fill` tells what an admitted request puts into its slot: one value, or up to as many as the last axis of `shape`
     has room for, of which those missing are `default`. Without it the device alone writes the field, and an admission
     leaves it alone.
+
+    A rare field is large, and few requests fill it: it crosses in a call of its own, which is made only for a request
+    for which some rare field's `fill` returns a value. All rare fields of its slot are set then, those for which it
+    returns None, and those without `fill`, to `default`. In the slot of any other request a rare field has what a
+    former tenant left, so a stage reads it only for rows that ask.
     """
 
     name: str
-    dtype: type[np.int32 | np.uint32 | np.float32]
+    dtype: type[np.int32 | np.uint32 | np.float32 | np.int16]
     default: float
     fill: Callable[[Admission], Any] | None = None
     shape: Callable[[SlotSizes], tuple[int, ...]] = lambda sizes: ()
+    is_rare: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.fill is None or np.dtype(self.dtype).itemsize == 4, "what an admission sends are 32-bit words"
 
 
 def _seed_words(admission: Admission) -> np.ndarray:

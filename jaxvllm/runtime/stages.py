@@ -12,19 +12,37 @@ import numpy as np
 from jax import lax
 
 from jaxvllm.runtime.slot_fields import MIN_LENGTH, STOP_IDS, Rows, SlotField
+from sharding.axis import ALONE, ModelAxis
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which columns of the vocabulary some logits have: a device's share, or all."""
+    """Which columns of the vocabulary some logits have: a device's share, or all. The last share may go beyond it."""
 
-    first: jax.Array | int
     size: int
+    vocab_size: int
+    axis: ModelAxis = ALONE  # alone: the share is all
+
+    @property
+    def first(self) -> jax.Array | int:
+        return self.axis.first(self.size)
 
     def columns(self, token_ids: jax.Array) -> jax.Array:
         """Where `token_ids` are in this share; `size`, which a scatter drops, where they are not."""
         columns = token_ids - self.first
         return jnp.where((token_ids >= 0) & (columns >= 0), columns, self.size)
+
+    def take(self, values: jax.Array) -> jax.Array:
+        """The columns of this share, [R, size], of values [R, vocab_size or more]."""
+        if self.axis.size == 1:
+            return values[:, : self.size]
+        missing = max(self.size * self.axis.size - values.shape[1], 0)
+        return lax.dynamic_slice_in_dim(jnp.pad(values, ((0, 0), (0, missing))), self.first, self.size, axis=1)
+
+    def is_empty(self, logits: jax.Array) -> jax.Array:
+        """bool[R]: rows in which no token of the whole vocabulary is possible."""
+        is_token = self.first + jnp.arange(self.size) < self.vocab_size
+        return self.axis.sum(((logits > -jnp.inf) & is_token).any(axis=1).astype(jnp.int32)) == 0
 
 
 @dataclass(frozen=True)
@@ -56,9 +74,11 @@ def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions
 
 
 def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """Forbids stop ids in rows that are too short to end, unless masks have left a row nothing else."""
     early = positions < rows["min_length"]
     columns = jnp.where(early[:, None], share.columns(rows["stop_ids"]), share.size)
-    return logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")
+    without = logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")
+    return jnp.where(share.is_empty(without)[:, None], logits, without)
 
 
 def _min_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:

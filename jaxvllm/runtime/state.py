@@ -6,19 +6,22 @@ Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.request import TokenIds
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS, is_penalized
 from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
 from jaxvllm.runtime.slot_fields import HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
 
 # Requests that one `admit` call brings in. One padded call costs what one request would; 64 arriving at once cost 8.
 ADMISSION_BATCH = 8
-# Tokens of a cached prefix that one `recall` call brings in.
+# Tokens that one `recall` or `recount` call brings in.
 RECALL_TOKENS = 2048
 RECALL_WORDS = 3 + RECALL_TOKENS  # slot, first position, number of tokens, tokens
 
@@ -45,12 +48,12 @@ class _Words:
         return slice(self.first, self.first + math.prod(self.shape))
 
 
-def _layout(sizes: SlotSizes) -> list[_Words]:
-    """An admission is one row of 32-bit words: its slot, then the fields that it fills, in order."""
+def _layout(sizes: SlotSizes, is_rare: bool) -> list[_Words]:
+    """An admission is one row of 32-bit words: its slot, then the rare or the other fields that it fills, in order."""
     words: list[_Words] = []
     first = 1
     for field in SLOT_FIELDS:
-        if field.fill is not None:
+        if field.fill is not None and field.is_rare == is_rare:
             words.append(_Words(field, first, field.shape(sizes)))
             first += math.prod(words[-1].shape)
     return words
@@ -59,18 +62,14 @@ def _layout(sizes: SlotSizes) -> list[_Words]:
 def pack_admissions(admissions: Sequence[Admission], sizes: SlotSizes) -> NDArray[np.int32]:
     """i32[ADMISSION_BATCH, words] for `admit`; unused rows go to no slot."""
     assert len(admissions) <= ADMISSION_BATCH
-    layout = _layout(sizes)
+    layout = _layout(sizes, is_rare=False)
     packed = np.zeros((ADMISSION_BATCH, layout[-1].columns.stop), np.int32)
     packed[:, 0] = sizes.num_slots + 1  # past the trash slot, so dropped
-    for row, admission in enumerate(admissions):
-        packed[row, 0] = admission.slot
+    for row, admission in zip(packed, admissions, strict=False):
+        row[0] = admission.slot
         for words in layout:
-            field = words.field
-            assert field.fill is not None
-            at = packed[row, words.columns].view(field.dtype).reshape(words.shape or (1,))
-            values = np.atleast_1d(np.asarray(field.fill(admission), field.dtype))
-            at[..., : values.shape[-1]] = values
-            at[..., values.shape[-1] :] = field.default
+            assert words.field.fill is not None
+            _write(row, words, words.field.fill(admission))
     return packed
 
 
@@ -78,21 +77,72 @@ def admit(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceStat
     """Stores the parameters and pages of newly admitted requests (`pack_admissions`) in their slots."""
     slots = packed[:, 0]
     filled: DeviceState = {}
-    for words in _layout(sizes):
+    for words in _layout(sizes, is_rare=False):
         name = words.field.name
         values = jax.lax.bitcast_convert_type(packed[:, words.columns], words.field.dtype)
         filled[name] = state[name].at[slots].set(values.reshape(len(slots), *words.shape), mode="drop")
     return state | filled
 
 
+def rare_words(sizes: SlotSizes) -> int:
+    """Words of what `pack_rare` returns."""
+    return _layout(sizes, is_rare=True)[-1].columns.stop
+
+
+def pack_rare(admission: Admission, sizes: SlotSizes) -> NDArray[np.int32] | None:
+    """i32[rare_words(sizes)] for `admit_rare`, or None for a request that asks for nothing rare."""
+    layout = _layout(sizes, is_rare=True)
+    values = [words.field.fill and words.field.fill(admission) for words in layout]
+    if all(value is None for value in values):
+        return None
+    packed = np.zeros(rare_words(sizes), np.int32)
+    packed[0] = admission.slot
+    for words, value in zip(layout, values, strict=True):
+        _write(packed, words, () if value is None else value)
+    return packed
+
+
+def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceState:
+    """Stores the rare fields of one newly admitted request (`pack_rare`) in its slot."""
+    slot = packed[0]
+    values = {
+        words.field: jax.lax.bitcast_convert_type(packed[words.columns], words.field.dtype).reshape(words.shape)
+        for words in _layout(sizes, is_rare=True)
+    }
+    return state | {
+        field.name: state[field.name].at[slot].set(values.get(field, np.dtype(field.dtype).type(field.default)))
+        for field in SLOT_FIELDS
+        if field.is_rare
+    }
+
+
+def _write(row: NDArray[np.int32], words: _Words, value: Any) -> None:
+    """Writes what an admission fills into a field to its place in `row`."""
+    at = row[words.columns].view(words.field.dtype).reshape(words.shape or (1,))
+    values = np.atleast_1d(np.asarray(value, words.field.dtype))
+    at[..., : values.shape[-1]] = values
+    at[..., values.shape[-1] :] = words.field.default
+
+
 def pack_recalls(admission: Admission) -> list[NDArray[np.int32]]:
     """For `recall`, i32[RECALL_WORDS] each."""
-    tokens = admission.request.token_ids()[: admission.num_cached]
+    return _pack_tokens(admission.slot, admission.request.token_ids()[: admission.num_cached])
+
+
+def pack_recounts(admission: Admission) -> list[NDArray[np.int32]]:
+    """For `recount`, i32[RECALL_WORDS] each. Only a preempted request has output tokens when it is admitted."""
+    request = admission.request
+    if not len(request.output_token_ids) or not is_penalized(request.sampling_params):
+        return []
+    return _pack_tokens(admission.slot, request.output_token_ids)
+
+
+def _pack_tokens(slot: int, tokens: TokenIds) -> list[NDArray[np.int32]]:
     packed = []
     for first in range(0, len(tokens), RECALL_TOKENS):
         part = tokens[first : first + RECALL_TOKENS]
         packed.append(np.zeros(RECALL_WORDS, np.int32))
-        packed[-1][:3] = admission.slot, first, len(part)
+        packed[-1][:3] = slot, first, len(part)
         packed[-1][3 : 3 + len(part)] = part
     return packed
 
@@ -106,7 +156,17 @@ def recall(state: DeviceState, packed: jax.Array) -> DeviceState:
     return state | {HISTORY.name: history.at[slot, positions].set(packed[3:], mode="drop")}
 
 
+def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
+    """Counts tokens that a preempted request had sampled before. They add to those that its slot counted already."""
+    slot, count, tokens = packed[0], packed[2], packed[3:]
+    counts = state[OUTPUT_COUNTS.name]
+    at = jnp.where(jnp.arange(RECALL_TOKENS) < count, tokens, counts.shape[1])
+    more = jnp.zeros(counts.shape[1], jnp.int32).at[at].add(1, mode="drop")
+    total = jnp.minimum(counts[slot].astype(jnp.int32) + more, MAX_COUNT)
+    return state | {OUTPUT_COUNTS.name: counts.at[slot].set(total.astype(counts.dtype))}
+
+
 def state_bytes(sizes: SlotSizes) -> int:
     """Bytes that the state takes of each device."""
-    words = sum(math.prod(field.shape(sizes)) for field in SLOT_FIELDS)
-    return 4 * words * (sizes.num_slots + 1)
+    of_slot = sum(math.prod(field.shape(sizes)) * np.dtype(field.dtype).itemsize for field in SLOT_FIELDS)
+    return of_slot * (sizes.num_slots + 1)

@@ -22,6 +22,7 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.prompt_scores import score
 from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
@@ -216,7 +217,7 @@ def _sample(
             "length": state["length"].at[at].set(positions + 1, mode="drop"),
             "limit": state["limit"].at[at].set(jnp.where(is_stop, positions + 1, rows["limit"]), mode="drop"),
         }
-        return state | progress, tokens, best
+        return count_tokens(state, rows, tokens) | progress, tokens, best
 
 
 def _share(model: StepModel) -> ModelSpec:

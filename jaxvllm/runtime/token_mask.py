@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.request import TokenConstraint
-from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotField, SlotSizes
+from jaxvllm.runtime.slot_fields import DeviceState, SlotField, SlotSizes
 from jaxvllm.runtime.stages import Share, Stage
 
 BITS = 32
@@ -28,17 +27,17 @@ IS_MASKED = SlotField("is_masked", np.int32, 0, lambda admission: 0)
 MASK = SlotField("mask", np.int32, 0, None, lambda sizes: (mask_words(sizes.vocab_size),))
 
 
-def pack_masks(rows: Sequence[tuple[int, TokenConstraint]], sizes: SlotSizes) -> NDArray[np.int32]:
-    """i32[MASK_BATCH, 1 + words] for `store_masks`: a slot, and the bits that its constraint fills in.
+def pack_masks(rows: Sequence[tuple[int, NDArray[np.int32]]], sizes: SlotSizes) -> NDArray[np.int32]:
+    """i32[MASK_BATCH, 1 + words] for `store_masks`: a slot, and the bits of its mask.
 
     Unused rows go to no slot.
     """
     assert len(rows) <= MASK_BATCH
     packed = np.zeros((MASK_BATCH, 1 + mask_words(sizes.vocab_size)), np.int32)
     packed[:, 0] = sizes.num_slots + 1  # past the trash slot, so dropped
-    for words, (slot, constraint) in zip(packed, rows, strict=False):
+    for words, (slot, mask) in zip(packed, rows, strict=False):
         words[0] = slot
-        constraint.fill(words[1:])
+        words[1:] = mask
     return packed
 
 
@@ -51,12 +50,26 @@ def store_masks(state: DeviceState, packed: jax.Array) -> DeviceState:
     }
 
 
-def _mask_logits(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
-    token_ids = share.first + jnp.arange(share.size)
-    # Only padding of the last device's share is beyond the vocabulary, and it is never sampled anyhow.
-    words = jnp.take(rows[MASK.name], token_ids // BITS, axis=1, mode="clip")
-    is_allowed = (words >> (token_ids % BITS)) & 1
-    return jnp.where((rows[IS_MASKED.name] == 0)[:, None] | (is_allowed == 1), logits, -jnp.inf)
+def pack_bits(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """i32[words]: the bits of `token_ids`, which are in no order, as far as the largest of them."""
+    bits = np.zeros(mask_words(int(token_ids.max()) + 1) * BITS, np.bool_)
+    bits[token_ids] = True
+    return np.packbits(bits, bitorder="little").view("<i4")
 
 
-TOKEN_MASK = Stage((IS_MASKED, MASK), lambda rows, positions: rows[IS_MASKED.name] != 0, _mask_logits)
+def unpack_bits(words: jax.Array) -> jax.Array:
+    """bool[R, words * BITS] of i32[R, words], without a gather: each word is read once."""
+    bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.int32)) & 1
+    return bits.reshape(len(words), -1) == 1
+
+
+def mask_logits(logits: jax.Array, is_masked: jax.Array, words: jax.Array, share: Share) -> jax.Array:
+    """`logits` of the tokens whose bits are set in i32[R, words], and of the rows that are not masked (bool[R])."""
+    return jnp.where(share.take(unpack_bits(words)) | ~is_masked[:, None], logits, -jnp.inf)
+
+
+TOKEN_MASK = Stage(
+    (IS_MASKED, MASK),
+    lambda rows, positions: rows[IS_MASKED.name] != 0,
+    lambda logits, rows, positions, share: mask_logits(logits, rows[IS_MASKED.name] != 0, rows[MASK.name], share),
+)

@@ -42,14 +42,18 @@ class Generation:
         Raises the errors of `AsyncLLM.submit`, and ValueError for too many choices.
         """
         params = requests[0].params
-        if (choices := len(requests) * params.n) > MAX_CHOICES:
+        if (choices := len(requests) * params.num_sequences) > MAX_CHOICES:
             raise ParameterError(
-                f"n times the number of prompts is {choices}, and the most is {MAX_CHOICES}: send several requests", "n"
+                f"n (or best_of) times the number of prompts is {choices}, and the most is {MAX_CHOICES}: send several "
+                "requests",
+                "n",
             )
         most = service.llm.max_requests
         if most is not None and choices > most:
             raise ParameterError(
-                f"n times the number of prompts is {choices}, and at most {most} may run and wait: lower n", "n"
+                f"n (or best_of) times the number of prompts is {choices}, and at most {most} may run and wait: lower "
+                "it",
+                "n",
             )
         params = _bounded(params, [request.prompt for request in requests], service.reader.max_model_len)
         generation = cls(service)

@@ -19,7 +19,7 @@ from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.server.protocol.fields import now
 from jaxvllm.text.assistant_message import AnswerFormat
-from jaxvllm.text.prompts import PromptReader
+from jaxvllm.text.prompts import ANY_LENGTH, PromptReader, PromptRoom
 from jaxvllm.text.reasoning import FORMATS, ReasoningFormat
 from jaxvllm.text.tokenizer import Tokenizer
 from jaxvllm.text.tool_calls.format import ToolCallFormat
@@ -126,11 +126,11 @@ class Service:
         *,
         field: str,
         add_special_tokens: bool,
-        scores_only: bool = False,
+        room: PromptRoom = ANY_LENGTH,
     ) -> Prompt:
         """Reads the prompt from the request's `field`. Raises ParameterError for one that the model cannot take."""
         with concerning(field):
-            return self.reader.read(prompt, add_special_tokens=add_special_tokens, scores_only=scores_only)
+            return self.reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
 
     def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the tokens of a text, which may be longer than the model's context.

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxvllm.core.errors import ContextLengthError, ParameterError
 from jaxvllm.core.request import Prompt, TokenIds
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.text.tokenizer import Tokenizer
 
 # The keys of a prompt that is a mapping, as in vLLM. It has one of the first two, and may have a salt.
@@ -17,11 +18,28 @@ type PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class PromptRoom:
+    """What the parameters of a request say about the length of its prompt."""
+
+    scores_only: bool = False  # no token is generated, so that the prompt may be as long as the model
+    max_tokens: int | None = None  # to generate, at most
+    keep: int | None = None  # only so many of the prompt's last tokens; -1: as many as leave room for max_tokens
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "PromptRoom":
+        """Returns the room that a request with these parameters leaves for its prompt."""
+        return cls(params.scores_only, params.max_tokens, params.truncate_prompt_tokens)
+
+
+ANY_LENGTH = PromptRoom()
+
+
+@dataclass(frozen=True)
 class PromptReader:
     """Turns `PromptLike` values into `Prompt`s. For a wrong one it raises a ValueError with the rule and the value.
 
     For a prompt that is too long it raises a `ContextLengthError`. The limit leaves room for an answer of at least one
-    token, unless the request `scores_only`.
+    token, unless the request only scores its prompt.
     """
 
     tokenizer: Tokenizer | None
@@ -33,28 +51,53 @@ class PromptReader:
         """The number of characters above which every text is too long for a prompt."""
         return self.max_model_len * (1 if self.tokenizer is None else self.tokenizer.longest_token)
 
-    def read(self, prompt: PromptLike, *, add_special_tokens: bool = True, scores_only: bool = False) -> Prompt:
+    def read(self, prompt: PromptLike, *, add_special_tokens: bool = True, room: PromptRoom = ANY_LENGTH) -> Prompt:
         """Reads a prompt from a text, from token ids, or from a mapping with either and perhaps a `cache_salt`."""
         inner, salt = self._unpack(prompt) if isinstance(prompt, Mapping) else (prompt, None)
+        keep = self._kept(room)
         if isinstance(inner, str):
-            return Prompt(inner, self._check(self._tokenize(inner, add_special_tokens, scores_only), scores_only), salt)
+            return Prompt(inner, self._check(self._tokenize(inner, add_special_tokens, room), room, keep), salt)
         if isinstance(inner, bytes) or not isinstance(inner, Sequence | np.ndarray):
             raise ParameterError(f"a prompt is a string, token ids or a mapping of one, not {type(inner).__name__}")
-        return Prompt(None, self._check(cast(Sequence[int], inner), scores_only), salt)
+        return Prompt(None, self._check(cast(Sequence[int], inner), room, keep), salt)
 
-    def _tokenize(self, text: str, add_special_tokens: bool, scores_only: bool) -> list[int]:
+    def _kept(self, room: PromptRoom) -> int | None:
+        """Returns how many of a prompt's last tokens are kept. None: all."""
+        if room.keep == -1:
+            # Without a max_tokens, and with 0, the prompt may have all that a prompt may have at all.
+            kept = min(self.max_model_len - (room.max_tokens or 0), self._max_tokens(room.scores_only))
+            if kept < 1:
+                raise ParameterError(
+                    f"max_tokens {room.max_tokens} leaves no room for a prompt within max_model_len "
+                    f"{self.max_model_len}, to which truncate_prompt_tokens -1 would shorten it: lower max_tokens",
+                    "max_tokens",
+                )
+            return kept
+        if room.keep is not None and room.keep > self.max_model_len:
+            raise ParameterError(
+                f"truncate_prompt_tokens {room.keep} exceeds max_model_len {self.max_model_len}: lower it, or give -1 "
+                "for as many as fit",
+                "truncate_prompt_tokens",
+            )
+        return room.keep
+
+    def _tokenize(self, text: str, add_special_tokens: bool, room: PromptRoom) -> list[int]:
         if not text:
             raise ParameterError("the prompt is empty: give at least one character")
         if self.tokenizer is None:
             raise ParameterError("the model directory has no tokenizer.json: give token ids, or set tokenizer")
-        # The length is checked first: tokenizing a hopelessly long text takes seconds and hundreds of megabytes.
-        if len(text) > self.max_chars:
+        # The length is checked first: tokenizing a hopelessly long text takes seconds and hundreds of megabytes. Of a
+        # text whose last tokens are kept, no more than max_chars can be in them. As much again is tokenized before
+        # that, since the tokens at a cut differ from those of the whole text.
+        if room.keep is not None:
+            text = text[-2 * self.max_chars :]
+        elif len(text) > self.max_chars:
             raise ContextLengthError(
                 f"prompt of {len(text)} characters is more than {self.max_chars}, which is more than "
                 f"max_model_len {self.max_model_len} tokens can be: shorten it, or raise max_model_len",
                 num_tokens=-(-len(text) // self.tokenizer.longest_token),
                 num_chars=len(text),
-                max_prompt_tokens=self._max_tokens(scores_only),
+                max_prompt_tokens=self._max_tokens(room.scores_only),
                 max_model_len=self.max_model_len,
             )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -74,16 +117,18 @@ class PromptReader:
             raise ParameterError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
         return given[0], salt
 
-    def _check(self, ids: Sequence[int], scores_only: bool) -> TokenIds:
+    def _check(self, ids: Sequence[int], room: PromptRoom, keep: int | None) -> TokenIds:
         if len(ids) == 0:
             raise ParameterError("the prompt is empty: give at least one token")
-        if len(ids) > self._max_tokens(scores_only):
-            why = "exceeds" if scores_only else "leaves no room for an output within"
+        if keep is not None:
+            ids = ids[-keep:]
+        if len(ids) > self._max_tokens(room.scores_only):
+            why = "exceeds" if room.scores_only else "leaves no room for an output within"
             raise ContextLengthError(
                 f"prompt of {len(ids)} tokens {why} max_model_len {self.max_model_len}: shorten it, or raise "
                 "max_model_len",
                 num_tokens=len(ids),
-                max_prompt_tokens=self._max_tokens(scores_only),
+                max_prompt_tokens=self._max_tokens(room.scores_only),
                 max_model_len=self.max_model_len,
             )
         try:

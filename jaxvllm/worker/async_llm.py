@@ -17,7 +17,8 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
-from jaxvllm.text.prompts import PromptLike, PromptReader
+from jaxvllm.text.bad_words import read_bad_words
+from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
 from jaxvllm.text.tokenizer import Tokenizer
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_process import EngineProcess
@@ -226,7 +227,7 @@ class AsyncLLM:
         optional fields of `GenerationRequest`, such as `priority`.
         """
         params = self.facts.default_params if sampling_params is None else sampling_params
-        read = self.reader.read(prompt, scores_only=params.scores_only)
+        read = self.reader.read(prompt, room=PromptRoom.of(params))
         if request_id is None:
             request_id = f"request-{self._requests.new_serial()}"
         return GenerationRequest(request_id, read, params, **options)
@@ -253,6 +254,7 @@ class AsyncLLM:
         process = self._ready_process()
         assert self._rules is not None, "an engine that is ready has sent the facts about its model"
         self._rules.check(request)
+        read_bad_words(request.params.bad_words, self.tokenizer, self.facts.vocab_size)
         request_id = request.request_id
         if request_id in self._requests:
             raise ParameterError(f"request id {request_id!r} is in use: choose another", "request_id")
@@ -405,7 +407,7 @@ class AsyncLLM:
             tokenizer = None if directory is None else Tokenizer.from_directory(directory)
             self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
         self._facts = facts
-        self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids)
+        self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids, facts.vocab_size)
         self._was_ready = True
         self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")

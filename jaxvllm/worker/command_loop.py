@@ -122,7 +122,7 @@ class CommandLoop:
                 self._engine.close()
 
     def _add(self, add: wire.Add) -> None:
-        request, n = add.request, add.request.params.n
+        request, n = add.request, add.request.params.num_sequences
         schedulers = [replica.scheduler for replica in self._engine.replicas]
         try:
             self._engine.check_fits(request)

@@ -4,7 +4,7 @@ from itertools import count
 
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind
-from jaxvllm.engine.outputs import Logprob, RequestOutput
+from jaxvllm.engine.outputs import FlatLogprobs, Logprob, RequestOutput
 from jaxvllm.worker import wire
 from jaxvllm.worker.request_stream import RequestStream
 
@@ -15,7 +15,7 @@ class OpenRequest:
     def __init__(self, request: GenerationRequest, stream: RequestStream):
         self.request = request
         self.stream = stream
-        self._scores: list[dict[int, Logprob] | None] | None = None
+        self._scores: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
 
     def deliver(self, output: wire.Output) -> RequestOutput:
         """Completes `output` with what the wire leaves out, puts it into the stream, and returns it."""

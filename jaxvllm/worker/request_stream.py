@@ -1,13 +1,13 @@
 """`RequestStream`: delivers the outputs of one request to its caller, who may be slower than the engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind
-from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
+from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
 
 
 class RequestStream:
@@ -113,5 +113,13 @@ def _appended(first: CompletionOutput, second: CompletionOutput) -> CompletionOu
         second,
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
-        logprobs=None if second.logprobs is None else (first.logprobs or []) + second.logprobs,
+        logprobs=_all_logprobs(first.logprobs or (), second.logprobs),
     )
+
+
+def _all_logprobs(
+    first: Sequence[dict[int, Logprob]], second: list[dict[int, Logprob]] | FlatLogprobs | None
+) -> list[dict[int, Logprob]] | FlatLogprobs | None:
+    if isinstance(second, FlatLogprobs):
+        return FlatLogprobs.of([*first, *second])
+    return None if second is None else [*first, *second]

@@ -8,7 +8,7 @@ import numpy as np
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.request import GenerationRequest, TokenIds
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics
+from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.worker.queue_limits import QueueLimits
@@ -119,7 +119,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # only in a request's first output
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None  # only in a request's first output
 
 
 class Outputs(Message, frozen=True):

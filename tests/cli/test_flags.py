@@ -22,7 +22,8 @@ def parser(source: type, **options: bool) -> argparse.ArgumentParser:
 @pytest.mark.parametrize("source", [EngineConfig, SamplingParams])
 def test_every_field_has_a_flag_and_most_say_what_they_are(source):
     actions = {action.dest: action for action in parser(source)._actions}
-    objects = {"logit_bias", "structured_outputs", "repetition_detection"}  # nobody types these at a terminal
+    # Nobody types these at a terminal.
+    objects = {"logit_bias", "structured_outputs", "repetition_detection", "extra_args"}
     names = {field.name for field in fields(source)} - objects
     assert names == actions.keys() - {"help", "prompts"}
     silent = [name for name in names if actions[name].help.startswith("(default")]

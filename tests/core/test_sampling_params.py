@@ -174,6 +174,26 @@ def test_values_have_one_stored_form() -> None:
     assert schema == StructuredOutputsParams(json='{"type": "object"}') and schema.kind == "json"
 
 
+def test_what_best_of_asks_for() -> None:
+    assert (SamplingParams(n=2, best_of=3).num_sequences, SamplingParams(n=2).num_sequences) == (3, 2)
+    assert SamplingParams(n=2, best_of=2) == SamplingParams(n=2)
+    child = SamplingParams(best_of=3, seed=5).child(2)
+    assert (child.n, child.best_of, child.seed, child.logprobs) == (1, None, 7, 0)
+    with pytest.raises(ParameterError, match="best_of 2 is less than n 3: raise it, or lower n"):
+        SamplingParams(n=3, best_of=2)
+    with pytest.raises(ParameterError, match="best_of 2 cannot stream"):
+        SamplingParams(best_of=2, output_kind=RequestOutputKind.DELTA)
+
+
+def test_extra_args_are_kept_and_never_read() -> None:
+    given = {"a": [1]}
+    assert SamplingParams(extra_args=given, skip_clone=True).extra_args == given
+    with pytest.raises(ParameterError, match="extra_args must be a mapping"):
+        SamplingParams(extra_args={1: 2})  # type: ignore[dict-item]
+    with pytest.raises(UnsupportedParameterError, match="kv_transfer_params is not supported"):
+        SamplingParams(extra_args={"kv_transfer_params": {}})
+
+
 def test_unknown_options_are_errors() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]

@@ -11,8 +11,8 @@ from jaxvllm.core.request import GenerationRequest, Prompt, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.request_rules import RequestRules
 
-RULES = RequestRules(max_model_len=64, eos_token_ids=(2, 3), takes_priorities=False)
-ANY_PRIORITY = RequestRules(max_model_len=64, eos_token_ids=(2, 3), takes_priorities=True)
+RULES = RequestRules(max_model_len=64, eos_token_ids=(2, 3), vocab_size=100, takes_priorities=False)
+ANY_PRIORITY = RequestRules(max_model_len=64, eos_token_ids=(2, 3), vocab_size=100, takes_priorities=True)
 
 
 def request(priority: Any = 0, **params: Any) -> GenerationRequest:
@@ -45,6 +45,20 @@ def test_a_priority_is_an_integer(priority: Any) -> None:
     assert raised.value.param == "priority"
 
 
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("logit_bias", {"99": 1.0}, {5: 1.0, 100: 2.0}),
+        ("allowed_token_ids", [0, 99], [0, 100]),
+    ],
+)
+def test_tokens_are_in_the_vocabulary(name: str, good: Any, bad: Any) -> None:
+    RULES.check(request(**{name: good}))
+    with pytest.raises(ParameterError, match=f"{name}: token id 100 is outside the vocabulary of 100 tokens") as raised:
+        RULES.check(request(**{name: bad}))
+    assert raised.value.param == name
+
+
 @pytest.mark.parametrize("bad", [-1, 21])
 def test_log_probabilities_are_bounded(bad: int) -> None:
     with pytest.raises(ParameterError, match="logprobs must be an integer from 0 to 20, not"):
@@ -61,7 +75,7 @@ def test_priorities_need_the_policy() -> None:
 def test_stop_tokens_and_eos_together_are_bounded() -> None:
     most = request(stop_token_ids=list(range(10, 40)))
     RULES.check(most)
-    many_eos = RequestRules(max_model_len=64, eos_token_ids=(1, 2, 3), takes_priorities=False)
+    many_eos = RequestRules(max_model_len=64, eos_token_ids=(1, 2, 3), vocab_size=100, takes_priorities=False)
     with pytest.raises(ParameterError, match="EOS and stop_token_ids are more than 32 tokens together") as raised:
         many_eos.check(most)
     assert raised.value.param == "stop_token_ids"

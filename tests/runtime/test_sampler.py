@@ -1,6 +1,7 @@
 """The sampler against NumPy: what is kept by sorting, what is drawn from the documented noise, and how often."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxvllm.core.sampling_params import MAX_LOGPROBS
+from jaxvllm.core.request import MAX_BAD_WORD_TOKENS
+from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
-from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
+from jaxvllm.runtime.sampler import LOGIT_STAGES, DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.slot_fields import Rows
+from jaxvllm.runtime.stages import Share, run_stages
 
 
 @jax.jit
@@ -43,7 +46,23 @@ class Row:
     min_length: int = 0
     stop_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
-    allowed: tuple[int, ...] | None = None
+    allowed: tuple[int, ...] | None = None  # by the host's mask
+    allowed_token_ids: tuple[int, ...] | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt: tuple[int, ...] = (0,)
+    output: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def is_penalized(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def __str__(self) -> str:
         changed = (f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default)
@@ -51,22 +70,66 @@ class Row:
 
 
 def state_of(rows: list[Row]) -> Rows:
-    stop_ids = np.full((len(rows), MAX_STOP_IDS), NO_TOKEN, np.int32)
-    for index, row in enumerate(rows):
-        stop_ids[index, : len(row.stop_ids)] = row.stop_ids
+    """The slot fields of `rows`. Large ones that a row does not ask for have what a former tenant might have left."""
+
+    def flags(asks: list[bool]) -> np.ndarray:
+        return np.asarray(asks, np.int32)
+
+    def padded(values: Sequence[Any], size: int, default: int = NO_TOKEN) -> np.ndarray:
+        return np.asarray([*values, *[default] * (size - len(values))], np.int32)
+
+    def scalars(name: str, dtype: Any) -> np.ndarray:
+        return np.asarray([getattr(row, name) for row in rows], dtype)
+
+    left = bits(tuple(range(1, 64, 2)))
     values = {
-        "temperature": np.asarray([row.temperature for row in rows], np.float32),
-        "top_k": np.asarray([row.top_k for row in rows], np.int32),
-        "top_p": np.asarray([row.top_p for row in rows], np.float32),
-        "min_p": np.asarray([row.min_p for row in rows], np.float32),
-        "seed": np.asarray([row.seed for row in rows], np.uint32),
-        "min_length": np.asarray([row.min_length for row in rows], np.int32),
-        "stop_ids": stop_ids,
-        "num_logprobs": np.asarray([row.num_logprobs for row in rows], np.int32),
-        "is_masked": np.asarray([row.allowed is not None for row in rows], np.int32),
-        "mask": np.stack([bits(row.allowed or ()) for row in rows]),
+        "temperature": scalars("temperature", np.float32),
+        "top_k": scalars("top_k", np.int32),
+        "top_p": scalars("top_p", np.float32),
+        "min_p": scalars("min_p", np.float32),
+        "seed": scalars("seed", np.uint32),
+        "min_length": scalars("min_length", np.int32),
+        "stop_ids": np.stack([padded(row.stop_ids, MAX_STOP_IDS) for row in rows]),
+        "num_logprobs": scalars("num_logprobs", np.int32),
+        "is_masked": flags([row.allowed is not None for row in rows]),
+        "mask": np.stack([left if row.allowed is None else bits(row.allowed) for row in rows]),
+        "is_restricted": flags([row.allowed_token_ids is not None for row in rows]),
+        "allowed": np.stack([left if row.allowed_token_ids is None else bits(row.allowed_token_ids) for row in rows]),
+        "is_biased": flags([bool(row.logit_bias) for row in rows]),
+        "biases": np.stack([packed_biases(row.logit_bias or ((1, 7.0),)) for row in rows]),
+        "repetition_penalty": scalars("repetition_penalty", np.float32),
+        "frequency_penalty": scalars("frequency_penalty", np.float32),
+        "presence_penalty": scalars("presence_penalty", np.float32),
+        "prompt_tokens": np.stack([bits(row.prompt) if row.is_penalized else left for row in rows]),
+        "output_counts": np.stack(
+            [np.bincount(np.asarray(row.output if row.is_penalized else (1, 3), int), minlength=64) for row in rows]
+        ).astype(np.int16),
+        "has_bad_words": flags([bool(row.bad_words) for row in rows]),
+        "bad_words": np.stack([packed_bad_words(row.bad_words or ((1,),)) for row in rows]),
+        "num_prompt": np.asarray([len(row.prompt) for row in rows], np.int32),
+        "history": np.stack([padded((*row.prompt, *row.output), 64, 0) for row in rows]),
     }
     return Rows(jax.tree.map(jnp.asarray, values), jnp.arange(len(rows)))
+
+
+def packed_biases(pairs: tuple[tuple[int, float], ...]) -> np.ndarray:
+    """i32[2, MAX_LOGIT_BIASES]: the tokens, and the bits of their biases."""
+    packed = np.full((2, MAX_LOGIT_BIASES), NO_TOKEN, np.int32)
+    packed[0, : len(pairs)] = [token for token, _ in pairs]
+    packed[1, : len(pairs)] = np.asarray([bias for _, bias in pairs], np.float32).view(np.int32)
+    return packed
+
+
+def packed_bad_words(words: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    """i32[3, MAX_BAD_WORD_TOKENS]: all tokens, and where each one's word begins and ends."""
+    packed = np.full((3, MAX_BAD_WORD_TOKENS), NO_TOKEN, np.int32)
+    first = 0
+    for word in words:
+        packed[:, first : first + len(word)] = np.stack(
+            [word, np.full(len(word), first), np.full(len(word), first + len(word) - 1)]
+        )
+        first += len(word)
+    return packed
 
 
 def bits(token_ids: tuple[int, ...]) -> np.ndarray:
@@ -78,6 +141,31 @@ def bits(token_ids: tuple[int, ...]) -> np.ndarray:
 def softmax(x: np.ndarray) -> np.ndarray:
     weights = np.exp(x.astype(np.float64) - x.max())
     return weights / weights.sum()
+
+
+def processed(logits: np.ndarray, row: Row) -> np.ndarray:
+    """f32[V]: what the documented operations, one after the other, make of the logits of a row."""
+    x = logits.astype(np.float32)
+    tokens = np.arange(len(x))
+    if row.allowed is not None:
+        x = np.where(np.isin(tokens, row.allowed), x, -np.inf)
+    if row.allowed_token_ids is not None:
+        x = np.where(np.isin(tokens, row.allowed_token_ids), x, -np.inf)
+    for token, bias in row.logit_bias:
+        x[token] += np.float32(bias)
+    if row.position < row.min_length:
+        without = np.where(np.isin(tokens, row.stop_ids), -np.inf, x)
+        if (without > -np.inf).any():
+            x = without
+    counts = np.bincount(np.asarray(row.output, int), minlength=len(x))
+    r = np.float32(row.repetition_penalty)
+    x = np.where((counts > 0) | np.isin(tokens, row.prompt), np.where(x > 0, x / r, x * r), x)
+    x = x - np.float32(row.frequency_penalty) * counts.astype(np.float32)
+    x = x - np.float32(row.presence_penalty) * (counts > 0)
+    for *begins, last in row.bad_words:
+        if not begins or list(row.output[-len(begins) :]) == begins:
+            x[last] = -np.inf
+    return x
 
 
 def kept(scaled: np.ndarray, row: Row) -> tuple[np.ndarray, bool]:
@@ -146,6 +234,66 @@ def test_draws_what_the_oracle_draws(rows: list[Row], logits_seed: int, step: fl
         keep, unclear = kept(scaled, row)
         if not unclear:
             assert tokens[index] == np.argmax(np.where(keep, scaled + gumbel[index], -np.inf)), row
+
+
+tokens_of_vocab = st.integers(0, VOCAB - 1)
+
+
+biases = st.dictionaries(tokens_of_vocab, st.sampled_from([-100.0, -1.5, 0.3, 9.0]))
+
+
+@st.composite
+def rows_with_everything(draw: st.DrawFn) -> Row:
+    few = st.lists(tokens_of_vocab, min_size=1, max_size=6, unique=True).map(tuple)
+    small = st.integers(0, 3)  # so that outputs repeat themselves, and bad words meet them
+    output = tuple(draw(st.lists(small | tokens_of_vocab, max_size=12)))
+    words = st.lists(st.lists(small, min_size=1, max_size=3).map(tuple), max_size=20).map(tuple)
+    return replace(
+        draw(parameter_rows),
+        allowed=draw(st.none() | few),
+        allowed_token_ids=draw(st.none() | st.lists(tokens_of_vocab, min_size=20, unique=True).map(tuple)),
+        logit_bias=tuple(
+            sorted(draw(st.dictionaries(tokens_of_vocab, st.sampled_from([-100.0, -1.5, 0.3, 9.0]))).items())
+        ),
+        min_length=draw(st.integers(0, 30)),
+        stop_ids=draw(few | st.just(())),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.5, 1.3, 1e6])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, -2.0, 0.7, 2.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, -2.0, 0.7, 2.0])),
+        bad_words=draw(words),
+        prompt=tuple(draw(st.lists(small | tokens_of_vocab, min_size=1, max_size=12))),
+        output=output,
+    )
+
+
+@jax.jit
+def jitted_logit_stages(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
+    return run_stages(LOGIT_STAGES, logits, rows, positions, Share(VOCAB, VOCAB))
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(rows_with_everything() | parameter_rows, min_size=ROWS, max_size=ROWS),
+    logits_seed=st.integers(0, 2**32),
+)
+def test_everything_together_is_what_the_oracle_does(rows: list[Row], logits_seed: int) -> None:
+    logits = np.random.default_rng(logits_seed).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
+    positions = np.asarray([row.position for row in rows], np.int32)
+    params = state_of(rows)
+    expected = np.stack([processed(one, row) for one, row in zip(logits, rows, strict=True)])
+    got = np.asarray(jitted_logit_stages(logits, params, positions))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    tokens = np.asarray(jitted_sample(logits, params, positions))
+    gumbel = np.asarray(noise(params["seed"], positions))
+    for index, row in enumerate(rows):
+        keep, unclear = np.ones(VOCAB, bool), False
+        scores = got[index]
+        if row.temperature > 0 and (scores > -np.inf).any():  # where nothing is possible, the first token comes
+            scaled = got[index] / np.float32(row.temperature)
+            keep, unclear = kept(scaled, row)
+            scores = scaled + gumbel[index]
+        if not unclear:
+            assert tokens[index] == np.argmax(np.where(keep, scores, -np.inf)), row
 
 
 @pytest.mark.parametrize(

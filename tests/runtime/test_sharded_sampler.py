@@ -28,6 +28,12 @@ ROWS = [
     Row(temperature=0.0, num_logprobs=0),
     Row(temperature=0.0, allowed=(2, 33, 49)),
     Row(temperature=1.0, allowed=(1, 31, 32, 47), seed=(7, 8)),
+    Row(temperature=0.0, allowed=(3, 49), min_length=99, stop_ids=(3, 17, 49)),  # a row that would be left empty
+    Row(temperature=0.0, allowed_token_ids=(2, 33, 49)),
+    Row(temperature=1.0, logit_bias=((1, -100.0), (2, 3.0), (33, 4.0)), seed=(9, 9)),
+    Row(temperature=0.0, repetition_penalty=3.0, presence_penalty=1.0, prompt=(1, 2, 40), output=(2, 49, 49)),
+    Row(temperature=1.0, frequency_penalty=-2.0, output=(2, 49, 49), seed=(1, 9)),
+    Row(temperature=0.0, bad_words=((1,), (0, 2), (5, 49)), prompt=(5,)),
 ]
 PADDING = 1e9  # what lies behind the vocabulary would win if it were looked at
 

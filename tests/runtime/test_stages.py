@@ -17,13 +17,17 @@ from tests.runtime.test_sampler import VOCAB, Row, state_of
 
 ASKING = {
     "TOKEN_MASK": Row(allowed=(3, 9, 11)),
+    "ALLOWED_TOKENS": Row(allowed_token_ids=(3, 9, 11)),
+    "LOGIT_BIAS": Row(logit_bias=((3, 5.0), (9, -100.0))),
     "MIN_TOKENS": Row(min_length=99, stop_ids=(2, 5)),
+    "PENALTIES": Row(repetition_penalty=2.0, prompt=(3, 9)),
+    "BAD_WORDS": Row(bad_words=((4,),)),
     "MIN_P": Row(min_p=0.3),
     "TOP_K": Row(top_k=3),
     "TOP_P": Row(top_p=0.4),
 }
 STAGES = dict(zip(ASKING, (*LOGIT_STAGES, *FILTER_STAGES), strict=True))
-WHOLE = Share(0, VOCAB)
+WHOLE = Share(VOCAB, VOCAB)
 
 
 def counting(stage: Stage, runs: list[int]) -> Stage:
@@ -52,7 +56,7 @@ def test_a_stage_is_computed_when_a_row_asks_for_it(asked: str | None) -> None:
     got = run([counting(stage, runs[name]) for name, stage in STAGES.items()], rows, logits)
     assert {name for name, times in runs.items() if times} == ({asked} - {None})
     np.testing.assert_array_equal(got[[0, 2]], logits[[0, 2]])
-    assert asked is None or (got[1] == -np.inf).any()
+    assert (asked is not None) == (got[1] != logits[1]).any()
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -84,6 +88,10 @@ def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
 
 def test_every_stage_has_its_own_fields_declared() -> None:
     names = {field.name for stage in STAGES.values() for field in stage.fields}
-    assert names == {"is_masked", "mask", "min_length", "stop_ids", "min_p", "top_k", "top_p"}
+    assert names == {
+        *("is_masked", "mask", "is_restricted", "allowed", "is_biased", "biases", "min_length", "stop_ids"),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_tokens", "output_counts"),
+        *("has_bad_words", "bad_words", "num_prompt", "min_p", "top_k", "top_p"),
+    }
     in_module = {value for value in vars(stages_module).values() if isinstance(value, Stage)}
     assert in_module <= set(STAGES.values()), "a stage that no order names"

@@ -20,6 +20,14 @@ FILES = Path(jaxvllm.server.__file__).parent / "playground"
 TOKENS = (b" Once", b" upon", b" a", b" caf", b"\xc3", b"\xa9", b"\n", b"<b>", b"bold", b"<|end|>")
 TEXT = "Once upon a café\n<b>bold"
 KEY = "sesame"
+# A model that thinks first, and then calls a tool.
+CALL_DELTAS: tuple[dict[str, Any], ...] = (
+    {"reasoning": "They ask for "},
+    {"reasoning": "the weather."},
+    {"tool_calls": [{"index": 0, "id": "call-12345", "type": "function", "function": {"name": "get_weather"}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
+)
 CONTEXT = 512
 STATE = {
     "page_size": 16,
@@ -91,7 +99,10 @@ class Fake:
             raise PermissionError
 
     def answer(self, body: dict[str, Any], prompt: str, is_chat: bool) -> Response:
-        """The prompt says what happens: `refuse` and `break` fail, `slowly` never ends, `say` is said again."""
+        """The prompt says what happens: `refuse` and `break` fail, `slowly` never ends, `say` is said again.
+
+        Where there are tools, `weather` calls one.
+        """
         self.bodies.append(body)
         if len(body.get("messages", ())) > self.context_messages:
             return error(400, f"This model's maximum context length is {CONTEXT} tokens", "context_length_exceeded")
@@ -117,6 +128,14 @@ class Fake:
             yield ": keep-alive\n\n"
             if is_chat:
                 yield chunk({"delta": {"role": "assistant", "content": ""}})
+            if prompt == "weather" and body.get("tools"):
+                for delta in CALL_DELTAS:
+                    yield chunk({"delta": delta})
+                yield chunk({"finish_reason": "tool_calls", "delta": {}})
+                yield chunk(None)
+                yield "data: [DONE]\n\n"
+                ended = True
+                return
             tokens = TOKENS if prompt != "slowly" else (b" word",) * 100_000
             if prompt.startswith("say "):
                 text = prompt.removeprefix("say ").encode()

@@ -402,7 +402,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(Prompt="a"), "Prompt"),
     # Of others, not supported, and never ignored.
     (dict(suffix="the end"), "suffix"),
-    (dict(best_of=2), "best_of"),
+    (dict(n=3, best_of=2), "best_of"),
+    (dict(best_of=2, stream=True), "best_of"),
+    (dict(stream_interval=0), "stream_interval"),
+    (dict(repetition_detection={"max_pattern_size": 2}), "min_count"),
     (dict(frequency_penalty=0.5), "frequency_penalty"),
     (dict(presence_penalty=0.5), "presence_penalty"),
     (dict(repetition_penalty=1.1), "repetition_penalty"),
@@ -412,7 +415,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(prompt_logprobs=21), "prompt_logprobs"),
     (dict(prompt_logprobs=-1), "prompt_logprobs"),
     (dict(prompt_logprobs=1, stream=True), "prompt_logprobs"),
-    (dict(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=10**6), "truncate_prompt_tokens"),
+    (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
     (dict(allowed_token_ids=[1]), "allowed_token_ids"),
     (dict(bad_words=["a"]), "bad_words"),
     (dict(logits_processors=["x"]), "logits_processors"),
@@ -440,12 +444,62 @@ def test_a_bad_field_is_named(server, body, param):
         dict(use_beam_search=False, bad_words=[], response_format={"type": "text"}, service_tier="auto"),
         dict(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y", priority=0),
         dict(stream_options={}, structured_outputs=None, kv_transfer_params=None, vllm_xargs={}),
+        dict(best_of=None, truncate_prompt_tokens=None, skip_reading_prefix_cache=False, repetition_detection={}),
         dict(stop=None, seed=-1, top_k=-1, n=None, stream=False, logprobs=None, echo=None),
     ],
 )
 def test_what_changes_nothing_is_taken(server, body):
     text = complete(server, **GREEDY)["choices"][0]["text"]
     assert complete(server, **GREEDY | body)["choices"][0]["text"] == text
+
+
+def test_the_best_of_several(server):
+    body = dict(prompt=PROMPT, max_tokens=8, temperature=1.5, seed=3)
+    drawn = complete(server, **body, n=5, logprobs=0)["choices"]
+    best = sorted(drawn, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    chosen = complete(server, **body, n=2, best_of=5)["choices"]
+    assert [(choice["index"], choice["text"]) for choice in chosen] == list(enumerate(b["text"] for b in best[:2]))
+
+
+def test_a_prompt_that_is_truncated(server):
+    [whole, kept] = (
+        complete(server, **GREEDY | dict(prompt=prompt), truncate_prompt_tokens=count, return_token_ids=True)
+        for prompt, count in ((list(range(10, 30)), None), (list(range(300, 310)) + list(range(10, 30)), 20))
+    )
+    assert kept["choices"][0]["prompt_token_ids"] == list(range(10, 30))
+    assert kept["usage"]["prompt_tokens"] == 20
+    assert kept["choices"][0]["text"] == whole["choices"][0]["text"]
+    room = server.llm.facts.max_model_len
+    many = dict(prompt="word " * 10_000, max_tokens=room - 3)
+    assert complete(server, **many, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 3
+
+
+def test_the_prefix_cache_may_be_passed_by(server):
+    body = GREEDY | dict(prompt=list(range(10, 60)))
+    complete(server, **body)
+    cached = [
+        complete(server, **body, skip_reading_prefix_cache=skips)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for skips in (True, False)
+    ]
+    assert cached == [0, 48]
+
+
+def test_an_answer_that_repeats_itself_is_ended(server):
+    forever = dict(prompt=PROMPT, temperature=0, max_tokens=400, ignore_eos=True)
+    detection = dict(max_pattern_size=200, min_count=2)
+    [choice] = scored(server, **forever, repetition_detection=detection)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    chunks = stream(server, **forever, repetition_detection=detection)
+    assert joined(chunks)[0] == choice["text"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "repetition"
+
+
+def test_chunks_of_several_tokens(server):
+    sizes = [
+        len(chunk["choices"][0]["token_ids"])
+        for chunk in stream(server, **GREEDY, stream_interval=4, return_token_ids=True, ignore_eos=True)
+    ]
+    assert sum(sizes) == 12 and min(sizes[1:-1]) >= 4
 
 
 @pytest.mark.parametrize(

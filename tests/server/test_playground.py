@@ -204,6 +204,56 @@ def test_a_completion_goes_on(tab: Browser, fake: Fake) -> None:
     assert tab.run("return document.querySelector('#completion').parentElement.hidden")
 
 
+def test_an_answer_has_a_form(tab: Browser, fake: Fake) -> None:
+    choose = (
+        "const s = document.querySelector('[name=form]'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
+    )
+    expected = {"choice": ["yes", "no", "maybe"], "regex": "[0-2][0-9]:[0-5][0-9]", "json_object": True}
+    for kind, value in expected.items():
+        tab.run(choose, kind)
+        assert tab.run("return document.querySelector('[name=constraint]').hidden") == (kind == "json_object")
+        ask(tab, "hello")
+        wait_for_answer(tab)
+        assert fake.bodies[-1]["structured_outputs"] == {kind: value}
+    tab.run(choose, "json")
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    assert fake.bodies[-1]["structured_outputs"]["json"]["required"] == ["name", "age"]
+    tab.type("[name=constraint]", "}")  # no JSON any more
+    ask(tab, "hello")
+    assert not tab.run("return document.querySelector('[name=constraint]').checkValidity()")
+    assert len(fake.bodies) == 4
+    tab.run(choose, "")
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    assert "structured_outputs" not in fake.bodies[-1]
+
+
+def test_a_tool_is_called_and_answers(tab: Browser, fake: Fake) -> None:
+    tab.click("#tools-example")
+    ask(tab, "weather")
+    wait_for_answer(tab)
+    assert [tool["function"]["name"] for tool in fake.bodies[-1]["tools"]] == ["get_weather"]
+    assert tab.text(f"{ANSWER} .call") == 'calls get_weather{"city": "Rome"}'
+    assert tab.text(f"{ANSWER} .reasoning pre") == "They ask for the weather."
+    assert tab.text(STATS).endswith("calls a tool")
+    assert tab.run("return document.querySelector('#prompt').placeholder") == "What the tool returns"
+    tab.open(fake.url)  # the call is kept
+    tab.wait("document.querySelector('#model').textContent")
+    ask(tab, "sunny")
+    wait_for_answer(tab)
+    call = {
+        "id": "call-12345",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+    }
+    assert fake.bodies[-1]["messages"] == [
+        {"role": "user", "content": "weather"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-12345", "content": "sunny"},
+    ]
+
+
 def test_errors_are_text(tab: Browser, fake: Fake) -> None:
     ask(tab, "refuse")
     assert "<img src=x" in wait_for_answer(tab)

@@ -55,6 +55,20 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class AdmitRare:
+    """Gives a new request's slot what few requests fill."""
+
+    packed: NDArray[np.int32]  # [words], made by `pack_rare`
+
+
+@dataclass(frozen=True)
+class Recount:
+    """Counts tokens that a slot's request had sampled before it was preempted."""
+
+    packed: NDArray[np.int32]  # [words], made by `pack_recounts`
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -69,12 +83,24 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = Admit | Recall | Step | Forward | Mask | Sample | Reset | Close
+type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Sample | Reset | Close
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct("<7I")  # the kind, the bucket's three sizes, the array's two, and the number of words
-_KINDS: tuple[type[Message], ...] = (Reset, Close, Abandon, Admit, Recall, Step, Forward, Mask, Sample)
+_KINDS: tuple[type[Message], ...] = (
+    Reset,
+    Close,
+    Abandon,
+    Admit,
+    AdmitRare,
+    Recall,
+    Recount,
+    Step,
+    Forward,
+    Mask,
+    Sample,
+)
 _NO_WORDS = np.zeros(0, np.int32)
 
 

@@ -102,7 +102,8 @@ class RequestHistograms:
         self.times = {name: Histogram(name, text, bounds) for name, text, bounds in TIMES}
         self.tokens = {name: Histogram(name, text, REQUEST_TOKENS) for name, text in TOKENS}
         self.params_n = Histogram("request_params_n", "The n of requests.", COMPLETIONS)
-        self.num_ended = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})  # completions, by reason
+        reasons = ("stop", "length", "repetition", "abort", "error")
+        self.num_ended = Counter(dict.fromkeys(reasons, 0))  # completions
         self._live: dict[str, _Live] = {}  # requests that have had an output and expect another
         self._inter_token = self.times["inter_token_latency_seconds"]  # a shortcut, because every output needs it
 

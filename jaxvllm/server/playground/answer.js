@@ -1,9 +1,10 @@
 // Shows one answer as it arrives, and measures its speed.
 
+import { CallsList } from "./calls.js";
 import { make } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
-const REASONS = { stop: "", length: "cut at max_tokens" };
+const REASONS = { stop: "", tool_calls: "calls a tool", length: "cut at max_tokens" };
 const TOO_LONG = "context_length_exceeded"; // the server's code for a prompt that leaves no room for an answer
 
 export class Answer {
@@ -12,30 +13,38 @@ export class Answer {
   body = make("div", { className: "answer" });
   stats = make("span", { className: "stats" });
   #written; // shows the text: MarkdownText or PlainText
+  #calls = new CallsList();
+  #reasoning = make("pre");
   #tokens = null; // shows the answer's tokens, if the server sent them
   #usage = null;
 
   constructor(written) {
     this.#written = written;
-    this.body.append(written.element);
+    this.body.append(written.element, this.#calls.element);
+  }
+
+  /** Returns the calls of tools that the answer consists of: {id, name, arguments}. */
+  get calls() {
+    return this.#calls.calls;
   }
 
   /** Makes an answer from its `saved` form. */
-  static restored(written, { text, stats, error }) {
+  static restored(written, { text, calls, stats, error }) {
     const answer = new Answer(written);
     answer.text = text;
     answer.stats.textContent = stats;
     written.update(text);
+    for (const call of calls ?? []) answer.#calls.add(call);
     if (error) answer.#fail(new Error(error));
     return answer;
   }
 
   /** Returns the form to save. It has no tokens, because they are many times larger than the text. */
   get saved() {
-    return { text: this.text, stats: this.stats.textContent, error: this.error?.message ?? "" };
+    return { text: this.text, calls: this.calls, stats: this.stats.textContent, error: this.error?.message ?? "" };
   }
 
-  /** Shows chunks until they end, fail or are stopped. `read` returns a choice's {text, tokens}. */
+  /** Shows chunks until they end, fail or are stopped. `read` returns a choice's {text, tokens, calls, reasoning}. */
   async fill(chunks, read, { colours, alternatives, contextLength }) {
     if (alternatives) this.#tokens = new TokenText(alternatives);
     this.showTokens(true);
@@ -50,14 +59,16 @@ export class Answer {
         this.stats.style.setProperty("--request", colours.of(chunk.id));
         const choice = chunk.choices[0];
         if (!choice) continue;
-        const { text: piece, tokens } = read(choice);
-        if (piece || tokens.length) {
+        const { text: piece, tokens, calls = [], reasoning = "" } = read(choice);
+        if (piece || tokens.length || calls.length || reasoning) {
           times.last = performance.now();
           if (times.first === null) [times.first, firstCount] = [times.last, chunk.usage?.completion_tokens ?? 1];
         }
         this.text += piece;
         this.#written.update(this.text);
         this.#tokens?.add(piece, tokens);
+        this.#think(reasoning);
+        for (const call of calls) this.#calls.grow(call);
         reason = REASONS[choice.finish_reason] ?? choice.finish_reason ?? reason;
         this.stats.textContent = summary(times, this.#usage, firstCount, reason);
       }
@@ -92,6 +103,14 @@ export class Answer {
     hidden.element.replaceWith(shown.element);
     if (wanted) this.body.tabIndex = 0; // the arrow keys move from token to token
     else this.body.removeAttribute("tabindex");
+  }
+
+  #think(text) {
+    if (text && !this.#reasoning.isConnected) {
+      const summary = make("summary", {}, "Reasoning");
+      this.body.prepend(make("details", { className: "reasoning", open: true }, summary, this.#reasoning));
+    }
+    this.#reasoning.append(text);
   }
 
   #fail(error) {

@@ -10,18 +10,41 @@ import { PlainText, Turn } from "./turn.js";
 /** A conversation of messages, with the model's chat template. */
 export const CHAT = {
   isDialogue: true,
-  hint: () => "Ask something",
+  hint: (turns) => (turns.at(-1)?.answer.calls.length ? "What the tool returns" : "Ask something"),
   body(turns, prompt, settings) {
     const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
+    let calls = []; // of the last answer; the reader's next text is what they return
     for (const { prompt, answer } of turns) {
-      if (answer.text) messages.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
+      if (!answer.text && !answer.calls.length) continue;
+      messages.push(...asked(prompt, calls), message(answer));
+      calls = answer.calls;
     }
-    messages.push({ role: "user", content: prompt });
-    return { messages, ...(settings.probabilities && { logprobs: true, top_logprobs: settings.alternatives }) };
+    messages.push(...asked(prompt, calls));
+    const { tools } = settings;
+    return { messages, ...(tools.length && { tools }), ...(settings.probabilities && { logprobs: true, top_logprobs: settings.alternatives }) };
   },
   stream: (body, signal) => stream("v1/chat/completions", body, signal),
-  read: ({ delta, logprobs }) => ({ text: delta.content ?? "", tokens: logprobs?.content ?? [] }),
+  read: ({ delta, logprobs }) => ({
+    text: delta.content ?? "",
+    reasoning: delta.reasoning ?? "",
+    calls: delta.tool_calls ?? [],
+    tokens: logprobs?.content ?? [],
+  }),
 };
+
+// The reader's text as messages: a question, or the result of each call that the model has made.
+const asked = (content, calls) =>
+  calls.length
+    ? calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content }))
+    : [{ role: "user", content }];
+
+const message = ({ text, calls }) => ({
+  role: "assistant",
+  content: text,
+  ...(calls.length && {
+    tool_calls: calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } })),
+  }),
+});
 
 /** One text that the model continues. The reader's texts are added to it. */
 export const COMPLETION = {

@@ -110,7 +110,7 @@ clear.addEventListener("click", clearConversation);
 
 function showMode() {
   for (const [mode, shown] of Object.entries(conversations)) byId(mode).parentElement.hidden = shown !== conversation();
-  byId("system").hidden = conversation() !== conversations.chat;
+  for (const id of ["system", "tools"]) byId(id).hidden = conversation() !== conversations.chat;
   showRunning();
 }
 

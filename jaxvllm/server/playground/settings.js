@@ -10,6 +10,43 @@ const SLIDERS = [
   { name: "max_tokens", min: 1, max: 1024, step: 1, value: 1024, title: "the most tokens of an answer; all the way up: as many as the context holds" },
 ];
 const ALTERNATIVES = 5; // shown for each token
+// The forms that an answer may be made to have, by their field of `structured_outputs`. Each has an example to begin with.
+const FORMS = {
+  json: {
+    example: JSON.stringify(
+      {
+        type: "object",
+        properties: { name: { type: "string", maxLength: 12 }, age: { type: "integer", minimum: 0, maximum: 99 } },
+        required: ["name", "age"],
+        additionalProperties: false,
+      },
+      null,
+      1,
+    ),
+    read: JSON.parse,
+  },
+  json_object: { read: () => true },
+  choice: { example: "yes\nno\nmaybe", read: (text) => text.split("\n").filter(Boolean) },
+  regex: { example: "[0-2][0-9]:[0-5][0-9]", read: (text) => text },
+};
+const TOOLS = JSON.stringify(
+  [
+    {
+      type: "function",
+      function: {
+        name: "get_weather",
+        description: "Tells the weather in a city",
+        parameters: {
+          type: "object",
+          properties: { city: { type: "string", enum: ["Paris", "Rome", "Oslo"] } },
+          required: ["city"],
+        },
+      },
+    },
+  ],
+  null,
+  1,
+);
 
 export class Settings {
   alternatives = ALTERNATIVES;
@@ -19,6 +56,18 @@ export class Settings {
     this.#form = form;
     form.querySelector("#sliders").append(...SLIDERS.map(row));
     form.addEventListener("submit", (event) => event.preventDefault());
+    const { form: kind, constraint, tools } = form.elements;
+    kind.addEventListener("change", () => {
+      const example = FORMS[kind.value]?.example;
+      constraint.hidden = example === undefined;
+      constraint.value = example ?? "";
+      this.#check();
+    });
+    for (const field of [constraint, tools]) field.addEventListener("input", () => this.#check());
+    form.querySelector("#tools-example").addEventListener("click", () => {
+      tools.value = TOOLS;
+      this.#check();
+    });
   }
 
   /** Returns whether every field can be sent, and shows the first that cannot. */
@@ -34,6 +83,12 @@ export class Settings {
     return this.#form.elements.system.value.trim();
   }
 
+  /** Returns the functions that a chat's model may call. */
+  get tools() {
+    const text = this.#form.elements.tools.value.trim();
+    return text ? JSON.parse(text) : [];
+  }
+
   /** Returns a request's fields for both endpoints. Without max_tokens, an answer may fill the model's context. */
   sampling() {
     const fields = this.#form.elements;
@@ -42,7 +97,16 @@ export class Settings {
     if (fields.seed.value) values.seed = fields.seed.valueAsNumber;
     const stops = fields.stop.value.split("\n").filter(Boolean);
     if (stops.length) values.stop = stops.map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
+    const kind = fields.form.value;
+    if (kind) values.structured_outputs = { [kind]: FORMS[kind].read(fields.constraint.value) };
     return values;
+  }
+
+  // Marks a field whose text is no JSON, so that the form cannot be sent.
+  #check() {
+    const { form: kind, constraint, tools } = this.#form.elements;
+    constraint.setCustomValidity(problem(kind.value === "json" ? constraint.value : ""));
+    tools.setCustomValidity(problem(tools.value));
   }
 
   /** Limits answers to the model's context. A slider at its maximum stays there. */
@@ -52,6 +116,17 @@ export class Settings {
       input.max = maxTokens;
       if (isAtTop || input.valueAsNumber > maxTokens) input.value = maxTokens;
     }
+  }
+}
+
+// Returns what is wrong with a text that should be JSON, or "" when it is empty or nothing is wrong.
+function problem(text) {
+  if (!text.trim()) return "";
+  try {
+    JSON.parse(text);
+    return "";
+  } catch (error) {
+    return `This is not JSON: ${error.message}`;
   }
 }
 

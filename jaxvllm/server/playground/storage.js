@@ -66,5 +66,7 @@ export class SavedConversations {
   }
 }
 
-const isTurn = ({ prompt, text, stats, error }) =>
-  [prompt, text, stats, error].every((part) => typeof part === "string");
+const isTurn = ({ prompt, text, stats, error, calls = [] }) =>
+  [prompt, text, stats, error].every((part) => typeof part === "string") && calls.every(isCall);
+
+const isCall = (call) => [call.id, call.name, call.arguments].every((part) => typeof part === "string");

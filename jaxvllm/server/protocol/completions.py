@@ -37,7 +37,6 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
     response_format: ResponseFormat | None = None  # type: ignore[assignment]
 
     suffix: str | None = neutral("")
-    best_of: int | None = neutral(1)
 
     @property
     def limit(self) -> int:

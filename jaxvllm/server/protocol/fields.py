@@ -100,6 +100,7 @@ class SamplingFields(Strict):
     """The fields that say how to draw tokens: OpenAI's and vLLM's."""
 
     n: int | None = None
+    best_of: int | None = None  # completions to generate; the n that are most likely as a whole come back, unstreamed
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -125,6 +126,7 @@ class SamplingFields(Strict):
     logprob_token_ids: Tokens | None = None
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
 
     use_beam_search: bool | None = neutral(False)
     length_penalty: float | None = neutral(1)
@@ -259,7 +261,7 @@ def now() -> int:
     return int(time.time())
 
 
-type FinishReason = Literal["stop", "length"]
+type FinishReason = Literal["stop", "length", "repetition"]
 # The names of functions and the most of them in one request.
 type FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TOOLS = 1024

@@ -245,6 +245,6 @@ def ending(completion: CompletionOutput) -> dict[str, Any]:
     """Returns the `StopDelta` of a completion that has ended."""
     if completion.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(completion.stop_reason, str):
+    if completion.finish_reason == "stop" and isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
     return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -19,6 +19,7 @@ from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.chat_messages import checked_messages
 from jaxvllm.text.message_events import CallEnd, Content, Event, Reasoning
+from jaxvllm.text.prompts import PromptRoom
 from jaxvllm.text.reasoning_tokens import ReasoningTokens
 
 
@@ -47,7 +48,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
         stream=bool(body.stream),
     )
     format = service.answer_format(body.tool_use())
-    prompt = await run_in_threadpool(_read, service, body, params.scores_only)
+    prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
     asked = body.request(engine_id, prompt, service.with_marks(params, format))
@@ -162,7 +163,7 @@ class _Answer:
         return events
 
 
-def _read(service: Service, body: ChatRequest, scores_only: bool) -> Prompt:
+def _read(service: Service, body: ChatRequest, room: PromptRoom) -> Prompt:
     """Renders the conversation with the model's template and returns the prompt."""
     text = service.apply_chat_template(
         body.messages,
@@ -175,5 +176,5 @@ def _read(service: Service, body: ChatRequest, scores_only: bool) -> Prompt:
         text,
         field="messages",
         add_special_tokens=bool(body.add_special_tokens),  # by default false, because the template writes them
-        scores_only=scores_only,
+        room=room,
     )

@@ -19,6 +19,7 @@ from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usag
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
+from jaxvllm.text.prompts import PromptRoom
 
 
 def router(service: Service) -> APIRouter:
@@ -45,7 +46,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
         prompt_logprobs=body.num_prompt_logprobs,
         stream=bool(body.stream),
     )
-    prompts = await run_in_threadpool(_read, service, body, params.scores_only)
+    prompts = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     for prompt in prompts:
         service.check_room(prompt, body.max_tokens, "max_tokens")
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
@@ -162,7 +163,7 @@ class _Exchange:
         )
 
 
-def _read(service: Service, body: CompletionRequest, scores_only: bool) -> list[Prompt]:
+def _read(service: Service, body: CompletionRequest, room: PromptRoom) -> list[Prompt]:
     prompts = body.prompts()
     if body.echo and service.reader.tokenizer is None:
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
@@ -174,7 +175,7 @@ def _read(service: Service, body: CompletionRequest, scores_only: bool) -> list[
                 prompt,
                 field=field,
                 add_special_tokens=body.add_special_tokens is not False,
-                scores_only=scores_only,
+                room=room,
             )
         except ParameterError as error:
             if len(prompts) > 1:

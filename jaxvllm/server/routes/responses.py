@@ -22,6 +22,7 @@ from jaxvllm.server.protocol.responses import (
 )
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
+from jaxvllm.text.prompts import PromptRoom
 
 
 def router(service: Service) -> APIRouter:
@@ -47,7 +48,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
         logprobs=body.num_logprobs,
         stream=bool(body.stream),
     )
-    prompt = await run_in_threadpool(_read, service, body)
+    prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.max_output_tokens, "max_output_tokens")
     answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
     exchange = _Exchange(body, model, params, answer_id)
@@ -149,7 +150,7 @@ class _Exchange:
         return event({"type": kind, "sequence_number": number} | data, kind)
 
 
-def _read(service: Service, body: ResponsesRequest) -> Prompt:
+def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
     """Renders the conversation with the model's template and returns the prompt."""
     text = service.apply_chat_template(
         body.messages(), field="input", continue_final_message=body.continues, variables=body.chat_template_kwargs
@@ -158,4 +159,5 @@ def _read(service: Service, body: ResponsesRequest) -> Prompt:
         text,
         field="input",
         add_special_tokens=bool(body.add_special_tokens),  # by default false, because the template writes them
+        room=room,
     )

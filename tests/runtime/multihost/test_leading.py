@@ -26,12 +26,14 @@ from jaxvllm.runtime.multihost.agreement import agree
 from jaxvllm.runtime.multihost.calls import (
     Abandon,
     Admit,
+    AdmitRare,
     Call,
     Close,
     Forward,
     Mask,
     Message,
     Recall,
+    Recount,
     Reset,
     Sample,
     Step,
@@ -48,14 +50,16 @@ ROOT = Path(__file__).parents[3]
 CALLS: tuple[Call, ...] = (
     Admit(np.arange(8 * 5, dtype=np.int32).reshape(8, 5)),
     Step(Bucket(16, 4), np.arange(-3, 37, dtype=np.int32)),
+    AdmitRare(np.arange(7, dtype=np.int32)),
     Recall(np.arange(9, dtype=np.int32)),
+    Recount(np.arange(8, dtype=np.int32)),
     Forward(Bucket(4, 4, width=8), np.arange(5, dtype=np.int32)),
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
     Sample(Bucket(16, 4)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | Recall | Step | Forward | Mask
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask
 
 
 def same(one: Message | None, other: Message | None) -> bool:

@@ -1,0 +1,69 @@
+"""Penalties for tokens that a row has already: repetition, frequency and presence.
+
+A slot counts the tokens of its output, one element a sampled token, and knows which tokens its prompt has. Counting
+again from the history in every step would be a scatter of all rows' tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotField
+from jaxvllm.runtime.stages import Share, Stage
+from jaxvllm.runtime.token_mask import mask_words, pack_bits, unpack_bits
+
+# What an int16 can count. A token that comes more often is penalized as if it had come this often.
+MAX_COUNT = 2**15 - 1
+
+
+def is_penalized(params: SamplingParams) -> bool:
+    """Whether a request with these parameters has its tokens counted."""
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+
+
+def _prompt_bits(admission: Admission) -> NDArray[np.int32] | None:
+    request = admission.request
+    return pack_bits(request.prompt_token_ids) if is_penalized(request.sampling_params) else None
+
+
+REPETITION = SlotField("repetition_penalty", np.float32, 1, lambda a: a.request.sampling_params.repetition_penalty)
+FREQUENCY = SlotField("frequency_penalty", np.float32, 0, lambda a: a.request.sampling_params.frequency_penalty)
+PRESENCE = SlotField("presence_penalty", np.float32, 0, lambda a: a.request.sampling_params.presence_penalty)
+PROMPT_TOKENS = SlotField(  # as bits, those of a token mask
+    "prompt_tokens", np.int32, 0, _prompt_bits, lambda sizes: (mask_words(sizes.vocab_size),), is_rare=True
+)
+OUTPUT_COUNTS = SlotField("output_counts", np.int16, 0, None, lambda sizes: (sizes.vocab_size,), is_rare=True)
+
+
+def count_tokens(state: DeviceState, rows: Rows, tokens: jax.Array) -> DeviceState:
+    """Counts `tokens` i32[R], which `rows` have sampled, for the rows that have penalties."""
+    counts = state[OUTPUT_COUNTS.name]
+    at = jnp.where(_asks(rows), rows.slots, len(counts))  # past all, so dropped
+    # Rows that yield something have slots of their own, so each element is set once.
+    more = jnp.minimum(counts[rows.slots, tokens], MAX_COUNT - 1) + jnp.int16(1)
+    return state | {OUTPUT_COUNTS.name: counts.at[at, tokens].set(more, mode="drop")}
+
+
+def _asks(rows: Rows) -> jax.Array:
+    return (rows[REPETITION.name] != 1) | (rows[FREQUENCY.name] != 0) | (rows[PRESENCE.name] != 0)
+
+
+def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """Repetition concerns tokens of prompt and output; frequency and presence, which follow, only the output's."""
+    counts = share.take(rows[OUTPUT_COUNTS.name])
+    in_output = counts > 0
+    is_repeated = in_output | share.take(unpack_bits(rows[PROMPT_TOKENS.name]))
+    repetition = rows[REPETITION.name][:, None]
+    penalized = jnp.where(is_repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    penalized -= rows[FREQUENCY.name][:, None] * counts.astype(jnp.float32)
+    penalized -= rows[PRESENCE.name][:, None] * in_output.astype(jnp.float32)
+    # A row that does not ask has the counts of a former tenant.
+    return jnp.where(_asks(rows)[:, None], penalized, logits)
+
+
+PENALTIES = Stage(
+    (REPETITION, FREQUENCY, PRESENCE, PROMPT_TOKENS, OUTPUT_COUNTS), lambda rows, positions: _asks(rows), _penalize
+)
