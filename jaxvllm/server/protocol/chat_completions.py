@@ -44,6 +44,10 @@ class ChatTool(Strict):
     type: Literal["function"]
     function: FunctionDefinition
 
+    def tool(self) -> Tool:
+        """Returns the tool in the form that does not depend on the endpoint."""
+        return Tool(self.function.name, self.function.parameters, self.function.description)
+
 
 type Tools = Annotated[list[ChatTool], FailFast(), Field(max_length=MAX_TOOLS)]
 
@@ -126,8 +130,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        functions = [tool.function for tool in self.tools or []]
-        tools = tuple(Tool(one.name, one.parameters, one.description) for one in functions)
+        tools = tuple(tool.tool() for tool in self.tools or ())
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedToolChoice):
             return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
