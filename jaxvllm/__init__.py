@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
+    from jaxvllm.core.beam import BeamSearchParams as BeamSearchParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
     from jaxvllm.engine.llm import LLM as LLM
@@ -23,6 +24,7 @@ _HOMES = {
     "LLM": "jaxvllm.engine.llm",
     "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
+    "BeamSearchParams": "jaxvllm.core.beam",
     "SamplingParams": "jaxvllm.core.sampling_params",
     "RequestOutputKind": "jaxvllm.core.sampling_params",
     "RequestOutput": "jaxvllm.engine.outputs",
@@ -32,6 +34,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",

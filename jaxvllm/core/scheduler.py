@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import Candidates
+from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
@@ -23,6 +25,7 @@ from jaxvllm.core.step_plan import (
     Admission,
     Emitted,
     Finished,
+    Fork,
     Ints,
     PageEntries,
     Scored,
@@ -62,6 +65,7 @@ class Scheduler:
         self._waiting: list[tuple[QueueKey, Request, bool]] = []  # heap; keys are unique
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
+        self._beams = BeamGroups(slots, cache)
         self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
 
     @property
@@ -88,15 +92,22 @@ class Scheduler:
         """
         if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
-        self.check_fits(request.num_tokens, request.limit)
+        self.check_fits(request.num_tokens, request.limit, request.num_beams)
         self._enqueue(request, watched)
 
-    def check_fits(self, num_prompt_tokens: int, limit: int) -> None:
-        """Raises ValueError for a request that could not finish even if it had every page."""
-        if (shortage := self.cache.shortage(limit - 1)) is not None:
-            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
+    def check_fits(self, num_prompt_tokens: int, limit: int, num_beams: int | None = None) -> None:
+        """Raises ValueError for a request that could not finish even if it had every page and slot."""
+        if num_beams is not None and num_beams > self.slots.num_slots:
             raise ParameterError(
-                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones needs "
+                f"beam_width {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: lower it, or "
+                "raise max_num_seqs",
+                "beam_width",
+            )
+        if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
+            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
+            beams = "" if num_beams is None else f" for each of {num_beams} beams"
+            raise ParameterError(
+                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones{beams} needs "
                 f"{shortage.needed} pages of {self.cache.page_size} tokens, but the pool{of} has {shortage.usable}: "
                 "lower max_tokens, shorten the prompt, or give the engine more memory",
                 "max_tokens",
@@ -129,7 +140,7 @@ class Scheduler:
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
         budget = self.max_num_batched_tokens - (len(decode) if mixes else 0)
-        if budget > 0 and (self._waiting or len(decode) < self.num_running):
+        if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
             budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
                 # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
@@ -145,7 +156,7 @@ class Scheduler:
 
     def _may_burst(self, decode: SlotIds) -> bool:
         """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
-        if self._waiting_ids or self.slots.is_constrained[decode].any():
+        if self._waiting_ids or self._beams or self.slots.is_constrained[decode].any():
             return False
         # Rows whose last token is in flight are neither decoding nor prefilling.
         return len(decode) == self.num_running or not len(self.slots.prefilling())
@@ -176,6 +187,8 @@ class Scheduler:
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
+        if self._beams:
+            ends &= ~slots.is_beam[at]  # their search says when they end
         repeats = self._cut_repetitions(at, tokens, counts, ends)
         started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == 0)])
         emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
@@ -187,7 +200,36 @@ class Scheduler:
         )
         for end in finished:
             self.finish(end.request.request_id)
-        return StepUpdate(int(counts.sum()), started, emitted, finished, scored)
+        searched, forks = self._search(rows, at, output) if self._beams else ((), ())
+        return StepUpdate(int(counts.sum()), started, emitted, (*finished, *searched), scored, forks)
+
+    def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
+        """Lets the searches choose among what the beams at `at` propose, whose rows of `output` are `rows`."""
+        row_of = {slot: row for slot, row in zip(at.tolist(), rows.tolist(), strict=True) if self.slots.is_beam[slot]}
+        searches = {request.request_id: request for request in map(self._tenant, row_of)}
+        finished: list[Finished] = []
+        forks: dict[str, list[Fork]] = {}
+        for request_id, request in searches.items():
+            group = self._beams.of(request)
+            if group is None:  # preempted by another group
+                continue
+            assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
+            top_ids, top = output.logprobs.top_ids, output.logprobs.top
+            proposed = [Candidates(top_ids[row], top[row]) for row in (row_of[slot] for slot in group.slots)]
+            survivors = group.search.advance(proposed)
+            if group.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
+                self.finish(request_id)
+                continue
+            sources = self._beams.keep(group, survivors)
+            self._slot_of[request_id] = sources[0]
+            while not self._beams.can_fork(sources):
+                forks.pop(self._preempt_last().request_id, None)
+                if self._beams.of(request) is None:
+                    break
+            else:
+                forks[request_id] = self._beams.fork(group, sources, survivors)
+        return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masked_rows(self, plan: StepPlan) -> list[tuple[int, TokenConstraint]]:
         """The slots of `plan` that wait for a mask, with the constraint of their tenant, where that is still there."""
@@ -257,16 +299,21 @@ class Scheduler:
 
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
-            victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
-            watched = bool(self.slots.watched[victim])
-            request = self._release(victim)
-            request.num_preemptions += 1
-            self.num_preemptions += 1
-            self._enqueue(request, watched)
+            self._preempt_last()
             decode = self.slots.decoding()
             new_pages = self._grow(decode, width=1)
             if new_pages is not None:
                 return decode, new_pages
+
+    def _preempt_last(self) -> Request:
+        """Takes slot and pages from the last running request in the queue's order, and returns it to the queue."""
+        victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+        watched = bool(self.slots.watched[victim])
+        request = self._release(victim)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request, watched)
+        return request
 
     # Prefill: chunks of running prompts first, then new requests in queue order.
 
@@ -300,7 +347,8 @@ class Scheduler:
                 continue
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
-            if not self.cache.can_take(prefix, target):
+            num_forks = 0 if request.num_beams is None else request.num_beams - 1
+            if self.slots.num_free <= num_forks or not self.cache.can_take(prefix, target, num_forks):
                 break
             heapq.heappop(self._waiting)
             del self._waiting_ids[request.request_id]
@@ -308,6 +356,8 @@ class Scheduler:
             slot = self.slots.occupy(request, num_cached, watched)
             self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
+            if request.search is not None:
+                self._beams.open(request, request.search, slot)
             self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
@@ -375,6 +425,8 @@ class Scheduler:
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new
         slots.num_tokens[rows] += max_new
+        if self._beams:
+            slots.is_held[rows] = slots.is_beam[rows] & (max_new > 0)
         for chunk in chunks:
             self._register_computed(chunk.slot)
         return plan
@@ -391,7 +443,8 @@ class Scheduler:
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
-        count = int(min(self.slots.num_computed[slot], self.slots.num_known[slot]))
+        known = self.slots.num_prompt if self.slots.is_beam[slot] else self.slots.num_known  # not what beams try out
+        count = int(min(self.slots.num_computed[slot], known[slot]))
         self._computing.difference_update(self.cache.register(slot, count, self._tenant(slot)))
 
     def _uncomputed_hashes(self, slot: int) -> list[bytes]:
@@ -401,10 +454,15 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._computing.difference_update(self._uncomputed_hashes(slot))
         request = self._tenant(slot)
-        request.output_token_ids = self.slots.outputs(slot)
+        group = self._beams.of(request)
+        if group is None:
+            request.output_token_ids = self.slots.outputs(slot)
         self._register_computed(slot)
-        self.cache.release(slot)
-        self.slots.vacate(slot)
+        if group is not None:  # all beams together: a preempted search starts again
+            self._beams.close(group)
+        else:
+            self.cache.release(slot)
+            self.slots.vacate(slot)
         del self._slot_of[request.request_id]
         return request
 
@@ -418,14 +476,15 @@ class Scheduler:
         return tenant
 
     def running(self) -> Iterator[tuple[int, Request]]:
-        """Slot and request of everything that runs, first in the queue first."""
+        """Slot and request of everything that runs, first in the queue first. Of a beam search, one of its slots."""
         at = sorted(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
         return ((slot, self._tenant(slot)) for slot in at)
 
     def check_invariants(self) -> None:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
-        self.cache.check_invariants(list(self._slot_of.values()))
+        self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
+        self._beams.check_invariants()
         assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
         queued = {request.request_id for _, request, _ in self._waiting}

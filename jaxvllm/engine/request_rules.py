@@ -44,6 +44,12 @@ class RequestRules:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(request.params, name)) is not None and not 0 <= asked <= MAX_LOGPROBS:
                 raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
+        if (beams := request.beam_search) is not None and beams.num_candidates > MAX_LOGPROBS:
+            raise ParameterError(
+                f"beam_width {beams.beam_width} needs the {beams.num_candidates} most likely next tokens of each beam, "
+                f"and {MAX_LOGPROBS} are the most: lower it to {MAX_LOGPROBS // 2}",
+                "beam_width",
+            )
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")

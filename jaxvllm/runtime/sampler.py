@@ -82,7 +82,7 @@ def logprobs(
     """`token_logprobs` of a step's rows, computed only if one of them asks."""
     return lax.cond(
         jnp.any(rows["num_logprobs"] >= 0),
-        lambda: token_logprobs(logits, token_ids, vocab_size, axis),
+        lambda: token_logprobs(logits / rows["logit_divisor"][:, None], token_ids, vocab_size, axis),
         lambda: DeviceLogprobs.zeros(len(logits), vocab_size),
     )
 

@@ -55,6 +55,13 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class ForkSlots:
+    """Makes slots copies of others."""
+
+    packed: NDArray[np.int32]  # [FORK_BATCH, words], made by `pack_forks`
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -69,12 +76,12 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = Admit | Recall | Step | Forward | Mask | Sample | Reset | Close
+type Call = Admit | Recall | Step | Forward | Mask | Sample | ForkSlots | Reset | Close
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct("<7I")  # the kind, the bucket's three sizes, the array's two, and the number of words
-_KINDS: tuple[type[Message], ...] = (Reset, Close, Abandon, Admit, Recall, Step, Forward, Mask, Sample)
+_KINDS: tuple[type[Message], ...] = (Reset, Close, Abandon, Admit, Recall, Step, Forward, Mask, Sample, ForkSlots)
 _NO_WORDS = np.zeros(0, np.int32)
 
 
