@@ -301,7 +301,7 @@ class KVCache:
         return (None,) * len(self.groups)
 
     def shortage(self, num_tokens: int, num_prompt_tokens: int, num_beams: int | None) -> Shortage | None:
-        """What a request that computes `num_tokens` tokens, of each beam if it has any, lacks even where it is alone."""
+        """What a request that computes `num_tokens` tokens, of each beam if it has any, lacks where it is alone."""
         for group in self.groups:
             needed = group.most_pages(num_tokens)
             if num_beams is not None:

@@ -291,7 +291,7 @@ class OutputProcessor:
         completion.stop_reason = end.stop_reason
 
     def _found(self, group: _Group, index: int, beam: Beam) -> _Completion:
-        """Returns the completion that a beam search has found. EOS is not in its text, and in its tokens if asked for."""
+        """Returns a completion that a beam search has found. EOS is never in its text, and in its tokens on demand."""
         search, params, path = group.request.beam_search, group.params, beam.path()
         assert search is not None, "only a beam search finds beams"
         shown = path[:-1] if beam.is_complete else path
