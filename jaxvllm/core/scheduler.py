@@ -99,9 +99,9 @@ class Scheduler:
         """Raises ValueError for a request that could not finish even if it had every page and slot."""
         if num_beams is not None and num_beams > self.slots.num_slots:
             raise ParameterError(
-                f"beam_width {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: lower it, or "
-                "raise max_num_seqs",
-                "beam_width",
+                f"beam_width (n over HTTP) {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: "
+                "lower it, or raise max_num_seqs",
+                "n",
             )
         if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
             of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"

@@ -46,9 +46,9 @@ class RequestRules:
                 raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
         if (beams := request.beam_search) is not None and beams.num_candidates > MAX_LOGPROBS:
             raise ParameterError(
-                f"beam_width {beams.beam_width} needs the {beams.num_candidates} most likely next tokens of each beam, "
-                f"and {MAX_LOGPROBS} are the most: lower it to {MAX_LOGPROBS // 2}",
-                "beam_width",
+                f"beam_width (n over HTTP) {beams.beam_width} needs the {beams.num_candidates} most likely next tokens "
+                f"of each beam, and {MAX_LOGPROBS} are the most: lower it to {MAX_LOGPROBS // 2}",
+                "n",
             )
         priority = request.priority
         if type(priority) is not int:

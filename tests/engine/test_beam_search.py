@@ -186,9 +186,9 @@ def test_an_abort_leaves_nothing(llm: LLM) -> None:
 
 
 def test_what_is_refused(llm: LLM) -> None:
-    with pytest.raises(ParameterError, match="beam_width 11 needs the 22 most likely next tokens .* lower it to 10"):
+    with pytest.raises(ParameterError, match="11 needs the 22 most likely next tokens .* lower it to 10"):
         llm.beam_search(PROMPTS, BeamSearchParams(11, 4))
-    with pytest.raises(ParameterError, match="beam_width 9 exceeds the 8 sequences that run at once"):
+    with pytest.raises(ParameterError, match="9 exceeds the 8 sequences that run at once"):
         llm.beam_search(PROMPTS, BeamSearchParams(9, 4))
     with pytest.raises(ValueError, match="params must be BeamSearchParams, not SamplingParams"):
         llm.beam_search(PROMPTS, SamplingParams())  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from jaxvllm.runtime.multihost.calls import (
     Admit,
     Call,
     Close,
+    ForkSlots,
     Forward,
     Mask,
     Message,
@@ -52,10 +53,11 @@ CALLS: tuple[Call, ...] = (
     Forward(Bucket(4, 4, width=8), np.arange(5, dtype=np.int32)),
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
     Sample(Bucket(16, 4)),
+    ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | Recall | Step | Forward | Mask
+WITH_WORDS = Admit | Recall | Step | Forward | Mask | ForkSlots
 
 
 def same(one: Message | None, other: Message | None) -> bool:
