@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import Beam
 from jaxvllm.core.request import FinishReason, Request
 
 type Ints = NDArray[np.int32]
@@ -110,6 +111,25 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class PageCopy:
+    """A page that gets the content of another, and comes into a slot's page table in its place."""
+
+    column: int
+    source: int
+    page: int
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Makes `slot` a copy of `source`, which may be itself, whose last token is `token_id`."""
+
+    source: int
+    slot: int
+    token_id: int
+    copies: tuple[PageCopy | None, ...]  # one a group; None: all pages are shared
+
+
+@dataclass(frozen=True)
 class TopLogprobs:
     """Log-probabilities of N raw distributions: each one's token, sampled or given, and the best ones."""
 
@@ -155,6 +175,7 @@ class Finished:
     reason: FinishReason
     stop_reason: int | str | None = None
     hides_last: bool = False  # the last token says that the text is over, and is no part of it
+    beams: tuple[Beam, ...] | None = None  # of a beam search, the best sequences, best first
 
 
 @dataclass(frozen=True)
@@ -175,3 +196,4 @@ class StepUpdate:
     emitted: tuple[Emitted, ...]
     finished: tuple[Finished, ...]
     scored: tuple[Scored, ...] = ()
+    forks: tuple[Fork, ...] = ()  # to be done before the next step, in this order

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
 
 
@@ -20,6 +21,7 @@ class RequestRules:
     takes_priorities: bool
     max_logprobs: int = MAX_LOGPROBS  # of each token; -1: all
     has_reasoning: bool = False  # and knows its marks
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
@@ -31,6 +33,7 @@ class RequestRules:
             takes_priorities=config.scheduling_policy == "priority",
             max_logprobs=config.max_logprobs,
             has_reasoning=config.reasoning_parser is not None,
+            logprobs_mode=config.logprobs_mode,
         )
 
     def check(self, request: GenerationRequest) -> None:
@@ -43,6 +46,8 @@ class RequestRules:
                 "thinking_token_budget",
             )
         self._check_token_ids(request.params)
+        if request.beam_search is not None:
+            self._check_beams(request.beam_search)
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
@@ -51,6 +56,20 @@ class RequestRules:
         if len({*self.eos_token_ids, *request.params.stop_token_ids}) > MAX_STOP_IDS:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
+            )
+
+    def _check_beams(self, beams: BeamSearchParams) -> None:
+        if beams.num_candidates > MAX_LOGPROBS:
+            raise ParameterError(
+                f"beam_width (n over HTTP) {beams.beam_width} needs the {beams.num_candidates} most likely next tokens "
+                f"of each beam, and {MAX_LOGPROBS} are the most: lower it to {MAX_LOGPROBS // 2}",
+                "n",
+            )
+        if self.logprobs_mode != "raw_logprobs":
+            raise ParameterError(
+                f"a beam search needs an engine with logprobs_mode raw_logprobs, and this one has {self.logprobs_mode}: "
+                "leave use_beam_search out, or start another engine",
+                "use_beam_search",
             )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

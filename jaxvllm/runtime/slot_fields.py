@@ -120,4 +120,6 @@ SEED = SlotField("seed", np.uint32, 0, _seed_words, lambda sizes: (2,))
 NUM_LOGPROBS = SlotField(  # -1: none wanted, or others than every step can yield
     "num_logprobs", np.int32, -1, lambda a: _num_logprobs(a.request.sampling_params)
 )
-SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS)
+# What logits are divided by before log-probabilities are taken: beam search has a temperature there, others have none.
+LOGIT_DIVISOR = SlotField("logit_divisor", np.float32, 1, lambda a: a.request.logit_divisor)
+SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS, LOGIT_DIVISOR)

@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, RequestOptions
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -283,6 +284,24 @@ class AsyncLLM:
         async with await self.submit(prompt, sampling_params, request_id, **options) as stream:
             async for output in stream:
                 yield output
+
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Searches for the most likely continuations of a prompt, and yields one output that has them, best first.
+
+        `sampling_params` say what the output contains, such as log-probabilities, and how the prompt is read.
+        """
+        like = sampling_params or SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+        sampling = params.sampling_params(like)
+        async for output in self.generate(prompt, sampling, request_id, beam_search=params, priority=priority):
+            yield output
 
     async def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Its stream fails. An unknown id is ignored."""

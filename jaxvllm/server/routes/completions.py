@@ -51,7 +51,8 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
         service.check_room(prompt, body.max_tokens, "max_tokens")
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
-    asked = [body.request(name, prompt, params) for name, prompt in zip(ids, prompts, strict=True)]
+    beams = body.beams(params, body.limit)
+    asked = [body.request(name, prompt, params, beams) for name, prompt in zip(ids, prompts, strict=True)]
     exchange = _Exchange(service, body, model, asked, answer_id)
     return await respond(request, service, asked, exchange.whole, exchange.events)
 
