@@ -67,8 +67,8 @@ class RequestRules:
             )
         if self.logprobs_mode != "raw_logprobs":
             raise ParameterError(
-                f"a beam search needs an engine with logprobs_mode raw_logprobs, and this one has {self.logprobs_mode}: "
-                "leave use_beam_search out, or start another engine",
+                f"a beam search needs logprobs_mode raw_logprobs, and this engine has {self.logprobs_mode}: leave "
+                "use_beam_search out, or start another engine",
                 "use_beam_search",
             )
 
