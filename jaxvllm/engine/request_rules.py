@@ -37,7 +37,8 @@ class RequestRules:
         for name, neutral in NOT_YET.items():
             if getattr(request.params, name) != neutral:
                 raise UnsupportedParameterError(f"{name} is not supported: leave it out", name)
-        self._check_logprobs(request.params)
+        self.check_logprobs("logprobs", request.params.logprobs)
+        self.check_logprobs("prompt_logprobs", request.params.prompt_logprobs, MAX_LOGPROBS)
         self._check_token_ids(request.params)
         priority = request.priority
         if type(priority) is not int:
@@ -49,15 +50,15 @@ class RequestRules:
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        most = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
-        for name, limit, way_out in (
-            ("logprobs", most, "ask for fewer, or start the engine with a larger max_logprobs (-1: no limit)"),
-            ("prompt_logprobs", min(most, MAX_LOGPROBS), "ask for fewer"),
-        ):
-            asked = getattr(params, name)
-            if asked is not None and (self.vocab_size if asked == -1 else asked) > limit:
-                raise ParameterError(f"{name} must be an integer from 0 to {limit}, not {asked}: {way_out}", name)
+    def check_logprobs(self, name: str, asked: int | None, most: int | None = None) -> None:
+        """Raises ValueError for more log-probabilities of a token than the engine reports, `most` if it is given."""
+        limit = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
+        if most is None:
+            way_out = "ask for fewer, or start the engine with a larger max_logprobs"
+        else:
+            limit, way_out = min(limit, most), "ask for fewer"
+        if asked is not None and (self.vocab_size if asked == -1 else asked) > limit:
+            raise ParameterError(f"{name} must be an integer from 0 to {limit}, not {asked}: {way_out}", name)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name, token_ids in (
