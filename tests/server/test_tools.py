@@ -285,6 +285,12 @@ def test_a_required_call_forces_a_schema(says: Says) -> None:
     assert not accepts([{"name": "get_weather", "parameters": {"city": 5}}])
     assert not accepts([{"name": "get_rain", "parameters": {}}])
     assert not accepts([{"name": "get_time"}])
+    two = [{"name": "get_time", "parameters": {}}] * 2
+    assert accepts(two)
+    _, [request] = says(["[]"]).post(PATH, **BODY | dict(tool_choice="required", parallel_tool_calls=False))
+    accepts = Draft202012Validator(json.loads(request.params.structured_outputs.json)).is_valid
+    assert accepts(two[:1])
+    assert not accepts(two)
 
 
 def test_schemas_of_tools_keep_their_definitions(says: Says) -> None:
@@ -322,7 +328,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_the_demo_model_must_call_a_tool(server: Server, choice: Any) -> None:
     """Even where it would not."""
-    body = dict(messages=HELLO, tools=[WEATHER], tool_choice=choice, temperature=0, max_tokens=60)
+    body = dict(messages=HELLO, tools=[WEATHER], tool_choice=choice, temperature=0, parallel_tool_calls=False)
     [whole] = server.answer(PATH, **body)["choices"]
     [(name, arguments)] = functions(whole["message"])
     assert (name, list(arguments), whole["finish_reason"]) == ("get_weather", ["city"], "tool_calls")
