@@ -344,3 +344,17 @@ def test_the_client_raises_errors_of_their_kind(client):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
+
+
+def test_a_beam_search(server):
+    search = GREEDY | dict(use_beam_search=True, n=2)
+    answer = chat(server, **search, logprobs=True, top_logprobs=2)
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert len(set(texts)) == 2 and "Paris" in texts[0]
+    assert all(choice["logprobs"]["content"] for choice in answer["choices"])
+    assert joined(stream(server, **search)) == dict(enumerate(texts))
+    # Without a limit an answer may be as long as the model: EOS ends it.
+    [first, _] = chat(server, messages=MESSAGES, temperature=0, use_beam_search=True, n=2, early_stopping=True)[
+        "choices"
+    ]
+    assert first["finish_reason"] == "stop" and first["stop_reason"] in server.llm.facts.eos_token_ids

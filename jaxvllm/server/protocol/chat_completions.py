@@ -73,7 +73,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     max_completion_tokens: Limit | None = None  # None: up to the model's length
     max_tokens: int | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     echo: bool | None = None  # begin the answer with the last message's text, if it is the assistant's
     add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool = False
@@ -97,6 +97,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     verbosity: str | None = neutral("medium")
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
+    prompt_cache_retention: str | None = neutral("in_memory")
     # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     documents: list[Any] | None = neutral([])
@@ -264,7 +265,9 @@ def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -
     calls_tools = has_calls and completion.finish_reason == "stop"
     made: dict[str, Any] = {
         "index": completion.index,
-        "logprobs": chat_logprobs(completion, request.num_logprobs or 0, request.return_tokens_as_token_ids),
+        "logprobs": chat_logprobs(
+            completion, request.shown_logprobs(request.num_logprobs), request.return_tokens_as_token_ids
+        ),
         "finish_reason": "tool_calls" if calls_tools else completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }

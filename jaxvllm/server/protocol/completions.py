@@ -31,7 +31,7 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
 
     prompt: str | Strings | Tokens | Prompts
     max_tokens: int | None = None  # None: 16, as OpenAI's; 0, with echo or prompt_logprobs: only score the prompt
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     echo: bool | None = None  # begin the answer with the prompt; with max_tokens 0 the answer is only the prompt
 
     response_format: ResponseFormat | None = None  # type: ignore[assignment]

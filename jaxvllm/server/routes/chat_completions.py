@@ -43,7 +43,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.limit,
+        max_tokens=service.max_tokens(body.limit),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
@@ -52,7 +52,9 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
-    asked = body.request(engine_id, prompt, service.with_marks(params, format))
+    params = service.with_marks(params, format)
+    room = service.reader.max_model_len - len(prompt.token_ids)
+    asked = body.request(engine_id, prompt, params, body.beams(params, room if body.limit is None else body.limit))
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
     with form_given_as(body.form_field):
         return await respond(request, service, [asked], exchange.whole, exchange.events)

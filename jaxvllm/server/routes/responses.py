@@ -44,7 +44,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.max_output_tokens,
+        max_tokens=service.max_tokens(body.max_output_tokens),
         logprobs=body.num_logprobs,
         stream=bool(body.stream),
     )
@@ -61,7 +61,7 @@ class _Exchange:
 
     def __init__(self, body: ResponsesRequest, model: str, params: SamplingParams, answer_id: str):
         self._item_id = new_id("msg_")
-        self._num_logprobs = body.num_logprobs or 0
+        self._num_logprobs = body.shown_logprobs(body.num_logprobs)
         self._as_ids = body.return_tokens_as_token_ids
         self._head = echoed(body) | {
             "id": answer_id,
