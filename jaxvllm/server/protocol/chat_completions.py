@@ -136,6 +136,13 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
             return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
         return ToolUse(tools, self.tool_choice or "auto", parallel=parallel)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return "structured_outputs" if self.structured_outputs is not None else "tools"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()

@@ -53,6 +53,11 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
         asked = [self.prompt_logprobs, echoed if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()

@@ -14,6 +14,7 @@ from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, delta_of, message_of, parts
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
@@ -56,7 +57,8 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     room = service.reader.max_model_len - len(prompt.token_ids)
     asked = body.request(engine_id, prompt, params, body.beams(params, room if body.limit is None else body.limit))
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
-    return await respond(request, service, [asked], exchange.whole, exchange.events)
+    with form_given_as(body.form_field):
+        return await respond(request, service, [asked], exchange.whole, exchange.events)
 
 
 class _Exchange:

@@ -17,6 +17,7 @@ from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.prompts import PromptRoom
@@ -54,7 +55,8 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     beams = body.beams(params, body.limit)
     asked = [body.request(name, prompt, params, beams) for name, prompt in zip(ids, prompts, strict=True)]
     exchange = _Exchange(service, body, model, asked, answer_id)
-    return await respond(request, service, asked, exchange.whole, exchange.events)
+    with form_given_as(body.form_field):
+        return await respond(request, service, asked, exchange.whole, exchange.events)
 
 
 class _Exchange:
