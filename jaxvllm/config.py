@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_options import advice_on
@@ -53,6 +54,9 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
+    max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
+    structured_outputs_lenient: bool = False  # ignore what cannot be enforced of a JSON schema, and warn in the output
     reasoning_parser: str | None = None  # the marks of the model's reasoning, by vLLM's names; None: it has none
     max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
@@ -88,6 +92,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
         if type(self.max_decode_burst) is not int or not 1 <= self.max_decode_burst <= MAX_BURST:
             raise ValueError(f"max_decode_burst must be from 1 to {MAX_BURST}, not {self.max_decode_burst!r}")
+        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs must be an integer of at least -1, not {self.max_logprobs!r}")
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
         if not 0 < self.memory_utilization <= 1:

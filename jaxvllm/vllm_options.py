@@ -79,7 +79,7 @@ ADVICE: Mapping[str, Advice] = {
     "download_dir": Advice("the environment variable HF_HOME says where downloads are kept"),
     "revision": Advice("give the directory of that revision as the model"),
     "tokenizer_mode": Advice("the tokenizer is read from tokenizer.json, which is always the fast one"),
-    "max_logprobs": Advice("the limit here is always 20"),
+    "logits_processors": Advice("functions do not cross to another process: give them to LLM, which is offline"),
     "max_seq_len_to_capture": Advice("every step is a compiled program, whatever its lengths"),
     "disable_log_stats": Advice("only a server logs its load, every so many seconds", "log_stats_interval", "inf"),
     "no_disable_log_stats": Advice("a server logs its load in any case"),

@@ -17,19 +17,23 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.runner import Runner
+from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
+from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts
@@ -44,6 +48,7 @@ class EngineParts:
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
     tokenizer_directory: Path | None  # where it was read
+    constraints: RequestConstraints | None  # None: there is no tokenizer
     make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
     runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
@@ -52,7 +57,12 @@ class EngineParts:
     defaults: GenerationDefaults
 
 
-def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = None) -> EngineParts:
+def build(
+    config: EngineConfig,
+    hosts: Hosts = ALONE,
+    leader: Leader | None = None,
+    logits_processors: tuple[LogitsProcessor, ...] = (),
+) -> EngineParts:
     """Loads the model onto the devices of the mesh and makes everything around it.
 
     With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
@@ -87,6 +97,13 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
+    eos = _eos_token_ids(config, directory, tokenizer)
+    constraints = None
+    if tokenizer is not None and hosts.leads:
+        reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
+        lenient = config.structured_outputs_lenient
+        constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
+        constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with _timed("loading weights"):
         replicas = _load(config, directory, resolved, meshes)
@@ -96,10 +113,13 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
+    sampling = SamplerOptions(config.logprobs_mode, logits_processors)
+
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields=config.warm_up == "background")
+        yields = config.warm_up == "background"
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling)
 
     with _timed("compiling"):
         runners = _make_all(make_runner, replicas, meshes)
@@ -129,11 +149,12 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     return EngineParts(
         tokenizer=tokenizer,
         tokenizer_directory=tokenizer_directory,
+        constraints=constraints,
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
         max_model_len=resolved.max_model_len,
-        eos_token_ids=_eos_token_ids(config, directory, tokenizer),
+        eos_token_ids=eos,
         defaults=defaults,
     )
 

@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, RequestOptions
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -218,6 +219,13 @@ class AsyncLLM:
             raise EngineUnavailableError(self.reason)
         return self._reader
 
+    @property
+    def rules(self) -> RequestRules:
+        """The engine's rules for requests. Raises EngineUnavailableError before the engine is first ready."""
+        if self._rules is None:
+            raise EngineUnavailableError(self.reason)
+        return self._rules
+
     def make_request(
         self,
         prompt: PromptLike,
@@ -256,8 +264,7 @@ class AsyncLLM:
     def enqueue(self, request: GenerationRequest) -> RequestStream:
         """Does the same as `submit`, but does not wait for the engine's answer: `RequestStream.accepted` does."""
         process = self._ready_process()
-        assert self._rules is not None, "an engine that is ready has sent the facts about its model"
-        self._rules.check(request)
+        self.rules.check(request)
         read_bad_words(request.params.bad_words, self.tokenizer, self.facts.vocab_size)
         request_id = request.request_id
         if request_id in self._requests:
@@ -283,6 +290,24 @@ class AsyncLLM:
         async with await self.submit(prompt, sampling_params, request_id, **options) as stream:
             async for output in stream:
                 yield output
+
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Searches for the most likely continuations of a prompt, and yields one output that has them, best first.
+
+        `sampling_params` say what the output contains, such as log-probabilities, and how the prompt is read.
+        """
+        like = sampling_params or SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+        sampling = params.sampling_params(like)
+        async for output in self.generate(prompt, sampling, request_id, beam_search=params, priority=priority):
+            yield output
 
     async def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Its stream fails. An unknown id is ignored."""
@@ -427,6 +452,12 @@ class AsyncLLM:
             self._settled.set()
 
     def _deliver(self, output: wire.Output) -> None:
+        failed = [completion for completion in output.completions if completion.finish_reason == "error"]
+        if failed:
+            lost = self._lose(output.serial, EngineDiedError(str(failed[0].stop_reason)), "error")
+            if lost is not None and not output.finished and self._process is not None:
+                self._process.send(wire.Abort([lost.request_id]))
+            return
         find = self._requests.forget if output.finished else self._requests.get
         request = find(output.serial)
         if request is not None:  # otherwise it was aborted while this output was in transit

@@ -122,6 +122,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     metrics: RequestMetrics
     num_cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None  # only in a request's first output
+    warnings: list[str] = []
 
 
 class Outputs(Message, frozen=True):

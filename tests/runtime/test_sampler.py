@@ -26,7 +26,7 @@ def jitted_sample(logits: jax.Array, params: Rows, positions: jax.Array) -> jax.
 
 @jax.jit
 def jitted_logprobs(logits: jax.Array, token_ids: jax.Array, params: Rows) -> DeviceLogprobs:
-    return logprobs(logits, token_ids, params, logits.shape[-1])
+    return logprobs(logits, token_ids, params, jnp.zeros(len(logits), jnp.int32), logits.shape[-1])
 
 
 ROWS, VOCAB = 6, 40

@@ -254,6 +254,15 @@ def test_messages_become_what_templates_read() -> None:
     assert call["function"]["arguments"] == '{"x": [1]}'  # the caller's own is untouched
 
 
+def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    """Clients send all fields, and templates ask whether a message has tool_calls."""
+    reasoned = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": None}
+    [message] = checked_messages([reasoned])
+    assert message == {"role": "assistant", "content": None, "reasoning": "why", "reasoning_content": "why"}
+    [message] = checked_messages([{"role": "assistant", "content": "a", "tool_calls": [], "reasoning_content": "b"}])
+    assert message == {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [

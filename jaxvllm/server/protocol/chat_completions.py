@@ -46,6 +46,10 @@ class ChatTool(Strict):
     type: Literal["function"]
     function: FunctionDefinition
 
+    def tool(self) -> Tool:
+        """Returns the tool in the form that does not depend on the endpoint."""
+        return Tool(self.function.name, self.function.parameters, self.function.description)
+
 
 type Tools = Annotated[list[ChatTool], FailFast(), Field(max_length=MAX_TOOLS)]
 
@@ -71,7 +75,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     max_completion_tokens: Limit | None = None  # None: up to the model's length
     max_tokens: int | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     echo: bool | None = None  # begin the answer with the last message's text, if it is the assistant's
     add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool = False
@@ -125,12 +129,18 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        functions = [tool.function for tool in self.tools or []]
-        tools = tuple(Tool(one.name, one.parameters, one.description) for one in functions)
+        tools = tuple(tool.tool() for tool in self.tools or ())
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedToolChoice):
             return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
         return ToolUse(tools, self.tool_choice or "auto", parallel=parallel)
+
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return "structured_outputs" if self.structured_outputs is not None else "tools"
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
@@ -254,7 +264,9 @@ def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -
     calls_tools = has_calls and completion.finish_reason == "stop"
     made: dict[str, Any] = {
         "index": completion.index,
-        "logprobs": chat_logprobs(completion, request.num_logprobs or 0, request.return_tokens_as_token_ids),
+        "logprobs": chat_logprobs(
+            completion, request.shown_logprobs(request.num_logprobs), request.return_tokens_as_token_ids
+        ),
         "finish_reason": "tool_calls" if calls_tools else completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }

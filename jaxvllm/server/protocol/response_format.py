@@ -1,10 +1,12 @@
 """`response_format`: OpenAI's way to ask for a form of the answer's text."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.server.protocol.fields import Strict
 
@@ -64,3 +66,15 @@ def one_form(**forms: Form | None) -> Form | None:
         first, second = list(given)[:2]
         raise ParameterError(f"{first} and {second} ask for two forms of one answer: leave one of them out", first)
     return next(iter(given.values()), None)
+
+
+@contextmanager
+def form_given_as(field: str) -> Iterator[None]:
+    """Makes errors about `structured_outputs` that are raised inside the block name the request's own `field`."""
+    try:
+        yield
+    except (ParameterError, UnsupportedParameterError) as error:
+        if error.param == "structured_outputs" != field:
+            error.param = field
+            error.args = (f"{field}: {error}",)
+        raise

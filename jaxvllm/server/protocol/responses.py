@@ -138,7 +138,7 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     instructions: str | None = None  # the text of a system message before all others
     max_output_tokens: Limit | None = None  # None: up to the model's length
     include: Include | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: FunctionTools | None = None
@@ -150,6 +150,9 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
 
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
     n: int | None = neutral(1)
+    use_beam_search: bool | None = neutral(False)
+    length_penalty: float | None = neutral(1)
+    early_stopping: bool | Literal["never"] | None = neutral(False, "never")
     return_token_ids: bool | None = neutral(False)  # type: ignore[assignment]
     store: bool | None = neutral(False)
     background: bool | None = neutral(False)

@@ -47,6 +47,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
     body.check_stream()
+    service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     params = params_of(
         service.defaults,
         body.chosen(),
@@ -115,7 +116,7 @@ class _Exchange:
     def _read(self, completion: CompletionOutput) -> list[Said]:
         """Returns what the new part of the completion says, and notes its log-probabilities."""
         as_ids = self._body.return_tokens_as_token_ids
-        self._items.note(token_logprobs(completion, self._body.num_logprobs or 0, as_ids))
+        self._items.note(token_logprobs(completion, self._body.shown_logprobs(self._body.num_logprobs), as_ids))
         said = self._answer.read(completion)
         return said if self._body.shows_reasoning else [one for one in said if not isinstance(one, Reasoning)]
 

@@ -1,7 +1,9 @@
 """Every format of tool calls: examples, any split of them, garbage, and the time that hostile text takes."""
 
 import json
+import re
 import sys
+from collections import Counter
 from itertools import groupby
 from typing import Any
 
@@ -185,16 +187,45 @@ def test_hostile_text_takes_linear_time(name: str) -> None:
             assert costs[1] <= 2.2 * costs[0] + 500, (unit, size)
 
 
-def test_searching_a_whole_text_takes_linear_time() -> None:
-    """Work inside regular expressions is no line of Python: a quadratic search would take minutes."""
-    for name, unit in (
-        ("hermes", "<tool_call>"),
-        ("mistral", "[TOOL_CALLS]f"),
-        ("glm45", "<tool_call>f"),
-        ("openai", "<|start|>"),
-    ):
-        text = unit * (2**17 // len(unit))
-        assert said(format_of(name), text).calls == ()
+class Counting:
+    """A pattern that counts the characters it looks at."""
+
+    def __init__(self, pattern: re.Pattern[str], seen: Counter[str]):
+        self._pattern = pattern
+        self._seen = seen
+
+    def search(self, text: str, at: int, end: int = sys.maxsize) -> re.Match[str] | None:
+        found = self._pattern.search(text, at, end)
+        self._seen["characters"] += (min(end, len(text)) if found is None else found.end()) - at
+        return found
+
+    def match(self, text: str, at: int) -> re.Match[str] | None:
+        return self._pattern.match(text, at)
+
+
+UNITS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]f",
+    "glm45": "<tool_call>f",
+    "qwen3_coder": "<function=f><parameter=a>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
+    "openai": "<|start|>",
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_searching_a_whole_text_takes_linear_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work inside regular expressions is no line of Python."""
+    seen: Counter[str] = Counter()
+    for state in ALL[name].states.values():
+        monkeypatch.setitem(vars(state), "pattern", Counting(state.pattern, seen))
+    costs = []
+    for size in (2**13, 2**14):
+        seen.clear()
+        said(format_of(name), UNITS[name] * (size // len(UNITS[name])))
+        costs.append(seen["characters"])
+    assert costs[0] > 0
+    assert costs[1] <= 2.2 * costs[0]
 
 
 GUESSES = {
