@@ -386,7 +386,7 @@ def kept(ranked: Mapping[int, Any] | None, has_ranks: bool = True) -> dict[str, 
     """
     if ranked is None:
         return None
-    rows = [
+    rows: list[list[Any]] = [
         [token, None if one.logprob == float("-inf") else round(one.logprob, 5), one.rank if has_ranks else None]
         for token, one in ranked.items()
     ]
