@@ -162,7 +162,9 @@ class SamplingFields(Strict):
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs cannot be had of a beam search: leave it out", "prompt_logprobs")
         if params.structured_outputs is not None:  # of response_format or tool_choice, too
-            raise ParameterError("structured outputs cannot be had of a beam search: leave one of them out", "use_beam_search")
+            raise ParameterError(
+                "structured outputs cannot be had of a beam search: leave one of them out", "use_beam_search"
+            )
         for field in fields(SamplingParams):
             if field.name in self.chosen().keys() - _OF_BEAMS and getattr(params, field.name) != field.default:
                 raise ParameterError(f"{field.name} has no meaning for a beam search: leave it out", field.name)
