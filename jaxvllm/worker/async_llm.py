@@ -219,6 +219,13 @@ class AsyncLLM:
             raise EngineUnavailableError(self.reason)
         return self._reader
 
+    @property
+    def rules(self) -> RequestRules:
+        """The engine's rules for requests. Raises EngineUnavailableError before the engine is first ready."""
+        if self._rules is None:
+            raise EngineUnavailableError(self.reason)
+        return self._rules
+
     def make_request(
         self,
         prompt: PromptLike,
@@ -257,8 +264,7 @@ class AsyncLLM:
     def enqueue(self, request: GenerationRequest) -> RequestStream:
         """Does the same as `submit`, but does not wait for the engine's answer: `RequestStream.accepted` does."""
         process = self._ready_process()
-        assert self._rules is not None, "an engine that is ready has sent the facts about its model"
-        self._rules.check(request)
+        self.rules.check(request)
         read_bad_words(request.params.bad_words, self.tokenizer, self.facts.vocab_size)
         request_id = request.request_id
         if request_id in self._requests:

@@ -142,7 +142,7 @@ VALUES = [
     value("prompt_logprobs of the whole vocabulary", prompt_logprobs=-1, param="prompt_logprobs"),
     value("a field that nobody knows", frobnicate=1, param="frobnicate"),
     value("a field that is not supported", suffix="the end", param="suffix"),
-    value("a penalty, which is not supported", presence_penalty=0.5, param="presence_penalty"),
+    value("a penalty that is too high", presence_penalty=2.5, param="presence_penalty"),
     value("a model that is not here", model="gpt-17", status=404, param="model"),
     value("a path as model", model="../../etc/passwd", status=404, param="model"),
     value("priority without the policy", priority=-3, param="priority"),

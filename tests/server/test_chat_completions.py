@@ -272,8 +272,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(documents=[{"text": "a"}]), "documents"),
     (dict(mm_processor_kwargs={"a": 1}), "mm_processor_kwargs"),
     (dict(response_format={"type": "json_schema", "json_schema": {}}), "response_format.json_schema.name"),
-    (dict(logit_bias={"1": 5}), "logit_bias"),
-    (dict(frequency_penalty=1), "frequency_penalty"),
     (dict(suffix="a"), "suffix"),
 ]
 

@@ -164,6 +164,35 @@ def test_logprobs_of_text_that_is_held_back(server):
     assert sum(offsets, []) == complete(server, **body)["choices"][0]["logprobs"]["text_offset"]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(allowed_token_ids=[300, 301]), {300, 301}),
+        (dict(logit_bias={"300": 100}), {300}),
+        (dict(allowed_token_ids=[300, 301], presence_penalty=2, logit_bias={"301": 100}), {301}),
+    ],
+)
+def test_which_tokens_may_come(server, options, expected):
+    [choice] = complete(server, **GREEDY, return_token_ids=True, **options)["choices"]
+    assert set(choice["token_ids"]) <= expected
+
+
+def test_bad_words_and_penalties_change_the_text(server):
+    [plain] = complete(server, **LONG | dict(max_tokens=60))["choices"]
+    word = plain["text"].split()[3]
+    [without] = complete(server, **LONG | dict(max_tokens=60), bad_words=[word])["choices"]
+    assert word not in without["text"].split()
+    [varied] = complete(server, **LONG | dict(max_tokens=60), repetition_penalty=1.5, frequency_penalty=1)["choices"]
+    assert len({plain["text"], without["text"], varied["text"]}) == 3
+
+
+def test_logprobs_of_named_tokens(server):
+    named = dict(logprob_token_ids=[300, 301], return_tokens_as_token_ids=True)
+    [choice] = complete(server, **GREEDY, **named)["choices"]
+    for token, top in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert set(top) == {token, "token_id:300", "token_id:301"}
+
+
 def test_tokens_by_their_ids(server):
     answer = complete(server, **GREEDY, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
     [choice] = answer["choices"]
@@ -407,11 +436,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(best_of=2, stream=True), "best_of"),
     (dict(stream_interval=0), "stream_interval"),
     (dict(repetition_detection={"max_pattern_size": 2}), "min_count"),
-    (dict(frequency_penalty=0.5), "frequency_penalty"),
-    (dict(presence_penalty=0.5), "presence_penalty"),
-    (dict(repetition_penalty=1.1), "repetition_penalty"),
+    (dict(frequency_penalty=2.5), "frequency_penalty"),
+    (dict(repetition_penalty=0), "repetition_penalty"),
+    (dict(logit_bias={"50000": 1.0}), "logit_bias"),
+    (dict(allowed_token_ids=[50000]), "allowed_token_ids"),
+    (dict(logprob_token_ids=[50000]), "logprob_token_ids"),
+    (dict(bad_words=[" "]), "bad_words"),
     (dict(length_penalty=2.0), "length_penalty"),
-    (dict(logit_bias={"5": 1.0}), "logit_bias"),
     (dict(early_stopping=True), "early_stopping"),
     (dict(use_beam_search=True, top_p=0.5), "top_p"),
     (dict(use_beam_search=True, stop="x"), "stop"),
@@ -423,8 +454,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(prompt_logprobs=1, stream=True), "prompt_logprobs"),
     (dict(truncate_prompt_tokens=10**6), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
-    (dict(allowed_token_ids=[1]), "allowed_token_ids"),
-    (dict(bad_words=["a"]), "bad_words"),
     (dict(logits_processors=["x"]), "logits_processors"),
     (dict(response_format={"type": "json_object"}), "response_format"),
     (dict(service_tier="flex"), "service_tier"),

@@ -40,6 +40,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
     body.check_stream()
+    service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     params = params_of(
         service.defaults,
         body.chosen(),

@@ -41,6 +41,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
     body.check_stream()
+    service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     params = params_of(
         service.defaults,
         body.chosen(),
