@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
+    from jaxvllm.core.beam import BeamSearchParams as BeamSearchParams
     from jaxvllm.core.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
@@ -29,6 +30,7 @@ _HOMES = {
     "EngineConfig": "jaxvllm.config",
     "LogitsProcessor": "jaxvllm.runtime.logits_processors",
     "TokensSoFar": "jaxvllm.runtime.logits_processors",
+    "BeamSearchParams": "jaxvllm.core.beam",
     "SamplingParams": "jaxvllm.core.sampling_params",
     "RepetitionDetectionParams": "jaxvllm.core.sampling_params",
     "StructuredOutputsParams": "jaxvllm.core.structured_outputs",
@@ -42,6 +44,7 @@ __all__ = [
     "TokensSoFar",
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RepetitionDetectionParams",

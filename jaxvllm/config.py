@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
+from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_options import advice_on
 from pallas_kernels.backend import BackendName
@@ -26,6 +27,8 @@ class EngineConfig:
 
     model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
     tokenizer: str | None = None  # a directory or hub name; None: the model's
+    generation_config: str = "auto"  # default sampling: auto: as the model says; vllm: neutral; or a directory
+    override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
@@ -53,6 +56,7 @@ class EngineConfig:
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
+    structured_outputs_lenient: bool = False  # ignore what cannot be enforced of a JSON schema, and warn in the output
     reasoning_parser: str | None = None  # the marks of the model's reasoning, by vLLM's names; None: it has none
     max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
@@ -74,6 +78,7 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
+        object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -4,11 +4,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import BeamSearch, BeamSearchParams
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
@@ -26,6 +28,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     REPETITION = "repetition"  # vLLM's: the output repeated itself
+    ERROR = "error"  # its constraint failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +64,16 @@ class GenerationRequest:
     prompt: Prompt
     params: SamplingParams
     priority: int = 0  # lower values run first
+    beam_search: BeamSearchParams | None = None  # searches for `params.n` sequences instead of drawing them
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
-        """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`."""
+        """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
+
+        All beams of a search are one request, whatever it finds.
+        """
+        if self.beam_search is not None:
+            params = replace(self.params, n=1, logprobs=self.beam_search.num_candidates)
+            return (replace(self, params=params),)
         if self.params.num_sequences == 1:
             return (self,)
         return tuple(
@@ -76,6 +86,7 @@ class RequestOptions(TypedDict, total=False):
     """The fields of a `GenerationRequest` that have defaults, as keyword arguments of the functions that make one."""
 
     priority: int
+    beam_search: BeamSearchParams | None
 
 
 @dataclass(frozen=True, order=True)
@@ -89,11 +100,19 @@ class QueueKey:
 class TokenConstraint(Protocol):
     """Decides on the host which tokens may come next in a request, as a grammar does.
 
-    Steps with such a request sample in a separate program, which waits for `fill`.
+    Steps with such a request sample in a separate program, which waits for `fill`. An exception ends the request and
+    no other. A constraint that raised may be asked again, and must raise again in `fill`.
     """
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow, except EOS."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Takes note of tokens that were added to the request, in order."""
+
+    def forced(self) -> Sequence[int]:
+        """Returns the tokens that must come next whatever the model says, as many as are known, or none."""
 
     def fill(self, words: NDArray[np.int32]) -> None:
         """Writes the mask of allowed next tokens: bit i of `words`, counted from each word's lowest, is token i."""
@@ -113,17 +132,25 @@ class Request:
     stop_token_ids: tuple[int, ...]  # EOS included, unless ignored
     limit: int
     key: QueueKey
+    eos_token_ids: tuple[int, ...] = ()  # the model's, also where they are ignored
     constraint: TokenConstraint | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
+    search: BeamSearch | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
-    num_cached_tokens: int | None = None  # None until first admitted
+    num_cached_tokens: int | None = None  # of the prompt; None until first admitted
     num_preemptions: int = 0
+    num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:
         self.request_id = self.asked.request_id
+
+    @property
+    def late_token_ids(self) -> tuple[int, ...]:
+        """The tokens that `min_tokens` keeps away: all that may end the request, and EOS also where it is ignored."""
+        return tuple(dict.fromkeys((*self.eos_token_ids, *self.stop_token_ids)))
 
     @property
     def prompt_token_ids(self) -> TokenIds:
@@ -146,6 +173,35 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin behind pages that others have computed."""
         return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache
+
+    @property
+    def takes_forced(self) -> bool:
+        """Whether forced tokens need no sampling. Log-probabilities do, and penalties count what was sampled."""
+        params = self.sampling_params
+        return (
+            self.constraint is not None
+            and self.repetition is None
+            and params.logprobs is None
+            and params.repetition_penalty == 1.0
+            and params.presence_penalty == params.frequency_penalty == 0.0
+        )
+
+    def forced(self, most: int) -> list[int]:
+        """Returns up to `most` tokens that its constraint forces, as far as none of them may end it."""
+        if not self.takes_forced or most <= 0:
+            return []
+        assert self.constraint is not None
+        return list(takewhile(lambda token: token not in self.stop_token_ids, self.constraint.forced()[:most]))
+
+    @property
+    def num_beams(self) -> int | None:
+        """The most beams that search for it. None: it is no beam search."""
+        return None if self.search is None else self.search.params.beam_width
+
+    @property
+    def logit_divisor(self) -> float:
+        """What logits are divided by before the log-probabilities are taken that the host gets."""
+        return 1.0 if self.search is None else self.search.params.logit_divisor
 
     @property
     def num_tokens(self) -> int:

@@ -7,22 +7,26 @@ before the output of the last step is known (`slots.py` says how), and `update` 
 """
 
 import heapq
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import Candidates
+from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
-from jaxvllm.core.request import FinishReason, QueueKey, Request, TokenConstraint
+from jaxvllm.core.request import FinishReason, QueueKey, Request
 from jaxvllm.core.slots import SlotIds, SlotTable
 from jaxvllm.core.step_plan import (
     NOT_SCORED,
     Admission,
     Emitted,
     Finished,
+    Fork,
     Ints,
     PageEntries,
     Scored,
@@ -31,18 +35,21 @@ from jaxvllm.core.step_plan import (
     StepUpdate,
 )
 
+logger = logging.getLogger(__name__)
+
 # Of each group of the KV cache, the pages that rows open in a step.
 type Opened = tuple[PageEntries, ...]
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Part of a prompt to compute in this step."""
+    """Known tokens to compute in this step: part of a prompt, or tokens that a constraint forced."""
 
     slot: int
     start: int
     length: int
-    ends_prompt: bool
+    yields: bool  # a token, which the end of a prompt does, and the end of forced tokens
+    of_prompt: bool = True
 
     @property
     def end(self) -> int:
@@ -62,7 +69,9 @@ class Scheduler:
         self._waiting: list[tuple[QueueKey, Request, bool]] = []  # heap; keys are unique
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
+        self._beams = BeamGroups(slots, cache)
         self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
+        self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
     @property
     def num_waiting(self) -> int:
@@ -84,19 +93,28 @@ class Scheduler:
     def add(self, request: Request, watched: bool = False) -> None:
         """Queues `request`. `watched`: `update` reports each of its tokens, not only the end.
 
+        Tokens with which its constraint begins are known from now on, and computed with its prompt.
+
         Raises ValueError for an id that is in use and for a request that the whole pool could not hold.
         """
         if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
-        self.check_fits(request.num_tokens, request.limit)
+        self.check_fits(request.num_tokens, request.limit, request.num_beams)
         self._enqueue(request, watched)
 
-    def check_fits(self, num_prompt_tokens: int, limit: int) -> None:
-        """Raises ValueError for a request that could not finish even if it had every page."""
-        if (shortage := self.cache.shortage(limit - 1)) is not None:
-            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
+    def check_fits(self, num_prompt_tokens: int, limit: int, num_beams: int | None = None) -> None:
+        """Raises ValueError for a request that could not finish even if it had every page and slot."""
+        if num_beams is not None and num_beams > self.slots.num_slots:
             raise ParameterError(
-                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones needs "
+                f"beam_width (n over HTTP) {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: "
+                "lower it, or raise max_num_seqs",
+                "n",
+            )
+        if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
+            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
+            beams = "" if num_beams is None else f" for each of {num_beams} beams"
+            raise ParameterError(
+                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones{beams} needs "
                 f"{shortage.needed} pages of {self.cache.page_size} tokens, but the pool{of} has {shortage.usable}: "
                 "lower max_tokens, shorten the prompt, or give the engine more memory",
                 "max_tokens",
@@ -111,15 +129,17 @@ class Scheduler:
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
         policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row is constrained, the step is
-        `width` decode steps in one, if there are pages for them without a preemption.
+        `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint forces
+        are computed at once, if the budget and the free pages have room for them.
         """
         self._free_unseen()
         decode = self.slots.decoding()
         if width > 1 and not self._may_burst(decode):
             width = 1
-        new_pages = self._grow(decode, width)
-        if new_pages is None and width > 1:
-            width = 1
+        forced = self._forced(decode)
+        new_pages = self._grow(decode, width, forced)
+        if new_pages is None and (width > 1 or forced):
+            width, forced = 1, {}
             new_pages = self._grow(decode, width)
         preempts = new_pages is None
         if new_pages is None:
@@ -128,7 +148,8 @@ class Scheduler:
         opened: list[Opened] = []  # by chunks of running prompts
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
-        budget = self.max_num_batched_tokens - (len(decode) if mixes else 0)
+        num_decode_tokens = len(decode) + sum(extra for _, extra in forced.values())
+        budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.num_running):
             budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
@@ -136,17 +157,50 @@ class Scheduler:
                 self._admit(chunks, admissions, budget)
         if chunks and not mixes:
             self.cache.undo(new_pages)  # decode rows wait while prompts are computed
-            decode, new_pages = decode[:0], self.cache.no_entries
+            decode, new_pages, forced = decode[:0], self.cache.no_entries, {}
         if not chunks and not len(decode):
             return None
         if opened:
             new_pages = tuple(map(PageEntries.joined, zip(new_pages, *opened, strict=True)))
+        if forced:
+            decode = decode[[slot not in forced for slot in decode.tolist()]]
+            chunks = [*(self._take_forced(slot, tokens) for slot, (tokens, _) in forced.items()), *chunks]
         return self._plan(decode, new_pages, chunks, admissions, width)
+
+    def _forced(self, decode: SlotIds) -> dict[int, tuple[list[int], int]]:
+        """The tokens that constraints force behind the known ones of `decode` slots, and how many more are computed.
+
+        Those that are in flight cost nothing more. There is one left to sample behind them.
+        """
+        slots = self.slots
+        found: dict[int, tuple[list[int], int]] = {}
+        room = self.max_num_batched_tokens - len(decode)
+        for slot in decode[slots.is_constrained[decode]].tolist():
+            num_in_flight = int(slots.num_tokens[slot] - slots.num_known[slot])
+            most = min(num_in_flight + room, int(slots.limit[slot] - slots.num_known[slot]) - 1)
+            tokens = self._tenant(slot).forced(most)
+            extra = len(tokens) - num_in_flight
+            if extra > 0:
+                found[slot] = tokens, extra
+                room -= extra
+        return found
+
+    def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
+        """Makes `tokens` known, so that the row computes them as it would compute a prompt."""
+        start = int(self.slots.num_computed[slot])
+        self.slots.append_forced(slot, tokens)
+        self._advance(self._tenant(slot), tokens)
+        return _Chunk(slot, start, int(self.slots.num_known[slot]) - start, yields=True, of_prompt=False)
 
     def _may_burst(self, decode: SlotIds) -> bool:
         """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
         slots = self.slots
-        if self._waiting_ids or slots.is_constrained[decode].any() or slots.wants_distributions[decode].any():
+        if (
+            self._waiting_ids
+            or self._beams
+            or slots.is_constrained[decode].any()
+            or slots.wants_distributions[decode].any()
+        ):
             return False
         # Rows whose last token is in flight are neither decoding nor prefilling.
         return len(decode) == self.num_running or not len(self.slots.prefilling())
@@ -177,26 +231,108 @@ class Scheduler:
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
+        if self._beams:
+            ends &= ~slots.is_beam[at]  # their search says when they end
         repeats = self._cut_repetitions(at, tokens, counts, ends)
-        started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == 0)])
+        num_forced = np.where(yields, slots.num_unreported[at], 0)
+        started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == num_forced)])
         emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
-        if plan.is_masked:
-            self._advance_constraints(at, tokens, counts)
-        finished = tuple(
+        if num_forced.any():
+            slots.num_unreported[at[yields]] = 0
+        finished = [
             _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
             for i in np.flatnonzero(ends | repeats)
-        )
+        ]
+        if plan.is_masked:
+            finished += self._advance_constraints(at, tokens, counts, ends | repeats)
         for end in finished:
             self.finish(end.request.request_id)
-        return StepUpdate(int(counts.sum()), started, emitted, finished, scored)
+        searched, forks = self._search(rows, at, output) if self._beams else ((), ())
+        finished += (*self._failed.values(), *searched)
+        self._failed.clear()
+        num_new = int(counts.sum() + num_forced.sum())
+        return StepUpdate(num_new, started, emitted, tuple(finished), scored, forks)
 
-    def masked_rows(self, plan: StepPlan) -> list[tuple[int, TokenConstraint]]:
-        """The slots of `plan` that wait for a mask, with the constraint of their tenant, where that is still there."""
+    def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
+        """Lets the searches choose among what the beams at `at` propose, whose rows of `output` are `rows`."""
+        row_of = {slot: row for slot, row in zip(at.tolist(), rows.tolist(), strict=True) if self.slots.is_beam[slot]}
+        searches = {request.request_id: request for request in map(self._tenant, row_of)}
+        finished: list[Finished] = []
+        forks: dict[str, list[Fork]] = {}
+        for request_id, request in searches.items():
+            group = self._beams.of(request)
+            if group is None:  # preempted by another group
+                continue
+            assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
+            top_ids, top = output.logprobs.top_ids, output.logprobs.top
+            proposed = [Candidates(top_ids[row], top[row]) for row in (row_of[slot] for slot in group.slots)]
+            survivors = group.search.advance(proposed)
+            if group.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
+                self.finish(request_id)
+                continue
+            sources = self._beams.keep(group, survivors)
+            self._slot_of[request_id] = sources[0]
+            while not self._beams.can_fork(sources):
+                forks.pop(self._preempt_last().request_id, None)
+                if self._beams.of(request) is None:
+                    break
+            else:
+                forks[request_id] = self._beams.fork(group, sources, survivors)
+        return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
+
+    def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
+        """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].
+
+        A request whose constraint fails ends, and the next update says so.
+        """
         if plan.masked is None:
             return []
         is_present = self.slots.epoch[plan.slots] == plan.epochs
-        at = plan.slots[plan.masked & is_present].tolist()
-        return [(slot, constraint) for slot in at if (constraint := self._tenant(slot).constraint) is not None]
+        masks: list[tuple[int, Ints]] = []
+        for slot in plan.slots[plan.masked & is_present].tolist():
+            request = self._tenant(slot)
+            assert request.constraint is not None
+            words = np.zeros(num_words, np.int32)
+            try:
+                request.constraint.fill(words)
+            except Exception as error:
+                self.finish(request.request_id)
+                self._failed[request.request_id] = _failure(request, error)
+            else:
+                masks.append((slot, words))
+        return masks
+
+    def _advance_constraints(
+        self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]
+    ) -> Iterator[Finished]:
+        """Tells constraints what came. Yields the requests that end because of that."""
+        for index in np.flatnonzero(self.slots.is_constrained[at] & (counts > 0)):
+            slot = at[index]
+            request = self._tenant(slot)
+            assert request.constraint is not None
+            was_complete = request.constraint.is_complete
+            error = self._advance(request, tokens[index, : counts[index]].tolist())
+            if ends[index]:
+                continue
+            if error is not None:
+                yield _failure(request, error)
+            elif request.constraint.is_complete:
+                # Otherwise only EOS may come, which ends the request like any other.
+                params = request.sampling_params
+                is_short = self.slots.num_known[slot] - self.slots.num_prompt[slot] < params.min_tokens
+                if was_complete or params.ignore_eos or is_short:
+                    yield Finished(request, FinishReason.STOP)
+
+    @staticmethod
+    def _advance(request: Request, tokens: list[int]) -> Exception | None:
+        """Tells the constraint of `request` about new tokens. Returns the error if it fails."""
+        assert request.constraint is not None
+        try:
+            request.constraint.advance(tokens)
+        except Exception as error:
+            return error
+        return None
 
     def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which rows repeat themselves, bool[len(at)]. Those rows have no tokens, in `counts` neither, behind that.
@@ -214,19 +350,20 @@ class Scheduler:
                 counts[index] = end
         return repeats
 
-    def _advance_constraints(self, at: SlotIds, tokens: Ints, counts: Ints) -> None:
-        for index in np.flatnonzero(self.slots.is_constrained[at]):
-            constraint = self._tenant(at[index]).constraint
-            assert constraint is not None
-            constraint.advance(tokens[index, : counts[index]].tolist())
-
     def _emitted(self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> Iterator[Emitted]:
-        """Yields the new tokens of requests that somebody watches, row by row in order."""
+        """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
         width = tokens.shape[1]
         is_new = self.slots.watched[at][:, None] & (np.arange(width) < counts[:, None])
         row, index = np.nonzero(is_new)
         found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
-        return (Emitted(self._tenant(slot), place, token) for slot, place, token in zip(*found, strict=True))
+        num_forced = self.slots.num_unreported
+        for slot, place, token in zip(*found, strict=True):
+            request = self._tenant(slot)
+            if num_forced[slot]:
+                end = int(self.slots.num_known[slot]) - 1  # its row yields one token
+                for forced in self.slots.token_ids[slot, end - num_forced[slot] : end].tolist():
+                    yield Emitted(request, place, forced)
+            yield Emitted(request, place, token)
 
     def finish(self, request_id: str) -> Request | None:
         """Ends a waiting or running request now: its pages are free for the next step. None if there is none.
@@ -234,6 +371,8 @@ class Scheduler:
         Output of steps in flight is ignored. (Their KV writes are not: they land before any later step's, and
         whoever gets the pages next writes a position before reading it.)
         """
+        if (failed := self._failed.pop(request_id, None)) is not None:
+            return failed.request
         waiting = self._waiting_ids.pop(request_id, None)
         if waiting is not None:
             return waiting
@@ -250,24 +389,39 @@ class Scheduler:
         at = np.flatnonzero(slots.active)
         self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
-    def _grow(self, decode: SlotIds, width: int) -> Opened | None:
+    def _grow(
+        self, decode: SlotIds, width: int, forced: Mapping[int, tuple[list[int], int]] | None = None
+    ) -> Opened | None:
         """The pages that decoding slots may open in `width` steps, or None when there are not enough."""
         slots = self.slots
         # The last token's KV is not computed by the step that yields it.
-        return self.cache.grow(decode, np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1))
+        ends = np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1)
+        if forced:
+            ends += np.array([forced[slot][1] if slot in forced else 0 for slot in decode.tolist()], np.int32)
+        return self.cache.grow(decode, ends)
 
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
             victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
-            watched = bool(self.slots.watched[victim])
-            request = self._release(victim)
-            request.num_preemptions += 1
-            self.num_preemptions += 1
-            self._enqueue(request, watched)
+            if self.num_running == 1 and self.slots.num_known[victim] < self.slots.num_tokens[victim]:
+                # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
+                # compute them again, and come to this point again, for ever.
+                return self.slots.decoding()[:0], self.cache.no_entries
+            self._preempt_last()
             decode = self.slots.decoding()
             new_pages = self._grow(decode, width=1)
             if new_pages is not None:
                 return decode, new_pages
+
+    def _preempt_last(self) -> Request:
+        """Takes slot and pages from the last running request in the queue's order, and returns it to the queue."""
+        victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+        watched = bool(self.slots.watched[victim])
+        request = self._release(victim)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request, watched)
+        return request
 
     # Prefill: chunks of running prompts first, then new requests in queue order.
 
@@ -283,7 +437,7 @@ class Scheduler:
     def _next_chunk(self, slot: int, budget: int) -> _Chunk:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.prefill_len[slot])
         length = min(budget, end - start)
-        return _Chunk(slot, start, length, start + length == end)
+        return _Chunk(slot, start, length, yields=start + length == end)
 
     def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int) -> None:
         if self._slot_of and not self.policy.joins_running:
@@ -301,7 +455,8 @@ class Scheduler:
                 continue
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
-            if not self.cache.can_take(prefix, target):
+            num_forks = 0 if request.num_beams is None else request.num_beams - 1
+            if self.slots.num_free <= num_forks or not self.cache.can_take(prefix, target, num_forks):
                 break
             heapq.heappop(self._waiting)
             del self._waiting_ids[request.request_id]
@@ -309,9 +464,11 @@ class Scheduler:
             slot = self.slots.occupy(request, num_cached, watched)
             self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
+            if request.search is not None:
+                self._beams.open(request, request.search, slot)
             self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
-                request.num_cached_tokens = num_cached
+                request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             chunks.append(self._next_chunk(slot, budget))
             self.cache.cover(slot, chunks[-1].end)
             budget -= chunks[-1].length
@@ -354,9 +511,9 @@ class Scheduler:
         next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
-            max_new[row] = chunk.ends_prompt
-            if self._tenant(chunk.slot).wants_scores:
-                next_tokens[row] = 0 if chunk.ends_prompt else slots.token_ids[chunk.slot, chunk.end]
+            max_new[row] = chunk.yields
+            if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
+                next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
         constrained, distributions = slots.is_constrained[rows], slots.wants_distributions[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
@@ -377,8 +534,11 @@ class Scheduler:
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new
         slots.num_tokens[rows] += max_new
+        if self._beams:
+            slots.is_held[rows] = slots.is_beam[rows] & (max_new > 0)
         for chunk in chunks:
-            self._register_computed(chunk.slot)
+            if chunk.of_prompt:
+                self._register_computed(chunk.slot)
         return plan
 
     def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
@@ -393,7 +553,8 @@ class Scheduler:
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
-        count = int(min(self.slots.num_computed[slot], self.slots.num_known[slot]))
+        known = self.slots.num_prompt if self.slots.is_beam[slot] else self.slots.num_known  # not what beams try out
+        count = int(min(self.slots.num_computed[slot], known[slot]))
         self._computing.difference_update(self.cache.register(slot, count, self._tenant(slot)))
 
     def _uncomputed_hashes(self, slot: int) -> list[bytes]:
@@ -403,14 +564,24 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._computing.difference_update(self._uncomputed_hashes(slot))
         request = self._tenant(slot)
-        request.output_token_ids = self.slots.outputs(slot)
+        group = self._beams.of(request)
+        if group is None:
+            request.output_token_ids = self.slots.outputs(slot)
+            request.num_unreported = int(self.slots.num_unreported[slot])
         self._register_computed(slot)
-        self.cache.release(slot)
-        self.slots.vacate(slot)
+        if group is not None:  # all beams together: a preempted search starts again
+            self._beams.close(group)
+        else:
+            self.cache.release(slot)
+            self.slots.vacate(slot)
         del self._slot_of[request.request_id]
         return request
 
     def _enqueue(self, request: Request, watched: bool) -> None:
+        if forced := request.forced(request.limit - request.num_tokens - 1):
+            self._advance(request, forced)
+            request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
+            request.num_unreported += len(forced)
         self._waiting_ids[request.request_id] = request
         heapq.heappush(self._waiting, (request.key, request, watched))
 
@@ -420,14 +591,15 @@ class Scheduler:
         return tenant
 
     def running(self) -> Iterator[tuple[int, Request]]:
-        """Slot and request of everything that runs, first in the queue first."""
+        """Slot and request of everything that runs, first in the queue first. Of a beam search, one of its slots."""
         at = sorted(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
         return ((slot, self._tenant(slot)) for slot in at)
 
     def check_invariants(self) -> None:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
-        self.cache.check_invariants(list(self._slot_of.values()))
+        self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
+        self._beams.check_invariants()
         assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
         queued = {request.request_id for _, request, _ in self._waiting}
@@ -441,8 +613,16 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
     """The end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
     if not stopped:
         return Finished(request, FinishReason.LENGTH)
-    asked_for = last_token in request.sampling_params.stop_token_ids
-    return Finished(request, FinishReason.STOP, last_token if asked_for else None)
+    # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
+    is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
+    asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
+    return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
+
+
+def _failure(request: Request, error: Exception) -> Finished:
+    """The end of `request` by an error of its constraint."""
+    logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
+    return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
 
 
 def _repeated(request: Request) -> Finished:

@@ -12,6 +12,8 @@ A slot is prefilling while `num_computed < prefill_len` and decoding afterwards;
 one token to compute (`num_tokens - num_computed == 1`).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,34 +34,46 @@ class SlotTable:
         self.num_slots = num_slots
         self.tenants: list[Request | None] = [None] * num_slots
         self.active = np.zeros(num_slots, np.bool_)
-        self.epoch = np.zeros(num_slots, np.int32)  # + 1 at every release: outputs of former tenants are ignored
+        # + 1 where outputs in flight are to be ignored: at every release, and when the tokens in them became known.
+        self.epoch = np.zeros(num_slots, np.int32)
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
         self.wants_logprobs = np.zeros(num_slots, np.bool_)  # those that every step can yield
         self.wants_distributions = np.zeros(num_slots, np.bool_)
         self.is_constrained = np.zeros(num_slots, np.bool_)  # the host has a say in each token
         self.detects_repetition = np.zeros(num_slots, np.bool_)
+        self.is_beam = np.zeros(num_slots, np.bool_)  # one of several that search for the same request
+        self.is_held = np.zeros(num_slots, np.bool_)  # a beam whose next token the host has not chosen yet
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_known = np.zeros(num_slots, np.int32)
         self.num_tokens = np.zeros(num_slots, np.int32)
+        self.num_unreported = np.zeros(num_slots, np.int32)  # the last of the known ones that no update has reported
         self.limit = np.zeros(num_slots, np.int32)
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
         # One more than the model's length: a prompt that long may be scored, and the step samples a token behind it.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
+        of_tenants = (value for name, value in vars(self).items() if name != "epoch")
+        self._values = tuple(value for value in of_tenants if isinstance(value, np.ndarray))
+        self._reserved: set[int] = set()  # neither free nor active
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        return self.num_slots - len(self._free) - len(self._reserved)
 
     def prefilling(self) -> SlotIds:
         return np.flatnonzero(self.active & (self.num_computed < self.prefill_len))
 
     def decoding(self) -> SlotIds:
         """Slots with one token to compute; those whose last token may already be in flight have none."""
-        return np.flatnonzero(self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit))
+        is_decoding = self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit)
+        return np.flatnonzero(is_decoding & ~self.is_held)
 
     def occupy(self, request: Request, num_computed: int, watched: bool) -> int:
         """Gives `request` a slot, whose first `num_computed` positions are cached."""
@@ -77,6 +91,7 @@ class SlotTable:
         self.num_prompt[slot] = request.num_prompt_tokens
         self.prefill_len[slot] = self.num_known[slot] = self.num_tokens[slot] = count
         self.num_computed[slot] = num_computed
+        self.num_unreported[slot] = request.num_unreported
         self.limit[slot] = request.limit
         self.min_tokens[slot] = params.min_tokens
         self.stop_ids[slot] = NO_TOKEN
@@ -84,13 +99,33 @@ class SlotTable:
         self.token_ids[slot, :count] = token_ids
         return slot
 
-    def vacate(self, slot: int) -> None:
-        """Frees `slot`. What its tenant computed and holds must have been read before."""
+    def vacate(self, slot: int, reserve: bool = False) -> None:
+        """Frees or reserves `slot`. What its tenant computed and holds must have been read before."""
         self.tenants[slot] = None
-        self.active[slot] = False
-        self.watched[slot] = False
+        self.active[slot] = self.watched[slot] = self.is_beam[slot] = self.is_held[slot] = False
         self.epoch[slot] += 1
-        self._free.append(slot)
+        if reserve:
+            self._reserved.add(slot)
+        else:
+            self._free.append(slot)
+
+    def reserve(self, count: int) -> list[int]:
+        """Takes `count` free slots for beams to come."""
+        slots = [self._free.pop() for _ in range(count)]
+        self._reserved.update(slots)
+        return slots
+
+    def unreserve(self, slots: Sequence[int]) -> None:
+        """Frees slots that were reserved."""
+        self._reserved.difference_update(slots)
+        self._free.extend(slots)
+
+    def fork(self, source: int, slot: int) -> None:
+        """Gives the tenant of `source` one more slot, a reserved one, with everything that `source` has."""
+        self._reserved.remove(slot)
+        self.tenants[slot] = self.tenants[source]
+        for values in self._values:
+            values[slot] = values[source]
 
     def outputs(self, slot: int) -> TokenIds:
         """The generated tokens of `slot` that the host knows, as a copy."""
@@ -106,14 +141,28 @@ class SlotTable:
             self.token_ids[slots[rows], known[rows] + at] = tokens[rows, at]
         self.num_known[slots] = known + counts
 
+    def append_forced(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Stores the tokens that follow those that are known, whether or not some of them are in flight."""
+        known = int(self.num_known[slot])
+        if self.num_tokens[slot] > known:
+            self.epoch[slot] += 1
+        end = known + len(token_ids)
+        self.token_ids[slot, known:end] = token_ids
+        self.num_known[slot] = self.num_tokens[slot] = end
+        self.num_unreported[slot] += len(token_ids)
+
     def check_invariants(self) -> None:
         active = np.flatnonzero(self.active)
-        assert sorted([*self._free, *active.tolist()]) == list(range(self.num_slots)), "a slot leaked"
+        slots = sorted([*self._free, *self._reserved, *active.tolist()])
+        assert slots == list(range(self.num_slots)), "a slot leaked"
+        assert self.num_active == len(active)
+        assert not (self.is_held & ~self.is_beam).any() and not (self.is_beam & ~self.active).any()
         assert all((self.tenants[s] is not None) == self.active[s] for s in range(self.num_slots))
         computed, known, tokens = self.num_computed[active], self.num_known[active], self.num_tokens[active]
         prefill, limit = self.prefill_len[active], self.limit[active]
         assert (computed < tokens).all(), "more KV computed than there are tokens to feed"
         assert (known <= tokens).all() and (tokens <= limit).all() and (prefill <= known).all()
+        assert (self.num_unreported[active] <= known - self.num_prompt[active]).all(), "a prompt's token is an output"
         decoding = computed >= prefill
         assert (tokens[decoding] - computed[decoding] == 1).all(), "a decoding slot has one token to compute"
         assert (tokens[~decoding] == prefill[~decoding]).all(), "a prefilling slot has sampled"

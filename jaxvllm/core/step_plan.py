@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import Beam
 from jaxvllm.core.request import FinishReason, Request
 
 type Ints = NDArray[np.int32]
@@ -55,9 +56,9 @@ class StepPlan:
     """One step. Decode rows come first (the device knows their position and token), then prefill chunks.
 
     A decode row computes the next token of slot `slots[r]`, up to `width` times in a row, and yields at most
-    `max_new[r]` tokens. A prefill row computes `lengths[r]` tokens from position `starts[r]` on, and yields one token
-    where it ends the prompt. Decode rows have length 1, and as `starts[r]` the last position that may come first: how
-    far a row got is known on the device, and here when an output was read.
+    `max_new[r]` tokens. A prefill row computes `lengths[r]` known tokens from position `starts[r]` on, and yields one
+    token where they end the prompt, or where a constraint forced them. Decode rows have length 1, and as `starts[r]`
+    the last position that may come first: how far a row got is known on the device, and here when an output was read.
 
     `new_pages` are the pages that rows may need beyond those they have. `token_ids` are the prefill rows' inputs, row
     after row. `next_tokens[r]` is the token behind a chunk of a prompt that is scored (any one behind the last chunk),
@@ -69,7 +70,7 @@ class StepPlan:
     starts: Ints  # i32[R]
     lengths: Ints  # i32[R]
     new_pages: tuple[PageEntries, ...]  # one a group
-    max_new: Ints  # i32[R], 0 for a chunk that does not end its prompt
+    max_new: Ints  # i32[R], 0 for a chunk behind which more of its prompt follows
     num_decode: int
     token_ids: Ints  # i32[T - num_decode]
     next_tokens: Ints  # i32[R]
@@ -110,6 +111,25 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class PageCopy:
+    """A page that gets the content of another, and comes into a slot's page table in its place."""
+
+    column: int
+    source: int
+    page: int
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Makes `slot` a copy of `source`, which may be itself, whose last token is `token_id`."""
+
+    source: int
+    slot: int
+    token_id: int
+    copies: tuple[PageCopy | None, ...]  # one a group; None: all pages are shared
+
+
+@dataclass(frozen=True)
 class TopLogprobs:
     """Log-probabilities of N raw distributions: each one's token, sampled or given, and the best ones."""
 
@@ -137,7 +157,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Emitted:
-    """A new token of a watched request; `at` finds its log-probabilities in the StepOutput."""
+    """A new token of a watched request; `at` finds its log-probabilities in the StepOutput, where it was sampled."""
 
     request: Request
     at: int
@@ -148,12 +168,14 @@ class Emitted:
 class Finished:
     """A request that ended, its outputs in `request.output_token_ids`.
 
-    `stop_reason` is the stop token, unless that is EOS, or a word that says more than `reason`.
+    `stop_reason` is the stop token, unless that is EOS, a word that says more than `reason`, or an error.
     """
 
     request: Request
     reason: FinishReason
     stop_reason: int | str | None = None
+    hides_last: bool = False  # the last token says that the text is over, and is no part of it
+    beams: tuple[Beam, ...] | None = None  # of a beam search, the best sequences, best first
 
 
 @dataclass(frozen=True)
@@ -174,3 +196,4 @@ class StepUpdate:
     emitted: tuple[Emitted, ...]
     finished: tuple[Finished, ...]
     scored: tuple[Scored, ...] = ()
+    forks: tuple[Fork, ...] = ()  # to be done before the next step, in this order

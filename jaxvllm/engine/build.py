@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
 from jaxvllm.models.params import Params
@@ -32,7 +32,8 @@ from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
-from jaxvllm.text.generation_config import default_params, eos_token_ids
+from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
+from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
 from sharding.hosts import ALONE, Hosts
@@ -47,12 +48,13 @@ class EngineParts:
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
     tokenizer_directory: Path | None  # where it was read
+    constraints: RequestConstraints | None  # None: there is no tokenizer
     make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
     runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    default_params: SamplingParams
+    defaults: GenerationDefaults
 
 
 def build(
@@ -95,7 +97,14 @@ def build(
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
-    defaults = default_params(directory)
+    eos = _eos_token_ids(config, directory, tokenizer)
+    constraints = None
+    if tokenizer is not None and hosts.leads:
+        reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
+        lenient = config.structured_outputs_lenient
+        constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
+        constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
+    defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with _timed("loading weights"):
         replicas = _load(config, directory, resolved, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
@@ -140,12 +149,13 @@ def build(
     return EngineParts(
         tokenizer=tokenizer,
         tokenizer_directory=tokenizer_directory,
+        constraints=constraints,
         make_scheduler=make_scheduler,
         runners=runners,
         spec=spec,
         max_model_len=resolved.max_model_len,
-        eos_token_ids=eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids,
-        default_params=defaults,
+        eos_token_ids=eos,
+        defaults=defaults,
     )
 
 
@@ -242,6 +252,17 @@ def _num_pages(
         room -= StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
     room -= state_bytes(smallest.sizes(resolved.spec))
     return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
+
+
+def _eos_token_ids(config: EngineConfig, directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a completion. Those of a checkpoint's generation_config.json count even if nothing else does.
+
+    The tokenizer may be another checkpoint's, and then so are its ids.
+    """
+    if config.generation_config in ("auto", "vllm"):
+        return eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return eos_token_ids(directory, own, generation_config_file(directory, config.generation_config))
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path | None:

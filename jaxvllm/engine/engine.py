@@ -3,11 +3,12 @@
 import logging
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Unpack
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
@@ -20,6 +21,8 @@ from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.grammar.constraint import CompiledGrammar
+from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
@@ -50,7 +53,7 @@ class Engine:
         self.tokenizer_directory = parts.tokenizer_directory
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
-        self.default_params = parts.default_params
+        self.defaults = parts.defaults
         self.replicas = tuple(
             Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
         )
@@ -58,6 +61,7 @@ class Engine:
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
         self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids, self.vocab_size)
+        self._constraints = parts.constraints
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._router = self._make_router()
@@ -92,26 +96,54 @@ class Engine:
         self._rules.check(request)
         read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
         self.check_fits(request)
+        self._grammar(request)
         return request
+
+    def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
+        """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none.
+
+        `submit` waits for it. A caller that must not wait calls this first, and submits the request when it is done.
+        """
+        params = request.params
+        if params.structured_outputs is None and params.thinking_token_budget is None:
+            return None
+        if self._constraints is None:
+            raise without_tokenizer()
+        return self._constraints.prepare(params)
 
     def check_fits(self, request: GenerationRequest) -> None:
         """Raises ValueError for a request that could not finish even if it had every page of a replica."""
         num_prompt_tokens = len(request.prompt.token_ids)
-        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request))  # all replicas are equal
+        num_beams = None if request.beam_search is None else request.beam_search.beam_width
+        # All replicas are equal.
+        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request), num_beams)
+
+    def _grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
+        """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one."""
+        future = self.prepare(request)
+        try:
+            return None if future is None else future.result()
+        except ParameterError as error:  # others raise the same instance, and callers add to its text
+            raise ParameterError(str(error), error.param) from error
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queues a checked request. Raises ValueError when its id is in use, and RuntimeError after `close`."""
+        """Queues a checked request, once its grammar is compiled, if it has one.
+
+        Raises ValueError when its id is in use or its grammar is wrong, and RuntimeError after `close`.
+        """
         self._ready()
+        grammar = self._grammar(request)
         sequences = request.sequences()
         for name in (request.request_id, *(sequence.request_id for sequence in sequences)):
             if self.outputs.is_known(name):
                 raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
-        self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic())
+        warnings = () if grammar is None else grammar.warnings
+        self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         self._num_prompt_tokens += len(request.prompt.token_ids)
-        queued = [self._queued(sequence) for sequence in sequences]
+        queued = [self._queued(sequence, grammar) for sequence in sequences]
         scheduler = self._router.choose(queued[0])  # the same for all of them, so that they share the prompt's pages
         for one in queued:
-            scheduler.add(one, watched=is_watched(request.params))
+            scheduler.add(one, watched=is_watched(request))
 
     def step(self) -> list[RequestOutput]:
         """Dispatches each replica's next step, reads the step before it, and returns the outputs for callers.
@@ -193,6 +225,8 @@ class Engine:
     def close(self) -> None:
         """Stops background work and frees the device's memory. The engine takes no request afterwards."""
         self._is_closed = True
+        if self._constraints is not None:
+            self._constraints.close()
         # They close at the same time because each waits for the bucket that it is compiling.
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             list(threads.map(lambda replica: replica.runner.close(), self.replicas))
@@ -220,18 +254,20 @@ class Engine:
     def _make_router(self) -> Router:
         return Router(replica.scheduler for replica in self.replicas)
 
-    def _queued(self, sequence: GenerationRequest) -> Request:
+    def _queued(self, sequence: GenerationRequest, grammar: CompiledGrammar | None) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing."""
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
-        detection = sequence.params.repetition_detection
+        num_prompt_tokens = len(sequence.prompt.token_ids)
+        detection, beams = sequence.params.repetition_detection, sequence.beam_search
         return Request(
             asked=sequence,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
             limit=limit,
             key=QueueKey(sequence.priority, next(self._arrivals)),
+            eos_token_ids=self._rules.eos_token_ids,
+            constraint=None if self._constraints is None else self._constraints.constraint(sequence, grammar),
             bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
-            repetition=None
-            if detection is None
-            else RepetitionDetector(detection, limit - len(sequence.prompt.token_ids)),
+            repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
+            search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
         )

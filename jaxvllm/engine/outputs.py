@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, overload
 
-type FinishReasonName = Literal["stop", "length", "abort", "repetition"]
+type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class CompletionOutput:
     # One for each token id; each has the chosen token.
     logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     finish_reason: FinishReasonName | None = None
-    # The stop token or string that ended it, or "repetition_detected"; None for EOS.
+    # The stop token or string that ended it, or "repetition_detected"; None for EOS. Or the error that ended it.
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
@@ -123,3 +123,23 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    warnings: list[str] = field(default_factory=list)  # what was asked for and could not be enforced
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that a beam search has found, with vLLM's fields."""
+
+    tokens: list[int]  # the prompt, then the output, with the EOS that ended it
+    logprobs: list[dict[int, Logprob]]  # of each output token: its own first, then all that were proposed in its place
+    cum_logprob: float
+    text: str | None  # of all `tokens`, special ones too; None: the engine has no tokenizer
+    finish_reason: FinishReasonName | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The sequences that the search for one prompt has found, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -97,6 +97,7 @@ class Replica:
         start = time.monotonic()
         device_seconds, self._last_end = start - max(launched.at, self._last_end), start
         update = self.scheduler.update(plan, output)
+        self.runner.fork(update.forks)
         self._supply()
         processed = outputs.process(update, output)
         self.num_output_tokens += update.num_new_tokens - processed.num_dropped
@@ -133,7 +134,7 @@ class Replica:
             return
         held, self._held = self._held, None
         start = time.monotonic()
-        step = self.runner.supply(held.step, self.scheduler.masked_rows(held.step.plan))
+        step = self.runner.supply(held.step, self.scheduler.masks(held.step.plan, self.runner.mask_words))
         self._launch(step, held.host_seconds + time.monotonic() - start)
 
     def take_reports(self) -> list[StepReport]:

@@ -24,6 +24,9 @@ _SINGLE = (
     "then",
     "else",
 )
+# The spaces between the parts of JSON, where a request does not say: what printers of JSON write there. With any number
+# of spaces, small models never come to an end.
+WHITESPACE = r" |\r?\n[ \t]{0,64}"
 # Keywords of the oldest draft that restrict values. llguidance does not know them, and takes them for annotations.
 FORGOTTEN = ("extends", "disallow", "divisibleBy")
 # Objects within objects of a schema; llguidance parses by recursion and stops at 128.
@@ -67,10 +70,10 @@ def check_schema(schema: Any, name: str) -> dict[str, Any]:
 def guided(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
     """Returns `schema` with the options of `params` in the form in which llguidance reads them from a schema."""
     options: dict[str, Any] = {"lenient": params.lenient, "coerce_one_of": params.lenient}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
-    elif params.disable_any_whitespace:
+    if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
     if params.disable_additional_properties:
         schema = json.loads(json.dumps(schema))  # a copy
         for _, part in subschemas(schema):

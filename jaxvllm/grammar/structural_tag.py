@@ -1,7 +1,7 @@
 """Structural tags: free text in which some parts have a form, such as the calls of tools.
 
-There are two forms, both of which vLLM takes over from xgrammar. The older is a list of `structures`, each with `begin`,
-`schema` and `end`, and the `triggers` after which one must follow. The newer is one `format`, a tree of parts.
+There are two forms, both of which vLLM takes over from xgrammar. The older is a list of `structures`, each with
+`begin`, `schema` and `end`, and the `triggers` after which one must follow. The newer is one `format`, a tree of parts.
 """
 
 import json

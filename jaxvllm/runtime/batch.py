@@ -58,12 +58,12 @@ class Batch:
 def max_new_pages(bucket: Bucket, sizes: SlotSizes) -> tuple[int, ...]:
     """The most pages of each group that the rows of `bucket` open.
 
-    A row whose last page has no room opens `pages_for` what it computes. Prompts open them where there is a window;
-    elsewhere they have all their pages from their admission on.
+    A row whose last page has no room opens `pages_for` what it computes. So do tokens that a constraint forced, and
+    prompts where there is a window; elsewhere these have all their pages from their admission on.
     """
     by_rows = bucket.num_rows * pages_for(bucket.width, sizes.page_size)
-    by_prompts = 0 if bucket.is_decode else bucket.num_tokens // sizes.page_size
-    return tuple(by_rows if window is None else by_rows + by_prompts for window in sizes.windows)
+    by_chunks = 0 if bucket.is_decode else bucket.num_tokens // sizes.page_size
+    return (by_rows + by_chunks,) * len(sizes.windows)
 
 
 def packed_size(bucket: Bucket, sizes: SlotSizes) -> int:

@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxvllm.core.request import TokenConstraint
-from jaxvllm.core.step_plan import StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.step_plan import Fork, StepOutput, StepPlan, TopLogprobs
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.forks import FORK_BATCH, fork_slots, pack_forks
 from jaxvllm.runtime.memory import MemoryUse
 from jaxvllm.runtime.multihost.calls import (
     Admit,
@@ -27,6 +27,7 @@ from jaxvllm.runtime.multihost.calls import (
     Call,
     Close,
     Distribute,
+    ForkSlots,
     Forward,
     Mask,
     Recall,
@@ -55,7 +56,7 @@ from jaxvllm.runtime.state import (
 )
 from jaxvllm.runtime.step import DeviceOutput, Unsampled
 from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
-from jaxvllm.runtime.token_mask import MASK_BATCH, pack_masks, store_masks
+from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 
@@ -131,9 +132,11 @@ class Runner:
         self._distributions: list[jax.Array] = []  # of that step
         self.make(Reset())
 
+        def packed_struct(packed: NDArray[np.int32]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(packed.shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+
         def compile_update(update: Callable[..., DeviceState], packed: NDArray[np.int32]) -> Callable[..., DeviceState]:
-            struct = jax.ShapeDtypeStruct(packed.shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-            return jax.jit(update, donate_argnums=0).lower(state, struct).compile()
+            return jax.jit(update, donate_argnums=0).lower(state, packed_struct(packed)).compile()
 
         self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
         rare = np.zeros(rare_words(self._sizes), np.int32)
@@ -141,6 +144,15 @@ class Runner:
         self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
         self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
         self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
+        self._fork = (
+            jax.jit(
+                partial(fork_slots, sizes=self._sizes),
+                donate_argnums=(0, 1),
+                out_shardings=jax.tree.map(lambda x: x.sharding, (pages, state)),
+            )
+            .lower(pages, state, packed_struct(pack_forks((), self._sizes)))
+            .compile()
+        )
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self.programs = Programs(
@@ -172,9 +184,14 @@ class Runner:
         self._call(Forward(bucket, packed))
         return Held(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
 
-    def supply(self, held: Held, constraints: Iterable[tuple[int, TokenConstraint]]) -> InFlight:
-        """Starts the half of the step that was held back, which samples under the constraints of these slots."""
-        for rows in batched(constraints, MASK_BATCH):
+    @property
+    def mask_words(self) -> int:
+        """Words of the mask of a row."""
+        return mask_words(self._sizes.vocab_size)
+
+    def supply(self, held: Held, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
+        """Starts the half of the step that was held back, which samples under the masks of these slots."""
+        for rows in batched(masks, MASK_BATCH):
             self._call(Mask(pack_masks(rows, self._sizes)))
         return self._sample(held.plan, held.bucket)
 
@@ -186,6 +203,11 @@ class Runner:
                 index[: len(rows)] = rows
                 self._call(Distribute(bucket, index))
         return self._in_flight(plan, bucket, self._call(Sample(bucket)))
+
+    def fork(self, forks: Iterable[Fork]) -> None:
+        """Does `forks` behind all steps that were dispatched. Several of one beam search have distinct slots."""
+        for some in batched(forks, FORK_BATCH):
+            self._call(ForkSlots(pack_forks(some, self._sizes)))
 
     def _in_flight(self, plan: StepPlan, bucket: Bucket, result: StepResult | None) -> InFlight:
         assert result is not None
@@ -238,6 +260,8 @@ class Runner:
                 self._state = self._recount(self._state, packed)
             case Mask(packed):
                 self._state = self._store_masks(self._state, packed)
+            case ForkSlots(packed):
+                self._kv_pages, self._state = self._fork(self._kv_pages, self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)

@@ -99,11 +99,12 @@ def logprobs(
     options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> DeviceLogprobs:
     """The values of a step's tokens and of the best, computed only if a row asks. `rows` are as they were sampled."""
-    return lax.cond(
-        jnp.any(rows["num_logprobs"] >= 0),
-        lambda: _rank(_reported(logits, rows, positions, vocab_size, axis, options), token_ids, axis),
-        lambda: DeviceLogprobs.zeros(len(logits), vocab_size),
-    )
+
+    def report() -> DeviceLogprobs:
+        divided = logits / rows["logit_divisor"][:, None]  # 1 but for beams, which have a temperature and draw nothing
+        return _rank(_reported(divided, rows, positions, vocab_size, axis, options), token_ids, axis)
+
+    return lax.cond(jnp.any(rows["num_logprobs"] >= 0), report, lambda: DeviceLogprobs.zeros(len(logits), vocab_size))
 
 
 def distributions(

@@ -103,13 +103,14 @@ HISTORY = SlotField("history", np.int32, 0, None, lambda sizes: (sizes.max_token
 PAGE_TABLES = SlotField(
     "page_tables", np.int32, 0, lambda a: a.pages, lambda sizes: (sizes.num_groups, sizes.max_pages)
 )
-# No stop id ends a row, or is sampled, at a position below this.
+# No stop id ends a row, and no late id is sampled, at a position below this.
 MIN_LENGTH = SlotField(
     "min_length", np.int32, 0, lambda a: a.request.num_prompt_tokens + a.request.sampling_params.min_tokens
 )
 STOP_IDS = SlotField("stop_ids", np.int32, NO_TOKEN, lambda a: a.request.stop_token_ids, lambda sizes: (MAX_STOP_IDS,))
 NUM_PROMPT = SlotField("num_prompt", np.int32, 0, lambda a: a.request.num_prompt_tokens)
-PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, NUM_PROMPT)
+LATE_IDS = SlotField("late_ids", np.int32, NO_TOKEN, lambda a: a.request.late_token_ids, lambda sizes: (MAX_STOP_IDS,))
+PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, LATE_IDS, NUM_PROMPT)
 
 # What sampling needs of every row. Temperature 0 is greedy.
 TEMPERATURE = SlotField(
@@ -119,4 +120,6 @@ SEED = SlotField("seed", np.uint32, 0, _seed_words, lambda sizes: (2,))
 NUM_LOGPROBS = SlotField(  # -1: none wanted, or others than every step can yield
     "num_logprobs", np.int32, -1, lambda a: _num_logprobs(a.request.sampling_params)
 )
-SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS)
+# What logits are divided by before log-probabilities are taken: beam search has a temperature there, others have none.
+LOGIT_DIVISOR = SlotField("logit_divisor", np.float32, 1, lambda a: a.request.logit_divisor)
+SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS, LOGIT_DIVISOR)

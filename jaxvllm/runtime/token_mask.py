@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.request import TokenConstraint
 from jaxvllm.runtime.slot_fields import DeviceState, SlotField, SlotSizes
 from jaxvllm.runtime.stages import Share, Stage
 
@@ -28,17 +27,17 @@ IS_MASKED = SlotField("is_masked", np.int32, 0, lambda admission: 0)
 MASK = SlotField("mask", np.int32, 0, None, lambda sizes: (mask_words(sizes.vocab_size),))
 
 
-def pack_masks(rows: Sequence[tuple[int, TokenConstraint]], sizes: SlotSizes) -> NDArray[np.int32]:
-    """i32[MASK_BATCH, 1 + words] for `store_masks`: a slot, and the bits that its constraint fills in.
+def pack_masks(rows: Sequence[tuple[int, NDArray[np.int32]]], sizes: SlotSizes) -> NDArray[np.int32]:
+    """i32[MASK_BATCH, 1 + words] for `store_masks`: a slot, and the bits of its mask.
 
     Unused rows go to no slot.
     """
     assert len(rows) <= MASK_BATCH
     packed = np.zeros((MASK_BATCH, 1 + mask_words(sizes.vocab_size)), np.int32)
     packed[:, 0] = sizes.num_slots + 1  # past the trash slot, so dropped
-    for words, (slot, constraint) in zip(packed, rows, strict=False):
+    for words, (slot, mask) in zip(packed, rows, strict=False):
         words[0] = slot
-        constraint.fill(words[1:])
+        words[1:] = mask
     return packed
 
 

@@ -26,7 +26,7 @@ RETRY_AFTER = 1
 # In pydantic's errors, the location of a field begins with one of these sources. The name of a field with several
 # possible forms is followed by one of these forms.
 _SOURCES = ("body", "query", "path")
-_FORMS = ("str", "list[")
+_FORMS = ("str", "list[", "literal[")
 
 
 class ApiError(Exception):

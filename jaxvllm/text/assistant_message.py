@@ -15,7 +15,7 @@ from typing import Any
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import ReasoningFormat
 from jaxvllm.text.tool_calls.format import Mark, State, ToolCallFormat
-from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS
+from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS, in_harmony
 from jaxvllm.text.tool_calls.parser import ToolCallParser
 
 
@@ -48,7 +48,7 @@ class AnswerFormat:
         if self.reasoning is None:
             return calls
         if self.reasoning.is_harmony:
-            return HARMONY
+            return HARMONY if self.calls in (HARMONY, None) else in_harmony(calls)
         otherwise = "reasoning" if is_open else calls.start
         before = State("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
         reasoning = State("reasoning", (Mark(self.reasoning.end, calls.start),))

@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, RequestOptions
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -79,15 +80,19 @@ class AsyncLLM:
         self._setup(EngineConfig.from_options(model=model, **options), QueueLimits())
 
     @classmethod
-    def from_config(cls, config: EngineConfig, limits: QueueLimits | None = None) -> Self:
-        """Makes one from a config, and from limits to the requests that may wait."""
+    def from_config(
+        cls, config: EngineConfig, limits: QueueLimits | None = None, chat_template: str | None = None
+    ) -> Self:
+        """Makes one from a config, from limits to the requests that may wait, and from a template that replaces the
+        model's."""
         llm = cls.__new__(cls)
-        llm._setup(config, limits or QueueLimits())
+        llm._setup(config, limits or QueueLimits(), chat_template)
         return llm
 
-    def _setup(self, config: EngineConfig, limits: QueueLimits) -> None:
+    def _setup(self, config: EngineConfig, limits: QueueLimits, chat_template: str | None = None) -> None:
         self.config = config
         self.limits = limits
+        self._chat_template = chat_template
         self.state = EngineState.STARTING
         self.reason = "the engine is starting"  # describes the state for messages
         self.num_starts = 0
@@ -286,6 +291,24 @@ class AsyncLLM:
             async for output in stream:
                 yield output
 
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Searches for the most likely continuations of a prompt, and yields one output that has them, best first.
+
+        `sampling_params` say what the output contains, such as log-probabilities, and how the prompt is read.
+        """
+        like = sampling_params or SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+        sampling = params.sampling_params(like)
+        async for output in self.generate(prompt, sampling, request_id, beam_search=params, priority=priority):
+            yield output
+
     async def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Its stream fails. An unknown id is ignored."""
         serial = self._requests.serial_of(request_id)
@@ -411,6 +434,8 @@ class AsyncLLM:
         if self._reader is None:
             directory = facts.tokenizer_directory
             tokenizer = None if directory is None else Tokenizer.from_directory(directory)
+            if tokenizer is not None and self._chat_template is not None:
+                tokenizer = tokenizer.with_chat_template(self._chat_template)
             self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
         self._facts = facts
         self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids, facts.vocab_size)
@@ -427,6 +452,12 @@ class AsyncLLM:
             self._settled.set()
 
     def _deliver(self, output: wire.Output) -> None:
+        failed = [completion for completion in output.completions if completion.finish_reason == "error"]
+        if failed:
+            lost = self._lose(output.serial, EngineDiedError(str(failed[0].stop_reason)), "error")
+            if lost is not None and not output.finished and self._process is not None:
+                self._process.send(wire.Abort([lost.request_id]))
+            return
         find = self._requests.forget if output.finished else self._requests.get
         request = find(output.serial)
         if request is not None:  # otherwise it was aborted while this output was in transit

@@ -14,6 +14,7 @@ from jaxvllm.engine.multihost import follow_config
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.worker import wire
+from jaxvllm.worker.preparing import Preparing
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
 
 logger = logging.getLogger("jaxvllm.engine")
@@ -64,6 +65,7 @@ class CommandLoop:
         self._pulse_at = 0.0
         self._breaks = 0
         self._serials: dict[str, int] = {}  # of the requests that have not ended
+        self._preparing = Preparing()
         self._unscored: set[int] = set()  # serials of requests whose client waits for the prompt's log-probabilities
 
     def run(self) -> None:
@@ -93,15 +95,20 @@ class CommandLoop:
             self._send(wire.Outputs([self._output(result) for result in results]))
 
     def _hear(self) -> None:
-        """Executes all commands that have arrived. Without other work, it waits for a command first."""
+        """Executes all commands that have arrived. Without other work, it waits for a command or a grammar first."""
         if not self._engine.has_work:
-            self._obey(self._socket.recv())
+            if self._preparing:
+                self._preparing.wait(self._socket)
+            else:
+                self._obey(self._socket.recv())
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._obey(data)
+        for add in self._preparing.take_ready():
+            self._submit(add)
 
     def _obey(self, data: bytes) -> None:
         match wire.decode_command(data):
@@ -111,6 +118,8 @@ class CommandLoop:
                 for request_id in request_ids:
                     self._engine.abort(request_id)
                     self._unscored.discard(self._serials.pop(request_id, -1))
+                    if (left := self._preparing.discard(request_id)) is not None:
+                        self._send(wire.Rejected(left.serial, "the request was aborted", False))
             case wire.Ping():
                 self._pulse()
             case wire.ShowPages():
@@ -122,6 +131,17 @@ class CommandLoop:
                 self._engine.close()
 
     def _add(self, add: wire.Add) -> None:
+        try:
+            grammar = self._engine.prepare(add.request)
+        except ValueError as error:
+            self._reject(add, error)
+            return
+        if grammar is None or grammar.done():
+            self._submit(add)
+        else:
+            self._preparing.add(add, grammar)
+
+    def _submit(self, add: wire.Add) -> None:
         request, n = add.request, add.request.params.num_sequences
         schedulers = [replica.scheduler for replica in self._engine.replicas]
         try:
@@ -129,20 +149,31 @@ class CommandLoop:
             self._limits.check(schedulers, n, n * len(request.prompt.token_ids))
             self._engine.submit(request)
         except (ValueError, OverloadedError) as error:
-            param = error.param if isinstance(error, ParameterError) else None
-            self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError), param))
+            self._reject(add, error)
         else:
             self._serials[request.request_id] = add.serial
             if request.params.prompt_logprobs is not None:
                 self._unscored.add(add.serial)
             self._send(wire.Accepted(add.serial))
 
+    def _reject(self, add: wire.Add, error: ValueError | OverloadedError) -> None:
+        param = error.param if isinstance(error, ParameterError) else None
+        self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError), param))
+
     def _output(self, result: RequestOutput) -> wire.Output:
         assert result.metrics is not None
         serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
         scores = result.prompt_logprobs if serial in self._unscored else None
         self._unscored.discard(serial)
-        return wire.Output(serial, result.outputs, result.finished, result.metrics, result.num_cached_tokens, scores)
+        return wire.Output(
+            serial,
+            result.outputs,
+            result.finished,
+            result.metrics,
+            result.num_cached_tokens,
+            scores,
+            result.warnings,
+        )
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS
@@ -159,9 +190,11 @@ class CommandLoop:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             eos_token_ids=engine.eos_token_ids,
-            default_params=replace(engine.default_params, output_kind=RequestOutputKind.CUMULATIVE),
+            default_params=replace(engine.defaults.params, output_kind=RequestOutputKind.CUMULATIVE),
             num_replicas=len(schedulers),
             num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
             page_size=schedulers[0].cache.page_size,
             max_num_seqs=sum(scheduler.slots.num_slots for scheduler in schedulers),
+            default_max_tokens=engine.defaults.max_tokens,
+            most_tokens=engine.defaults.most_tokens,
         )

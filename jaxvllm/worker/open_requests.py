@@ -30,6 +30,7 @@ class OpenRequest:
             metrics=output.metrics,
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=output.prompt_logprobs if is_delta else self._scores,
+            warnings=output.warnings,
         )
         self.stream.put(delivered)
         return delivered

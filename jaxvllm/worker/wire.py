@@ -77,6 +77,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     num_pages: int  # pages that requests may own, in all replicas together
     page_size: int
     max_num_seqs: int  # in all replicas together
+    default_max_tokens: int | None = None  # of a request without a limit of its own
+    most_tokens: int | None = None  # that any request may generate
 
 
 class Ready(Message, frozen=True):
@@ -120,6 +122,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     metrics: RequestMetrics
     num_cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None  # only in a request's first output
+    warnings: list[str] = []
 
 
 class Outputs(Message, frozen=True):

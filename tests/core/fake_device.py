@@ -6,13 +6,15 @@ reused or freed too early, or never filled shows as a wrong (token, position), a
 
 import zlib
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.request import Request
-from jaxvllm.core.step_plan import NOT_SCORED, StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.step_plan import NOT_SCORED, Fork, StepOutput, StepPlan, TopLogprobs
 
 VOCAB_SIZE = 5
 GARBAGE = VOCAB_SIZE - 1  # what a row does not yield: it must reach nobody, and looks like a stop id
@@ -21,6 +23,41 @@ GARBAGE = VOCAB_SIZE - 1  # what a row does not yield: it must reach nobody, and
 def next_token(token_ids: Sequence[int]) -> int:
     """A deterministic model: the token after `token_ids`, whatever the batch."""
     return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
+
+
+class Script:
+    """A constraint that forces the outputs at some indices, and has no say in the others (None, or beyond its end)."""
+
+    is_complete = False
+
+    def __init__(self, tokens: Sequence[int | None]):
+        self.tokens = tokens
+        self.num_seen = 0
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            assert self.at(self.num_seen) in (None, token), "another token than the one that was forced"
+            self.num_seen += 1
+
+    def forced(self) -> list[int]:
+        return [
+            token
+            for token in takewhile(lambda token: token is not None, self.tokens[self.num_seen :])
+            if token is not None
+        ]
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        raise AssertionError("a device without a model needs no masks")
+
+    def at(self, index: int) -> int | None:
+        """The token that output number `index` must be, if any."""
+        return self.tokens[index] if index < len(self.tokens) else None
+
+
+def next_logprobs(token_ids: Sequence[int]) -> np.ndarray:
+    """The log-probabilities f32[VOCAB_SIZE] of the tokens after `token_ids`, whatever the batch."""
+    logits = np.random.default_rng(zlib.crc32(bytes(token_ids))).normal(size=VOCAB_SIZE)
+    return np.asarray(logits - np.log(np.exp(logits).sum()), np.float32)
 
 
 class FakeGroup:
@@ -89,15 +126,46 @@ class FakeDevice:
                 inputs = plan.token_ids[first : first + length].tolist()
                 first += length
                 self._write(slot, start, inputs, written)
+                if self.tokens[slot]:  # tokens of its own that the host knows already
+                    mine = self.tokens[slot][start:]
+                    assert mine == inputs[: len(mine)], "the host knows other tokens than the device"
+                    self.tokens[slot] = self.tokens[slot][:start] + inputs
                 contexts.append(self._context(slot, start, start + length))
                 got = []
                 if plan.samples[row]:
-                    got = [next_token(contexts[row])]
+                    got = [self._next_token(slot, contexts[row])]
                     self.tokens[slot] = contexts[row] + got
             tokens[row, : len(got)] = got
             counts[row] = len(got)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
-        return StepOutput(tokens, counts, scores=self._scores(plan, contexts) if plan.scores_prompts else None)
+        scores = self._scores(plan, contexts) if plan.scores_prompts else None
+        return StepOutput(tokens, counts, self._logprobs(plan) if plan.wants_logprobs else None, scores)
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Makes slots copies of others: of their pages, those that the copies get are filled here."""
+        for fork in forks:
+            tokens = self.tokens[fork.source]
+            for group, copy in zip(self.groups, fork.copies, strict=True):
+                held = -(-(len(tokens) - 1) // group.page_size)
+                table = {column: page for column, page in group.tables[fork.source].items() if column < held}
+                if copy is not None:
+                    assert fork.slot != fork.source and table[copy.column] == copy.source
+                    group.pages[copy.page] = list(group.pages[copy.source])
+                    table[copy.column] = copy.page
+                if fork.slot != fork.source:
+                    group.tables[fork.slot] = table
+            self.tokens[fork.slot] = [*tokens[:-1], fork.token_id]
+            self.requests[fork.slot] = self.requests[fork.source]
+
+    def _logprobs(self, plan: StepPlan) -> TopLogprobs:
+        """What each row proposes behind the tokens that it has computed; garbage where it yields nothing."""
+        top_ids = np.full((plan.num_rows, VOCAB_SIZE), GARBAGE, np.int32)
+        top = np.zeros((plan.num_rows, VOCAB_SIZE), np.float32)
+        for row in np.flatnonzero(plan.samples):
+            values = next_logprobs(self.tokens[plan.slots[row]][:-1])
+            top_ids[row] = np.argsort(-values, kind="stable")
+            top[row] = values[top_ids[row]]
+        return TopLogprobs(top[:, 0], np.ones(plan.num_rows, np.int32), top_ids, top)
 
     def _open_pages(self, plan: StepPlan) -> None:
         for group, entries in zip(self.groups, plan.new_pages, strict=True):
@@ -112,7 +180,9 @@ class FakeDevice:
         tokens, most = self.tokens[slot], int(plan.max_new[row])
         assert 1 <= most <= plan.width
         count = most
-        if self._rng is not None:
+        request = self.requests[slot]
+        assert request is not None
+        if self._rng is not None and request.constraint is None:
             count = int(self._rng.integers(self._num_idle[slot] >= 2, most + 1))
             self._num_idle[slot] = 0 if count else self._num_idle[slot] + 1
         if self._has_ended(slot):
@@ -126,11 +196,19 @@ class FakeDevice:
             ):  # a row that yields nothing writes its token's KV too
                 self._write(slot, start + step, tokens[-1:], written)
                 if step < count:
-                    got.append(next_token(self._context(slot, start + step, start + step + 1)))
+                    got.append(self._next_token(slot, self._context(slot, start + step, start + step + 1)))
                     tokens.append(got[-1])
             elif self._rng is not None:  # a draft that was not accepted
                 self._write(slot, start + step, [GARBAGE], written, valid=False)
         return got
+
+    def _next_token(self, slot: int, context: Sequence[int]) -> int:
+        request = self.requests[slot]
+        assert request is not None
+        forced = None
+        if isinstance(request.constraint, Script):
+            forced = request.constraint.at(len(context) - request.num_prompt_tokens)
+        return next_token(context) if forced is None else forced
 
     def _has_ended(self, slot: int) -> bool:
         request, tokens = self.requests[slot], self.tokens[slot]

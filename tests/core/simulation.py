@@ -17,7 +17,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepUpdate
-from tests.core.fake_device import FakeDevice, next_token
+from tests.core.fake_device import FakeDevice, Script, next_token
 
 EOS = 4  # a stop id that the caller did not ask for
 
@@ -60,6 +60,7 @@ class Job:
     priority: int = 0
     watched: bool = False
     scored: bool = False
+    script: tuple[int | None, ...] | None = None  # the tokens that a constraint forces; None: there is no constraint
 
     @property
     def limit(self) -> int:
@@ -73,7 +74,9 @@ class Job:
         """Output, finish reason and stop reason, computed alone and without a cache."""
         outputs: list[int] = []
         while True:
-            token = next_token([*self.prompt, *outputs])
+            script = Script(self.script or ())
+            forced = script.at(len(outputs))
+            token = next_token([*self.prompt, *outputs]) if forced is None else forced
             outputs.append(token)
             if token in self.stops and len(outputs) > self.min_tokens:
                 return outputs, FinishReason.STOP, token if token in self.stop_token_ids else None
@@ -97,6 +100,7 @@ class Shadow:
     computed: int = 0  # the most positions that have been computed
     planned: int = 0  # the most tokens it may have, those in flight included
     known: int = 0
+    unreported: int = 0  # the last of the known ones, which were forced
     emitted: list[int] = field(default_factory=list)
     num_started: int = 0
     scores: dict[int, tuple[int, int]] = field(default_factory=dict)  # by position: what was likely, what came
@@ -112,6 +116,22 @@ class Shadow:
     @property
     def prefilling(self) -> bool:
         return self.state == "running" and self.computed < self.prefill_len
+
+    def forced(self, most: int) -> int:
+        """How many of the tokens behind the known ones are forced, `most` at most, none of which may end it."""
+        script = Script(self.job.script or ())
+        count = 0
+        while count < most:
+            token = script.at(self.known + count - len(self.job.prompt))
+            if token is None or token in self.job.stops:
+                break
+            count += 1
+        return count
+
+    def take_forced(self, count: int) -> None:
+        self.known += count
+        self.unreported += count
+        self.planned = self.known
 
     def leave(self, state: str) -> None:
         self.state, self.slot, self.pages = state, None, []
@@ -148,6 +168,7 @@ class Simulation:
         self.plans: list[StepPlan] = []
         self.num_steps = 0
         self._in_flight: deque[InFlight] = deque()
+        self._forced: dict[Shadow, tuple[int, int]] = {}  # predicted for the plan: tokens, and those not in flight
 
     @property
     def pool(self) -> PagePool:
@@ -169,6 +190,7 @@ class Simulation:
             stop_token_ids=job.stops,
             limit=job.limit,
             key=QueueKey(job.priority, number),
+            constraint=None if job.script is None else Script(job.script),
         )
         try:
             self.scheduler.add(request, watched=job.watched)
@@ -178,6 +200,7 @@ class Simulation:
         assert self._fits_alone(job), "a request that never fits was queued"
         tokens = [*job.prompt, *job.answer()[0]]
         shadow = Shadow(job, request, tokens, planned=len(job.prompt), known=len(job.prompt))
+        shadow.take_forced(shadow.forced(job.limit - shadow.known - 1))
         self.shadows[request.request_id] = shadow
         self._check_state()
         return shadow
@@ -223,18 +246,22 @@ class Simulation:
 
     def _schedule(self) -> StepPlan | None:
         self._forget_unseen()
-        expected_victims = self._predict_victims()
+        expected_victims, waits = self._predict_victims()
+        self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
         plan = self.scheduler.schedule(self.setup.width)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
-            assert victim.request.output_token_ids.tolist() == victim.tokens[len(victim.job.prompt) : victim.known]
             victim.leave("waiting")
+            victim.take_forced(victim.forced(victim.job.limit - victim.known - 1))
+            assert victim.request.output_token_ids.tolist() == victim.tokens[len(victim.job.prompt) : victim.known]
         if plan is None:
-            assert not any(s.decoding or s.prefilling for s in self._running()), "nothing planned for a running request"
+            is_planned = not any(s.decoding or s.prefilling for s in self._running())
+            assert waits or is_planned, "nothing planned for a running request"
             assert self._running() or not self._waiting(), "an idle scheduler keeps a request waiting"
         else:
+            assert not waits
             self.plans.append(plan)
             self._follow(plan, bool(victims))
         self._check_state()
@@ -252,17 +279,35 @@ class Simulation:
         last = (column + 1) * self.setup.page_size - 1
         return group.window is None or last > position - group.window
 
-    def _predict_victims(self) -> set[Shadow]:
+    def _predict_victims(self) -> tuple[set[Shadow], bool]:
+        """Who is preempted, and whether the only one left waits for its own tokens, which free pages."""
         running = sorted(self._running(), key=lambda s: s.key)
         victims: set[Shadow] = set()
         while not self._can_grow(running, 1):
+            if len(running) == 1 and running[0].known < running[0].planned:
+                return victims, True
             victims.add(running.pop())
-        return victims
+        return victims, False
 
-    def _can_grow(self, running: list[Shadow], width: int) -> bool:
-        """Whether every group has the pages for `width` more tokens of each."""
+    def _predict_forced(self) -> dict[Shadow, tuple[int, int]]:
+        """What decoding rows take at once of the tokens that are forced: all do, or none for want of pages."""
+        decoding = sorted((s for s in self._running() if s.decoding), key=lambda s: s.slot or 0)
+        room = self.setup.budget - len(decoding)
+        forced: dict[Shadow, tuple[int, int]] = {}
+        for shadow in decoding:
+            num_in_flight = shadow.planned - shadow.known
+            count = shadow.forced(min(num_in_flight + room, shadow.job.limit - shadow.known - 1))
+            if count > num_in_flight:
+                forced[shadow] = count, count - num_in_flight
+                room -= count - num_in_flight
+        return forced if self._can_grow(self._running(), 1, forced) else {}
+
+    def _can_grow(self, running: list[Shadow], width: int, forced: dict[Shadow, tuple[int, int]] | None = None) -> bool:
+        """Whether every group has the pages for `width` more tokens of each, and for those that are `forced`."""
+        more = {s: extra for s, (_, extra) in (forced or {}).items()}
         return all(
-            self._demand(number, running, {s: self._opens(s, number, width) for s in running}) <= group.num_pages - 1
+            self._demand(number, running, {s: self._opens(s, number, width + more.get(s, 0)) for s in running})
+            <= group.num_pages - 1
             for number, group in enumerate(self.setup.groups)
         )
 
@@ -299,6 +344,8 @@ class Simulation:
         """Several tokens a row where nothing waits or is prefilled, and the pages for them are free."""
         if self._waiting() or preempted or any(s.prefilling for s in running):
             return 1
+        if any(s.decoding and s.job.script is not None for s in running):
+            return 1
         return self.setup.width if self._can_grow(running, self.setup.width) else 1
 
     def _follow(self, plan: StepPlan, preempted: bool) -> None:
@@ -320,11 +367,12 @@ class Simulation:
         assert len(set(rows)) == len(rows), "a request has two rows"
         assert plan.epochs.tolist() == self.slots.epoch[plan.slots].tolist()
         decodes, chunks = rows[: plan.num_decode], rows[plan.num_decode :]
-        if self.policy.mixes_phases or not chunks:
-            assert set(decodes) == decoding, "decode starves"
+        if self.policy.mixes_phases or not (prefilling or admitted):
+            assert {*decodes, *self._forced} == decoding and not {*decodes} & {*self._forced}, "decode starves"
         else:
+            self._forced = {}
             assert not decodes, "two phases in one step"
-        expected_chunks = [*prefilling, *admitted]
+        expected_chunks = [*self._forced, *prefilling, *admitted]
         assert chunks == expected_chunks[: len(chunks)]
         assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.setup.budget, "budget left unused"
 
@@ -337,6 +385,15 @@ class Simulation:
                 assert plan.max_new[row] == min(plan.width, shadow.job.limit - shadow.planned)
                 end = min(start + plan.width, shadow.job.limit - 1)
                 length = int(plan.max_new[row])
+            elif shadow in self._forced:
+                count, extra = self._forced[shadow]
+                shadow.tenancy += shadow.planned > shadow.known  # what is in flight is known now
+                shadow.take_forced(count)
+                assert (length, plan.max_new[row]) == (extra + 1, 1)
+                end = start + length
+                assert end == shadow.known
+                assert plan.token_ids[first : first + length].tolist() == shadow.tokens[start:end]
+                first += length
             else:
                 assert 1 <= length <= shadow.prefill_len - start
                 end = start + length
@@ -384,7 +441,7 @@ class Simulation:
             ]
             shadow.pages.append(row[:count])
         if first_time:
-            assert shadow.request.num_cached_tokens == shadow.computed
+            assert shadow.request.num_cached_tokens == min(shadow.computed, len(shadow.job.prompt))
         return shadow
 
     def _check_queue_order(self, admitted: list[Shadow], computed_before: dict[Shadow, int]) -> None:
@@ -417,15 +474,21 @@ class Simulation:
             if done.plan.samples[row] and shadow.tenancy == tenancy
         ]
         update = self.scheduler.update(done.plan, done.output)
-        assert update.num_new_tokens == sum(int(done.output.counts[row]) for row, _ in live)
+        assert update.num_new_tokens == sum(int(done.output.counts[row]) + s.unreported for row, s in live)
         emitted, started, finished = [], [], {}
         for row, shadow in live:
             count, most = int(done.output.counts[row]), int(done.plan.max_new[row])
             shadow.planned -= most - count
             shadow.computed -= most - count
-            if count and shadow.known == len(shadow.job.prompt):
+            first_reported = shadow.known - shadow.unreported
+            if count and first_reported == len(shadow.job.prompt):
                 started.append(shadow.request)
                 shadow.num_started += 1
+            if shadow.unreported and shadow.job.watched:
+                for token in shadow.tokens[first_reported : shadow.known]:
+                    emitted.append((shadow.request, row * done.plan.width, token))
+                    shadow.emitted.append(token)
+            shadow.unreported = 0
             for index, got in enumerate(done.output.tokens[row, :count].tolist()):
                 token = shadow.tokens[shadow.known]
                 assert got == token, "a token that the request alone would not get"

@@ -53,6 +53,9 @@ def jobs(draw: st.DrawFn) -> Job:
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         watched=draw(st.booleans()),
         scored=draw(st.sampled_from([False, False, True])),
+        script=draw(
+            st.one_of(st.none(), st.lists(st.one_of(st.none(), TOKENS, TOKENS, TOKENS), max_size=12).map(tuple))
+        ),
     )
 
 
@@ -109,6 +112,16 @@ def test_a_crowd_on_a_small_pool_ends_with_the_tokens_each_would_get_alone(polic
 
 
 # Preemption.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_alone_waits_for_its_own_tokens_and_is_not_preempted(policy: str) -> None:
+    # Its window of 4 holds 4 pages, and each of three steps in flight opens another: the pool has 5.
+    setup = Setup(policy, num_slots=1, num_pages=6, page_size=1, budget=1, caching=False, depth=3, window=4)
+    simulation = Simulation(setup)
+    simulation.add(Job((0, 1), max_tokens=9))
+    simulation.drain()
+    assert simulation.scheduler.num_preemptions == 0
 
 
 def crowded(policy: str, page_size: int = 4) -> Simulation:

@@ -13,7 +13,7 @@ import pytest
 from jax._src import cache_key
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxvllm import LLM, EngineConfig, RequestOutput, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
 from jaxvllm.cli.generate import Timeline
 from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.engine import build
@@ -105,8 +105,10 @@ def answers(llm: LLM) -> list[Answer]:
     llm.engine._seeds.seed(0)  # as in a new engine
     llm.reset_prefix_cache()
     outputs = llm.generate(PROMPTS, WAYS, use_tqdm=False)
+    searched = llm.beam_search(PROMPTS[:2], BeamSearchParams(3, 10))
     assert_idle(llm)
-    return [Answer.of(output) for output in outputs]
+    found = [Answer([one.tokens for one in of_one.sequences], []) for of_one in searched]
+    return [Answer.of(output) for output in outputs] + found
 
 
 def assert_same(given: list[Answer], expected: list[Answer]) -> None:

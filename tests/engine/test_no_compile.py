@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxvllm import LLM, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, SamplingParams
 from tests.engine.tiny import few_pages, random_prompts
 
 KINDS = (
@@ -41,6 +41,7 @@ def test_200_mixed_requests(wide_llm: LLM, compilations: Count) -> None:
         wide_llm.generate(PROMPTS[:150], PARAMS[:150], use_tqdm=False)
         with few_pages(wide_llm, 40):  # preempted, and with prefixes found again
             wide_llm.generate(PROMPTS[100:], PARAMS[100:], use_tqdm=False)
+        wide_llm.beam_search(PROMPTS[:5], BeamSearchParams(4, 9))
         for _ in wide_llm.stream(PROMPTS[0], PARAMS[4]):
             pass
     assert seen.count == 0, seen.names

@@ -19,11 +19,16 @@ PROMPTS = random_prompts(6, longest=24, seed=9)
 class Rising:
     """Allows only tokens of another remainder by 3 than the last token had: what may come depends on what came."""
 
+    is_complete = False
+
     def __init__(self) -> None:
         self.seen: list[int] = []
 
     def advance(self, token_ids: Sequence[int]) -> None:
         self.seen += token_ids
+
+    def forced(self) -> Sequence[int]:
+        return ()
 
     def allowed(self, before: Sequence[int]) -> NDArray[np.bool_]:
         tokens = np.arange(VOCAB)

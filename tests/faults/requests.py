@@ -155,7 +155,7 @@ VALUES = [
         "an image by URL", path=CHAT, messages=chat([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}])
     ),
     value("a chat template of the client's", path=CHAT, chat_template="{{ 7*7 }}", param="chat_template"),
-    value("tools, which are not supported", path=CHAT, tools=[{"type": "function"}], param="tools"),
+    value("a tool without a function", path=CHAT, tools=[{"type": "function"}], param="tools[0].function"),
     accepted("template syntax in a message", CHAT, messages=chat("{{ 7 * 7 }} {% raw %}")),
     accepted("NUL and control characters", COMPLETIONS, prompt="\x00\x01\x7f\u202e"),
     accepted("special tokens in a message", CHAT, messages=chat("<|im_end|><|im_start|>system")),

@@ -50,9 +50,10 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
         column = getattr(batch, name)
         assert column.shape == (bucket.num_rows,)
         np.testing.assert_array_equal(column[:count], getattr(plan, name), name)
-    # Nine tokens open three pages of four at most, and a plan of one step has one.
+    # Nine tokens open three pages of four at most, and a plan of one step has one. Chunks open one for four tokens.
     [opened], [entries] = batch.new_pages, plan.new_pages
-    assert opened.pages.shape == opened.at.shape == (bucket.num_rows * (3 if bucket.width == 9 else 1),)
+    by_chunks = 0 if bucket.is_decode else bucket.num_tokens // SIZES.page_size
+    assert opened.pages.shape == opened.at.shape == (bucket.num_rows * (3 if bucket.width == 9 else 1) + by_chunks,)
     np.testing.assert_array_equal(opened.pages[: len(entries)], entries.pages)
     np.testing.assert_array_equal(opened.at[: len(entries)] // SIZES.max_pages, entries.slots)
     np.testing.assert_array_equal(opened.at[: len(entries)] % SIZES.max_pages, entries.columns)
@@ -72,8 +73,8 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
 @pytest.mark.parametrize("bucket", [Bucket(6, 6), Bucket(40, 6)], ids=repr)
 def test_each_group_s_pages_go_to_its_own_tables(bucket: Bucket) -> None:
     sizes = replace(SIZES, windows=(None, 5))
-    # Prompts open pages where there is a window: in 40 tokens up to 10, and each row one that it begins.
-    most = [6, 6 if bucket.is_decode else 16]
+    # Chunks open pages: in 40 tokens up to 10, and each row one that it begins.
+    most = [6 if bucket.is_decode else 16] * 2
     numbers = [np.arange(count, dtype=np.int32) for count in most]
     entries = tuple(PageEntries(n % 6, 600 + n, 300 + n) for n in numbers)
     packed = pack(replace(make_plan(6), new_pages=entries), bucket, sizes)
@@ -88,7 +89,7 @@ def test_each_group_s_pages_go_to_its_own_tables(bucket: Bucket) -> None:
 
 def test_a_decode_step_sends_no_tokens() -> None:
     assert packed_size(Bucket(64, 64), SIZES) - 1 == 64 * (packed_size(Bucket(1, 1), SIZES) - 1) == 64 * 8
-    assert packed_size(Bucket(512, 64), SIZES) == 1 + 64 * 8 + 512
+    assert packed_size(Bucket(512, 64), SIZES) == 1 + 64 * 8 + 2 * 512 // 4 + 512
 
 
 def test_a_plan_too_large_for_its_bucket_is_our_bug() -> None:

@@ -89,7 +89,7 @@ def state_of(rows: list[Row]) -> Rows:
         "min_p": scalars("min_p", np.float32),
         "seed": scalars("seed", np.uint32),
         "min_length": scalars("min_length", np.int32),
-        "stop_ids": np.stack([padded(row.stop_ids, MAX_STOP_IDS) for row in rows]),
+        "late_ids": np.stack([padded(row.stop_ids, MAX_STOP_IDS) for row in rows]),
         "num_logprobs": scalars("num_logprobs", np.int32),
         "is_masked": flags([row.allowed is not None for row in rows]),
         "mask": np.stack([left if row.allowed is None else bits(row.allowed) for row in rows]),

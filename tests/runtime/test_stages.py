@@ -91,7 +91,7 @@ def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
 def test_every_stage_has_its_own_fields_declared() -> None:
     names = {field.name for stage in STAGES.values() for field in stage.fields}
     assert names == {
-        *("is_masked", "mask", "is_restricted", "allowed", "is_biased", "biases", "min_length", "stop_ids"),
+        *("is_masked", "mask", "is_restricted", "allowed", "is_biased", "biases", "min_length", "late_ids"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_tokens", "output_counts"),
         *("has_bad_words", "bad_words", "num_prompt", "min_p", "top_k", "top_p"),
     }

@@ -91,6 +91,8 @@ def test_round_trip(admissions: list[Admission]) -> None:
         assert got["num_logprobs"] == (-1 if params.logprobs is None else params.logprobs)
         stops = [*request.stop_token_ids, *[NO_TOKEN] * (MAX_STOP_IDS - len(request.stop_token_ids))]
         np.testing.assert_array_equal(got["stop_ids"], stops)
+        late = dict.fromkeys(request.stop_token_ids)  # without the EOS that requests of an engine have
+        np.testing.assert_array_equal(got["late_ids"], [*late, *[NO_TOKEN] * (MAX_STOP_IDS - len(late))])
         # The pages of the slot's former tenant are gone.
         pages = [[*row, *[0] * (MAX_PAGES - len(row))] for row in admission.pages]
         np.testing.assert_array_equal(got["page_tables"], pages)

@@ -62,6 +62,7 @@ def engine(**methods: Any) -> Any:
         default_params=SamplingParams(),
         stats=lambda: STATS,
         take_reports=list,
+        prepare=lambda request: None,
     )
     return SimpleNamespace(**base | methods)
 

@@ -77,6 +77,13 @@ class Recount:
 
 
 @dataclass(frozen=True)
+class ForkSlots:
+    """Makes slots copies of others."""
+
+    packed: NDArray[np.int32]  # [FORK_BATCH, words], made by `pack_forks`
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -91,7 +98,9 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | Sample | Reset | Close
+type Call = (
+    Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | Sample | ForkSlots | Reset | Close
+)
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
@@ -109,6 +118,7 @@ _KINDS: tuple[type[Message], ...] = (
     Mask,
     Distribute,
     Sample,
+    ForkSlots,
 )
 _NO_WORDS = np.zeros(0, np.int32)
 

@@ -23,7 +23,7 @@ from jaxvllm.server.protocol.fields import (
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
-from jaxvllm.server.protocol.response_format import ResponseFormat, one_form, structured_outputs
+from jaxvllm.server.protocol.response_format import ResponseFormat, one_form
 from jaxvllm.text.assistant_message import AssistantMessage
 from jaxvllm.text.message_events import Arguments, CallBegin, Content, Event, Reasoning
 from jaxvllm.text.tool_use import Tool, ToolUse
@@ -43,6 +43,10 @@ class ChatTool(Strict):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    def tool(self) -> Tool:
+        """Returns the tool in the form that does not depend on the endpoint."""
+        return Tool(self.function.name, self.function.parameters, self.function.description)
 
 
 type Tools = Annotated[list[ChatTool], FailFast(), Field(max_length=MAX_TOOLS)]
@@ -93,6 +97,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     verbosity: str | None = neutral("medium")
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
+    prompt_cache_retention: str | None = neutral("in_memory")
     # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     documents: list[Any] | None = neutral([])
@@ -125,17 +130,24 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        functions = [tool.function for tool in self.tools or []]
-        tools = tuple(Tool(one.name, one.parameters, one.description) for one in functions)
+        tools = tuple(tool.tool() for tool in self.tools or ())
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedToolChoice):
             return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
         return ToolUse(tools, self.tool_choice or "auto", parallel=parallel)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return "structured_outputs" if self.structured_outputs is not None else "tools"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
         form = one_form(
-            response_format=structured_outputs(self.response_format),
+            response_format=asked,
             structured_outputs=self.structured_outputs,
             tool_choice=self.tool_use().structured_outputs(),
         )

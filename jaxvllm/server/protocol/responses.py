@@ -93,6 +93,9 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
 
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
     n: int | None = neutral(1)
+    use_beam_search: bool | None = neutral(False)
+    length_penalty: float | None = neutral(1)
+    early_stopping: bool | Literal["never"] | None = neutral(False, "never")
     return_token_ids: bool | None = neutral(False)  # type: ignore[assignment]
     store: bool | None = neutral(False)
     background: bool | None = neutral(False)

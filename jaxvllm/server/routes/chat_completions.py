@@ -14,6 +14,7 @@ from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, delta_of, message_of, parts
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
@@ -43,7 +44,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.limit,
+        max_tokens=service.max_tokens(body.limit),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
@@ -52,9 +53,12 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
-    asked = body.request(engine_id, prompt, service.with_marks(params, format))
+    params = service.with_marks(params, format)
+    room = service.reader.max_model_len - len(prompt.token_ids)
+    asked = body.request(engine_id, prompt, params, body.beams(params, room if body.limit is None else body.limit))
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
-    return await respond(request, service, [asked], exchange.whole, exchange.events)
+    with form_given_as(body.form_field):
+        return await respond(request, service, [asked], exchange.whole, exchange.events)
 
 
 class _Exchange:

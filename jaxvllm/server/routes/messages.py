@@ -34,7 +34,11 @@ def router(service: Service) -> APIRouter:
         """Answers a conversation."""
         model = service.model_name(body.model)
         params = params_of(
-            service.defaults, body.chosen(), max_tokens=body.max_tokens, logprobs=None, stream=bool(body.stream)
+            service.defaults,
+            body.chosen(),
+            max_tokens=service.max_tokens(body.max_tokens),
+            logprobs=None,
+            stream=bool(body.stream),
         )
         prompt = await run_in_threadpool(_read, service, body)
         answer_id, engine_id = RequestId.of(request).names("msg_")

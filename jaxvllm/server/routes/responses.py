@@ -45,7 +45,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.max_output_tokens,
+        max_tokens=service.max_tokens(body.max_output_tokens),
         logprobs=body.num_logprobs,
         stream=bool(body.stream),
     )

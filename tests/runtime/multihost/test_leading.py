@@ -30,6 +30,7 @@ from jaxvllm.runtime.multihost.calls import (
     Call,
     Close,
     Distribute,
+    ForkSlots,
     Forward,
     Mask,
     Message,
@@ -58,10 +59,11 @@ CALLS: tuple[Call, ...] = (
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
     Distribute(Bucket(16, 4), np.arange(8, dtype=np.int32)),
     Sample(Bucket(16, 4)),
+    ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | ForkSlots
 
 
 def same(one: Message | None, other: Message | None) -> bool:

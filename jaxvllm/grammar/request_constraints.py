@@ -1,0 +1,68 @@
+"""`RequestConstraints`: the constraint of every request that has one, from the sampling parameters of the request."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.request import GenerationRequest, TokenConstraint
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.grammar.compiler import GrammarCompiler
+from jaxvllm.grammar.constraint import CompiledGrammar
+from jaxvllm.grammar.reasoning import ReasoningConstraint, ReasoningMarks
+from jaxvllm.text.reasoning import ReasoningFormat
+from jaxvllm.text.tokenizer import Tokenizer
+
+
+class RequestConstraints:
+    """Makes the constraints of requests to one engine. Grammars compile in threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        reasoning: ReasoningFormat | None,
+        lenient: bool,
+    ):
+        """`lenient` holds for all requests: what cannot be enforced of their schemas is ignored, with a warning."""
+        self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self._tokenizer = tokenizer
+        self._reasoning = reasoning
+        self._lenient = lenient
+
+    def prepare(self, params: SamplingParams) -> Future[CompiledGrammar] | None:
+        """Returns the grammar of `params`, or the error in it, as soon as it is compiled. None if they have none."""
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        return self._compiler.compile(replace(asked, lenient=True) if self._lenient else asked)
+
+    def constraint(self, request: GenerationRequest, grammar: CompiledGrammar | None) -> TokenConstraint | None:
+        """Returns the constraint of one sequence, or None if it has none. `grammar` is what `prepare` made."""
+        budget = request.params.thinking_token_budget
+        answer = None if grammar is None else grammar.constraint()
+        if self._marks is None or (answer is None and budget is None):
+            return answer
+        return ReasoningConstraint(self._marks, request.prompt.token_list, answer, budget)
+
+    def warm_up(self) -> None:
+        """Builds in the background what takes long to build."""
+        self._compiler.warm_up()
+
+    def close(self) -> None:
+        """Ends the threads. Nothing may be prepared afterwards."""
+        self._compiler.close()
+
+    @cached_property
+    def _marks(self) -> ReasoningMarks | None:
+        return None if self._reasoning is None else ReasoningMarks(self._reasoning, self._tokenizer)
+
+
+def without_tokenizer() -> ParameterError:
+    """Returns the error for a request that needs text where the engine has only token ids."""
+    return ParameterError(
+        "structured_outputs and thinking_token_budget need a tokenizer, and the model's directory has none: set "
+        "tokenizer",
+        "structured_outputs",
+    )
