@@ -43,6 +43,7 @@ class Row:
     min_length: int = 0
     stop_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
+    logit_divisor: float = 1.0
     allowed: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
@@ -63,6 +64,7 @@ def state_of(rows: list[Row]) -> Rows:
         "min_length": np.asarray([row.min_length for row in rows], np.int32),
         "stop_ids": stop_ids,
         "num_logprobs": np.asarray([row.num_logprobs for row in rows], np.int32),
+        "logit_divisor": np.asarray([row.logit_divisor for row in rows], np.float32),
         "is_masked": np.asarray([row.allowed is not None for row in rows], np.int32),
         "mask": np.stack([bits(row.allowed or ()) for row in rows]),
     }
@@ -268,6 +270,15 @@ def test_logprobs_are_those_of_the_unmodified_distribution(vocab: int) -> None:
         np.testing.assert_allclose(got.top[index], expected[got.top_ids[index]], rtol=1e-5, atol=1e-6)
         assert len(set(got.top_ids[index].tolist())) == count
         assert got.ranks[index] == (row_logits >= row_logits[tokens[index]]).sum()
+
+
+def test_a_beam_search_has_a_temperature_in_its_logprobs() -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (3, 30)).astype(np.float32)
+    rows = [Row(num_logprobs=5), Row(num_logprobs=5, logit_divisor=0.5), Row(temperature=3.0, logit_divisor=7.0)]
+    got: Any = jax.tree.map(np.asarray, jitted_logprobs(logits, np.zeros(3, np.int32), state_of(rows)))
+    for index, row in enumerate(rows):
+        expected = np.log(softmax(logits[index] / np.float32(row.logit_divisor)))
+        np.testing.assert_allclose(got.token[index], expected[0], rtol=1e-5)
 
 
 def test_no_logprobs_unless_a_row_wants_them() -> None:
