@@ -459,6 +459,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(service_tier="flex"), "service_tier"),
     (dict(guided_json={}), "guided_json"),
     (dict(structured_outputs={}), "structured_outputs"),
+    (dict(structured_outputs={"json": {"not": {}}}), "structured_outputs"),
+    (dict(structured_outputs={"regex": "("}, stream=True), "structured_outputs"),  # before the head is sent
 ]
 
 
