@@ -94,6 +94,15 @@ class AssistantMessage:
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
 
+    def events(self) -> list[Event]:
+        """Returns events that amount to this message. A message without anything has an empty content."""
+        events: list[Event] = [Reasoning(self.reasoning)] if self.reasoning else []
+        if self.content or not (self.reasoning or self.calls):
+            events.append(Content(self.content))
+        for index, call in enumerate(self.calls):
+            events += [CallBegin(index, call.id, call.name), Arguments(index, call.arguments), CallEnd(index)]
+        return events
+
     @classmethod
     def of(cls, events: Iterable[Event]) -> "AssistantMessage":
         """Returns the message that the events of a completion amount to."""

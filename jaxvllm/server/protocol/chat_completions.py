@@ -13,6 +13,7 @@ from jaxvllm.server.protocol.fields import (
     FunctionName,
     Limit,
     Messages,
+    ReasoningEffort,
     Reply,
     SamplingFields,
     ScoringFields,
@@ -20,6 +21,7 @@ from jaxvllm.server.protocol.fields import (
     Strings,
     TemplateVariables,
     Usage,
+    effort_variables,
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
@@ -87,7 +89,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     response_format: ResponseFormat | None = None  # type: ignore[assignment]
     include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
     # A variable of the chat template. "none" also means include_reasoning false and enable_thinking false.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     functions: list[Any] | None = neutral([])
     function_call: Any | None = neutral("none", "auto")
@@ -123,10 +125,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        if self.reasoning_effort == "none":
-            effort["enable_thinking"] = False  # type: ignore[assignment]
-        return effort | (self.chat_template_kwargs or {})
+        return effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field
 
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
@@ -16,6 +16,7 @@ from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.server.errors import UNKNOWN_TYPE
 
 # The count of log-probabilities for the whole vocabulary.
 ALL_LOGPROBS = -1
@@ -56,6 +57,22 @@ def neutral(*values: Any) -> Any:
     return field
 
 
+def by_type(*kinds: str, default: str | None = None) -> Discriminator:
+    """Returns the discriminator of a union of objects by their `type`. Its members have tags such as `<message>`.
+
+    An object without a type has the type `default`.
+    """
+
+    def tag(value: Any) -> str | None:
+        if not isinstance(value, dict | BaseModel):
+            return f"<{kinds[0]}>"  # which says that the value is no object
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return f"<{kind}>" if isinstance(kind, str) else None
+
+    told = f"Input should be {' or '.join(map(repr, kinds))}"
+    return Discriminator(tag, custom_error_type=UNKNOWN_TYPE, custom_error_message=told)
+
+
 # The most messages of a conversation: rendering 50,000 keeps all other requests waiting for half a second.
 MAX_MESSAGES = 10_000
 
@@ -89,6 +106,17 @@ type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
 type PromptLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+# How much a model that reasons should do of it, for templates that know such a variable.
+type ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_variables(effort: ReasoningEffort | None) -> dict[str, Any]:
+    """Returns the variables that tell a chat template how much the model should reason."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 # JSON has integers of any length, but the messages to the engine do not.
