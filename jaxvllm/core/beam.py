@@ -162,22 +162,26 @@ class BeamSearch:
     @property
     def is_over(self) -> bool:
         """Whether `best` is final."""
-        if not self.beams or self._has_reached_limit:
+        if not self.beams or self._has_reached_limit or self._stops_early:
             return True
         if len(self._completed) < self.params.beam_width:
             return False
         # All beams have the same length, so the first is the one with the best prospects.
-        return bool(self.params.early_stopping) or self._prospect(self.beams[0]) <= self.score(self._completed[-1])
+        return self._prospect(self.beams[0]) <= self.score(self._completed[-1])
 
     def best(self) -> list[Beam]:
         """Returns the best sequences, at most `beam_width`, best first."""
-        unfinished = self.beams if self._has_reached_limit else []
+        unfinished = self.beams if self._has_reached_limit and not self._stops_early else []
         return sorted([*self._completed, *unfinished], key=self.score, reverse=True)[: self.params.beam_width]
 
     def score(self, beam: Beam) -> float:
         """The cumulative log-probability, divided by the length to the power of `length_penalty`."""
         length = self._num_prompt_tokens + beam.num_tokens - (beam.token_id in self._eos_token_ids)
         return float(beam.cumulative_logprob / length**self.params.length_penalty)
+
+    @property
+    def _stops_early(self) -> bool:
+        return bool(self.params.early_stopping) and len(self._completed) == self.params.beam_width
 
     @property
     def _has_reached_limit(self) -> bool:

@@ -105,7 +105,7 @@ class GrammarCompiler:
 
     def _run(self, params: StructuredOutputsParams, future: Future[CompiledGrammar]) -> None:
         late = ParameterError(
-            f"structured_outputs took longer than {self.seconds:g} s to compile: make the grammar smaller",
+            f"structured_outputs: it took longer than {self.seconds:g} s to compile: make the grammar smaller",
             "structured_outputs",
         )
         timer = threading.Timer(self.seconds, lambda: _settle(future, late))
@@ -114,11 +114,13 @@ class GrammarCompiler:
         try:
             grammar = self._compile(params)
         except ParameterError as error:
-            _settle(future, ParameterError(str(error), "structured_outputs"))
+            _settle(future, ParameterError(f"structured_outputs: {error}", "structured_outputs"))
         except BaseException as error:  # a panic of llguidance is a BaseException
             logger.exception("a grammar could not be compiled")
             reason = one_line(str(error)) or type(error).__name__
-            _settle(future, ParameterError(f"structured_outputs cannot be compiled: {reason}", "structured_outputs"))
+            _settle(
+                future, ParameterError(f"structured_outputs: it cannot be compiled: {reason}", "structured_outputs")
+            )
         else:
             _settle(future, grammar)
         finally:

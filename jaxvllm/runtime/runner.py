@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import batched
 from typing import Any
 
@@ -144,20 +144,20 @@ class Runner:
         self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
         self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
         self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
-        self._fork = (
-            jax.jit(
-                partial(fork_slots, sizes=self._sizes),
-                donate_argnums=(0, 1),
-                out_shardings=jax.tree.map(lambda x: x.sharding, (pages, state)),
-            )
-            .lower(pages, state, packed_struct(pack_forks((), self._sizes)))
-            .compile()
-        )
+
+        @cache
+        def compiled_fork() -> Callable[..., tuple[KVCachePages, DeviceState]]:
+            struct = packed_struct(pack_forks((), self._sizes))
+            where = jax.tree.map(lambda x: x.sharding, (pages, state))
+            run = partial(fork_slots, sizes=self._sizes)
+            return jax.jit(run, donate_argnums=(0, 1), out_shardings=where).lower(pages, state, struct).compile()
+
+        self._compiled_fork = compiled_fork
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self.programs = Programs(
-            ladder, StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling).compile, yields
-        )
+        compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling)
+        # Only beam search forks. So the first request of another kind does not wait for it.
+        self.programs = Programs(ladder, compiler.compile, yields, afterwards=(compiled_fork,))
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
@@ -261,7 +261,7 @@ class Runner:
             case Mask(packed):
                 self._state = self._store_masks(self._state, packed)
             case ForkSlots(packed):
-                self._kv_pages, self._state = self._fork(self._kv_pages, self._state, packed)
+                self._kv_pages, self._state = self._compiled_fork()(self._kv_pages, self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)

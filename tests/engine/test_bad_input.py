@@ -60,7 +60,7 @@ def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
         (dict(n=10**9), "n must be an integer from 1 .* not 1000000000"),
         (dict(stop=["x" + str(i) for i in range(10_000)]), "stop has 10000 strings, the limit is"),
         (dict(stop=[""]), "a stop string must have 1 to"),
-        (dict(logprobs=1000), "logprobs must be an integer"),
+        (dict(logprobs=-2), "logprobs must be an integer"),
         (dict(min_tokens=20), "min_tokens 20 exceeds max_tokens 16"),
     ],
 )

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
 from jaxvllm.cli.generate import Timeline
+from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.engine import build
 from jaxvllm.engine.replica import DEPTH, Replica
 from jaxvllm.engine.resolved_config import ResolvedConfig
@@ -118,7 +119,8 @@ def assert_same(given: list[Answer], expected: list[Answer]) -> None:
             for ranked, wanted in zip(mine or (), theirs or (), strict=True):
                 assert ranked.keys() == wanted.keys()
                 for token, logprob in ranked.items():
-                    assert logprob.rank == wanted[token].rank
+                    # Named tokens far down are so close to others that a rounding moves them by a place.
+                    assert abs(logprob.rank - wanted[token].rank) <= (wanted[token].rank > MAX_LOGPROBS)
                     assert logprob.logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
 
 

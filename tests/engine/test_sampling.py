@@ -131,7 +131,7 @@ def test_greedy_tokens_are_those_of_the_documented_operations(
         (dict(logit_bias={10**6: 1}), "logit_bias: token id 1000000 is outside the vocabulary"),
         (dict(allowed_token_ids=[10**6]), "allowed_token_ids: token id 1000000 is outside the vocabulary"),
         (dict(logprob_token_ids=[10**6]), "logprob_token_ids: token id 1000000 is outside the vocabulary"),
-        (dict(bad_words=["  "]), "a bad word must have a character that is no space"),
+        (dict(bad_words=["  "]), "bad_words must each have a character that is no space"),
         (dict(bad_words=["abcdefgh" * 20] * 10), "bad_words have 3200 tokens together, the limit is 1024"),
         (dict(logprobs=21), "logprobs must be an integer from 0 to 20, not 21: .*max_logprobs"),
         (dict(logprobs=-1), "logprobs must be an integer from 0 to 20, not -1"),

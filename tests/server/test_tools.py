@@ -10,7 +10,6 @@ import pytest
 from jsonschema import Draft202012Validator
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jaxvllm.engine.request_rules import NOT_YET
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.chat_completions import ChatChunk, ChatResponse
 from jaxvllm.text.chat_template import ChatTemplate
@@ -335,12 +334,9 @@ def test_a_named_tool(says: Says) -> None:
     assert json.loads(request.params.structured_outputs.json) == WEATHER["function"]["parameters"]
 
 
-# These need an engine that enforces the form, which `NOT_YET` denies as long as it has none.
-enforced = pytest.mark.skipif("structured_outputs" in NOT_YET, reason="the engine does not enforce forms yet")
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
-@enforced
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_the_demo_model_must_call_a_tool(server: Server, choice: Any) -> None:
     """Even where it would not."""
@@ -352,7 +348,6 @@ def test_the_demo_model_must_call_a_tool(server: Server, choice: Any) -> None:
     assert (without_ids(message), reason) == (without_ids(whole["message"]), "tool_calls")
 
 
-@enforced
 def test_the_demo_model_keeps_to_a_response_format(server: Server) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     given = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}

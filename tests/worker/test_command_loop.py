@@ -1,6 +1,8 @@
 """The engine's side of the socket, with an engine and a socket that do what the test says."""
 
+import threading
 from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.worker import wire
 from jaxvllm.worker.command_loop import MAX_BREAKS, CommandLoop
+from jaxvllm.worker.preparing import Preparing
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
 
 STATS = EngineStats(*range(11))
@@ -128,6 +131,63 @@ def test_what_the_engine_refuses_is_rejected() -> None:
 
     add = wire.Add(7, asked("a"))
     assert run(engine(check_fits=check), add) == [wire.Rejected(7, "too long", False)]
+
+
+def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> None:
+    grammars: dict[str, Future[Any]] = {name: Future() for name in ("good", "wrong", "left")}
+    submitted: list[str] = []
+
+    def submit(request: GenerationRequest) -> None:
+        grammars.get(request.request_id, done).result()
+        submitted.append(request.request_id)
+
+    def step() -> list[Any]:
+        # While a request runs, the grammars get ready, and their order is not that in which they came.
+        if grammars["good"].done():
+            loop.has_work = False
+            return []
+        assert submitted == ["free"]
+        grammars["wrong"].set_exception(ParameterError("no grammar", "structured_outputs"))
+        grammars["good"].set_result(None)
+        return []
+
+    done: Future[Any] = Future()
+    done.set_result(None)
+    loop = engine(
+        has_work=True,
+        step=step,
+        check_fits=lambda request: None,
+        prepare=lambda request: grammars.get(request.request_id),
+        submit=submit,
+        abort=lambda request_id: None,
+    )
+    adds = [wire.Add(serial, asked(name)) for serial, name in enumerate((*grammars, "free"))]
+    said = run(loop, *adds, wire.Abort(["left"]))
+    assert said[0] == wire.Accepted(3), "it waits for nobody"
+    assert said[1] == wire.Rejected(2, "the request was aborted", False)
+    assert [report for report in said if isinstance(report, wire.Rejected | wire.Accepted)][2:] == [
+        wire.Accepted(0),
+        wire.Rejected(1, "no grammar", False, "structured_outputs"),
+    ]
+    assert submitted == ["free", "good"]
+
+
+def test_an_idle_engine_waits_for_a_grammar_or_a_message() -> None:
+    preparing = Preparing()
+    grammar: Future[Any] = Future()
+    add = wire.Add(1, asked("a"))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as mine, context.socket(zmq.PAIR) as other:
+        mine.bind("inproc://preparing")
+        other.connect("inproc://preparing")
+        preparing.add(add, grammar)
+        other.send(b"message")
+        preparing.wait(mine)
+        assert mine.recv() == b"message" and preparing and not preparing.take_ready()
+        thread = threading.Thread(target=grammar.set_result, args=(None,))
+        thread.start()
+        preparing.wait(mine)
+        thread.join()
+        assert preparing.take_ready() == [add] and not preparing
 
 
 def test_a_rejection_names_the_parameter() -> None:

@@ -1,0 +1,241 @@
+"""What compiles, what is an error and which, and that nothing takes long."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.grammar.compiler import GrammarCompiler
+from tests.grammar.demo import EOS, VOCAB_SIZE, allowed, compiled, compiler, takes, tokenizer, tokens
+from tests.grammar.schema_cases import CASES
+
+# The time within which every grammar is compiled or refused here. Alone, none of these takes a third of a second; the
+# engine's own limit is COMPILE_SECONDS.
+SECONDS = 10.0
+
+
+def test_all_cases_are_enforced_whole() -> None:
+    assert len(CASES) == 200
+    assert len({json.dumps(case) for case in CASES}) == 200
+    futures = [compiler().compile(StructuredOutputsParams(json=case)) for case in CASES]
+    assert all(future.result().warnings == () for future in futures)
+
+
+@pytest.mark.parametrize(
+    ("asked", "texts", "others"),
+    [
+        (dict(json={"type": "integer"}), ["1", "-17"], ["1.5", '"1"', "01", " 1"]),
+        (dict(json='{"type": "integer"}'), ["1"], ["x"]),
+        (dict(json="true"), ["1", "null", '{"a": [1]}'], ["x"]),
+        (dict(json_object=True), ["{}", '{"a": 1}', '{\n  "a": {\n    "b": []\n  }\n}'], ["[]", "1", '{  "a": 1}']),
+        (dict(json_object=True, disable_any_whitespace=True), ['{"a":1}'], ['{"a": 1}']),
+        (dict(json_object=True, whitespace_pattern=r" {2}"), ['{"a":  1}', '{"a":1}'], ['{"a": 1}']),
+        (dict(regex="(a|b)+c"), ["ac", "ababc"], ["c", "ab", "acx"]),
+        (dict(regex="^a/b$"), ["a/b"], ["a"]),
+        (dict(choice=("yes", "no", "yes, please")), ["yes", "no", "yes, please"], ["maybe", "ye"]),
+        (dict(choice=('"\\\n', "é😀")), ['"\\\n', "é😀"], ["é"]),
+        (dict(grammar='start: "a" b\nb: /x+/'), ["ax", "axxx"], ["a", "x"]),
+        (dict(grammar='root ::= "a" | "b" root'), ["a", "bba"], ["b", "ab"]),
+        (dict(grammar='?start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/'), ["1", "1+22"], ["+"]),
+    ],
+)
+def test_a_grammar_takes_its_texts_and_no_others(asked: dict[str, Any], texts: list[str], others: list[str]) -> None:
+    grammar = compiled(**asked)
+    assert [text for text in texts if not takes(grammar, text)] == []
+    assert [text for text in others if takes(grammar, text)] == []
+
+
+def test_other_properties_can_be_excluded_everywhere() -> None:
+    schema = {"properties": {"a": {"properties": {"b": {"type": "integer"}}}, "c": {"type": "object"}}}
+    open_one, closed_one = compiled(json=schema), compiled(json=schema, disable_additional_properties=True)
+    assert takes(open_one, '{"a": {"x": 1}}') and not takes(closed_one, '{"a": {"x": 1}}')
+    assert takes(closed_one, '{"a": {"b": 1}, "c": {"x": 1}}'), "where none are named, any may come"
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"not": {}}, ['"not" at #']),
+        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, ['"uniqueItems" at #/properties/a/items']),
+        ({"properties": {"not": {"type": "array", "contains": {}}}}, ['"contains" at #/properties/not']),
+        ({"$defs": {"a/b": {"format": "moon"}}, "$ref": "#/$defs/a~1b"}, ['"format: moon" at #/$defs/a~1b']),
+        ({"anyOf": [{"type": "null"}, {"oneOf": [{"minimum": 1}, {"type": "number"}]}]}, ['"oneOf" at #/anyOf/1']),
+        ({"if": {}, "then": {}}, ['"if" at #', '"then" at #']),
+        ({"items": [{"divisibleBy": 3}]}, ['"divisibleBy" at #/items/0']),
+    ],
+)
+def test_what_is_not_enforced_is_named_with_its_place(schema: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ParameterError) as raised:
+        compiled(json=schema)
+    assert raised.value.param == "structured_outputs"
+    assert all(name in str(raised.value) for name in named) and "lenient" in str(raised.value)
+
+
+def test_what_is_not_enforced_is_a_warning_where_that_is_asked_for() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"uniqueItems": True, "type": "array"}},
+        "additionalProperties": False,
+    }
+    grammar = compiled(json=schema, lenient=True)
+    assert grammar.warnings == ('the keyword "uniqueItems" at #/properties/a is not enforced',)
+    assert takes(grammar, '{"a": [1, 1]}') and not takes(grammar, '{"b": 1}')
+    [warning] = compiled(json={"oneOf": [{"type": "integer"}, {"type": "number"}]}, lenient=True).warnings
+    assert "oneOf" in warning
+    # A schema cannot ask for it behind the request's back.
+    with pytest.raises(ParameterError, match="not"):
+        compiled(json={"not": {}, "x-guidance": {"lenient": True}})
+    with pytest.raises(ParameterError, match="not"):
+        compiled(grammar='start: %json {"not": {}, "x-guidance": {"lenient": true}}')
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema whose definitions refer to each other, one after the other."""
+    definitions = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        (dict(json="{"), "not valid JSON"),
+        (dict(json="[1]"), "must be a JSON schema"),
+        (dict(json="false"), "no text satisfies"),
+        (dict(json={"type": "bogus"}), "Invalid type"),
+        (dict(json={"type": "integer", "minimum": 2, "maximum": 1}), "Unsatisfiable"),
+        (dict(json={"$ref": "#"}), "no text satisfies"),
+        (dict(json={"$ref": "http://127.0.0.1:1/schema"}), "does not fetch"),
+        (dict(json={"$ref": "#/$defs/missing"}), "does not exist"),
+        (dict(json=nested(65)), "more than 64 levels deep"),
+        (dict(json=nested(50_000)), "nested too deeply"),
+        (dict(json={"enum": ["x" * 100 + str(i) for i in range(9000)]}), "the limit is 524288"),
+        (dict(json={"properties": {f"p{i}": {} for i in range(3000)}}), "3000 properties at #"),
+        (dict(json={"anyOf": [{"pattern": "a" * 100}] * 200}), "bytes of patterns"),
+        (dict(json={"anyOf": [{}] * 11_000}), "11001 schemas within it"),
+        (dict(json={"properties": []}), "not an object"),
+        (dict(regex="["), "unclosed"),
+        (dict(regex="(?=a)b"), "look-around"),
+        (dict(regex="(a|b)?" * 20_000), "the limit is 16384"),
+        (dict(grammar="start: b"), "unknown name"),
+        (dict(grammar="root ::= ("), "not valid GBNF"),
+        (dict(grammar="root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "nested too deeply"),
+        (dict(grammar="start: " + "(" * 5000 + '"a"' + ")" * 5000), "too deeply nested"),
+        (dict(grammar="start: " + " | ".join(f'"w{i}"' for i in range(20_000))), "the limit is 65536"),
+        (dict(grammar=f"start: /{'(a|b)?' * 5000}/"), "the limit is 16384"),
+        (dict(choice=tuple(f"{i} " * 1000 for i in range(100))), "the limit is 131072"),
+        (dict(json={"type": "object"}, whitespace_pattern="["), "unclosed"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_or_too_large_is_an_error_in_time(asked: dict[str, Any], rule: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ParameterError, match=rule):
+        compiled(**asked)
+    assert time.monotonic() - start < SECONDS
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(regex="(a+)+b"),
+        dict(regex="(a|a)*b"),
+        dict(regex="a{1,100000}"),
+        dict(regex=".*" * 50 + "x{500}"),
+        dict(regex="(x+x+)+y"),
+        dict(json={"type": "string", "maxLength": 10**6}),
+        dict(json={"type": "array", "maxItems": 10**6}),
+        dict(json={"properties": {f"p{i}": {"type": "string"} for i in range(1000)}}),
+        dict(json={"enum": ["x" * 100 + str(i) for i in range(4000)]}),
+        dict(json=nested(60)),
+        # Deeper than the stack of an ordinary thread.
+        dict(json=chain(3000)),
+        dict(grammar="\n".join(["start: r0", *(f'r{i}: "w" r{i + 1} | "x"' for i in range(2400)), 'r2400: "z"'])),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_looks_dangerous_compiles_and_is_followed_in_time(asked: dict[str, Any]) -> None:
+    start = time.monotonic()
+    constraint = compiled(**asked).constraint()
+    for _ in range(20):
+        choices = allowed(constraint) - {EOS}
+        if constraint.is_complete or not choices:
+            break
+        constraint.advance([min(choices)])
+    assert time.monotonic() - start < SECONDS
+
+
+def test_equal_parameters_are_compiled_once() -> None:
+    first = compiler().compile(StructuredOutputsParams(json={"const": "once"}))
+    again = compiler().compile(StructuredOutputsParams(json='{"const": "once"}'))
+    assert first is again
+    assert compiler().compile(StructuredOutputsParams(json={"const": "once"}, lenient=True)) is not first
+
+
+def test_the_cache_forgets_what_was_used_longest_ago() -> None:
+    mine = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,))
+    first = StructuredOutputsParams(regex="a" * 16_000)
+    kept = mine.compile(first)
+    for number in range(300):
+        mine.compile(StructuredOutputsParams(choice=(f"option {number}",))).result()
+        assert number > 254 or mine.compile(first) is kept, "it is used all the time"
+    assert len(mine._cache) == 256
+    assert mine._num_bytes == sum(len(asked.regex or "") + len("".join(asked.choice or ())) for asked in mine._cache)
+    mine.close()
+
+
+def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,), seconds=0.01)
+    goes_on = threading.Event()
+    compile_one = slow._compile
+
+    def held_up(params: StructuredOutputsParams) -> Any:
+        goes_on.wait()
+        return compile_one(params)
+
+    monkeypatch.setattr(slow, "_compile", held_up)
+    with pytest.raises(ParameterError, match="longer than 0.01 s to compile"):
+        slow.compile(StructuredOutputsParams(regex="late")).result()
+    goes_on.set()
+    slow.close()
+
+
+def test_a_panic_is_an_error_of_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,))
+
+    def panic(params: StructuredOutputsParams) -> Any:
+        raise SystemError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mine, "_compile", panic)
+        with pytest.raises(ParameterError, match="cannot be compiled: a bug"):
+            mine.compile(StructuredOutputsParams(regex="x")).result()
+    assert mine.compile(StructuredOutputsParams(regex="y")).result()
+    mine.close()
+
+
+def test_a_sequence_has_a_state_of_its_own() -> None:
+    grammar = compiled(regex="ab|cd")
+    first, second = grammar.constraint(), grammar.constraint()
+    start = allowed(first)
+    first.advance(tokens("a"))
+    assert allowed(first) != start == allowed(second)
+    assert first.forced() == tokens("b")
+    first.advance(tokens("b"))
+    assert first.is_complete and allowed(first) == {EOS} and not second.is_complete
+
+
+def test_a_constraint_that_was_told_nonsense_raises_from_then_on() -> None:
+    constraint = compiled(regex="ab").constraint()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="gave up"):
+            constraint.advance(tokens("z"))
+        with pytest.raises(RuntimeError, match="gave up"):
+            allowed(constraint)
