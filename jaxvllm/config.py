@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.sampling_params import LogprobsMode
+from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_options import advice_on
 from pallas_kernels.backend import BackendName
@@ -25,6 +27,8 @@ class EngineConfig:
 
     model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
     tokenizer: str | None = None  # a directory or hub name; None: the model's
+    generation_config: str = "auto"  # default sampling: auto: as the model says; vllm: neutral; or a directory
+    override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
@@ -50,6 +54,8 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
+    max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
     structured_outputs_lenient: bool = False  # ignore what cannot be enforced of a JSON schema, and warn in the output
     reasoning_parser: str | None = None  # the marks of the model's reasoning, by vLLM's names; None: it has none
     max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
@@ -72,6 +78,7 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
+        object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -85,6 +92,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
         if type(self.max_decode_burst) is not int or not 1 <= self.max_decode_burst <= MAX_BURST:
             raise ValueError(f"max_decode_burst must be from 1 to {MAX_BURST}, not {self.max_decode_burst!r}")
+        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs must be an integer of at least -1, not {self.max_logprobs!r}")
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
         if not 0 < self.memory_utilization <= 1:

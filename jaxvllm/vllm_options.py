@@ -79,8 +79,7 @@ ADVICE: Mapping[str, Advice] = {
     "download_dir": Advice("the environment variable HF_HOME says where downloads are kept"),
     "revision": Advice("give the directory of that revision as the model"),
     "tokenizer_mode": Advice("the tokenizer is read from tokenizer.json, which is always the fast one"),
-    "generation_config": Advice("the model's generation_config.json is always used"),
-    "max_logprobs": Advice("the limit here is always 20"),
+    "logits_processors": Advice("functions do not cross to another process: give them to LLM, which is offline"),
     "max_seq_len_to_capture": Advice("every step is a compiled program, whatever its lengths"),
     "disable_log_stats": Advice("only a server logs its load, every so many seconds", "log_stats_interval", "inf"),
     "no_disable_log_stats": Advice("a server logs its load in any case"),
@@ -92,12 +91,13 @@ ADVICE: Mapping[str, Advice] = {
     "no_disable_uvicorn_access_log": Advice("", "access_log", ""),
     "uvicorn_log_level": Advice("only errors of uvicorn are logged; --access-log adds a line for each request"),
     "root_path": Advice("let the proxy in front remove its prefix from the path"),
-    "allowed_origins": Advice("pages of other origins cannot read our answers; use a proxy with the page's own origin"),
     "disable_frontend_multiprocessing": Advice("the engine always has a process of its own"),
     "enable_lora": Advice("LoRA adapters are not supported yet"),
     "kv_cache_memory_bytes": Advice("memory_utilization or num_pages limits the KV cache"),
-    "chat_template": Advice("the chat template in the model's directory is used: replace it there"),
 }
+
+# Options with several values that vLLM takes as one JSON list. Here several values may also follow the flag.
+JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 
 # Short names of the command line.
 SHORT_NAMES: Mapping[str, str] = {

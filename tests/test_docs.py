@@ -17,6 +17,7 @@ DOCUMENTS = (
     "docs/scaling.md",
     "docs/models.md",
     "docs/offline.md",
+    "docs/sampling.md",
     "docs/comparison.md",
     "docs/metrics.md",
     "docs/serving.md",

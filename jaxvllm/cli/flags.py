@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -10,7 +11,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.vllm_options import ALIASES
+from jaxvllm.vllm_options import ALIASES, JSON_LISTS
 
 _FIELD = re.compile(r"^    (\w+): [^#]*?(?:#\s*(.*))?$")
 # The part of a comment that says what happens without the option. Nobody can type None at a terminal.
@@ -86,7 +87,7 @@ def given(namespace: argparse.Namespace, source: type, skip: Collection[str] = (
     """Returns the fields of `source` that the command line set, without those in `skip`."""
     names = {field.name for field in fields(source)} - set(skip)
     values = {name: value for name, value in vars(namespace).items() if name in names}
-    return {name: tuple(_flat(value)) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: tuple(_flat(name, value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def with_model(options: dict[str, Any], name: str | None) -> dict[str, Any]:
@@ -99,9 +100,23 @@ def with_model(options: dict[str, Any], name: str | None) -> dict[str, Any]:
     return options
 
 
-def _flat(values: list[Any]) -> Iterator[Any]:
+def _flat(name: str, values: list[Any]) -> Iterator[Any]:
     for value in values:
-        yield from value if isinstance(value, list) else [value]
+        for one in value if isinstance(value, list) else [value]:
+            if name in JSON_LISTS and one.startswith("["):
+                yield from _json_list(name, one)
+            else:
+                yield one
+
+
+def _json_list(name: str, text: str) -> list[str]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{flag_of(name)} {text} is not valid JSON: {error}") from None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{flag_of(name)} must be strings, or a JSON list of strings, not {text}")
+    return values
 
 
 def _is_simple(annotation: Any) -> bool:
@@ -158,6 +173,8 @@ def _help(comment: str, default: Any, shows_default: bool) -> str:
         shown = "on"
     elif default is None or default is False or default == ():
         shown = "" if unset is None else unset[1]
+    elif isinstance(default, tuple):
+        shown = " ".join(map(str, default))
     else:
         shown = f"{default:g}" if isinstance(default, float) else str(default)
     return f"{text} (default: {shown})".strip() if shown else text

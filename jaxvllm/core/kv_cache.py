@@ -15,7 +15,7 @@ import numpy as np
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.request import Request
 from jaxvllm.core.slots import SlotIds
-from jaxvllm.core.step_plan import Ints, PageEntries
+from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,18 @@ class FullGroup:
         """The most pages that a request of so many tokens holds at once, until its prompt is computed."""
         return pages_for(num_tokens, self.pool.page_size)
 
+    def most_pages_of_beams(self, num_tokens: int, num_prompt_tokens: int, num_beams: int) -> int:
+        """The most pages that several beams hold at once, which share the full pages of their prompt."""
+        num_shared = num_prompt_tokens // self.pool.page_size
+        return num_shared + num_beams * max(self.most_pages(num_tokens) - num_shared, 1)
+
     def pages(self, slot: int) -> Pages:
         """The pages that `slot` holds, in the order of their columns."""
         return self.table[slot, self.first[slot] : self.end[slot]]
 
-    def can_take(self, prefix: Sequence[int], num_tokens: int) -> bool:
-        """Whether a new request of `num_tokens` whose cached pages are `prefix` has room."""
-        count = self.most_pages(num_tokens) - len(prefix)
+    def can_take(self, prefix: Sequence[int], num_tokens: int, num_forks: int) -> bool:
+        """Whether a new request of `num_tokens` whose cached pages are `prefix` has room, and so many forks of it."""
+        count = self.most_pages(num_tokens) - len(prefix) + num_forks
         return count + self.pool.num_cached(prefix) <= self.pool.num_available
 
     def take(self, slot: int, prefix: Sequence[int], num_cached: int, num_tokens: int) -> None:
@@ -114,6 +119,24 @@ class FullGroup:
         np.subtract.at(self.end, entries.slots, 1)
         self.table[entries.slots, entries.columns] = TRASH_PAGE
         self.pool.release(entries.pages)
+
+    def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
+        """Whether there is room for a fork of each of `sources`, behind the first `num_tokens` tokens."""
+        return len(sources) <= self.pool.num_available or num_tokens % self.pool.page_size == 0
+
+    def fork(self, source: int, slot: int, num_tokens: int) -> PageCopy | None:
+        """Gives `slot` the full pages of the first `num_tokens` tokens of `source`, and a page for those behind them.
+
+        Returns the page whose content that page needs, unless all pages are full. There is room: `can_fork` saw to it.
+        """
+        full = num_tokens // self.pool.page_size
+        self._share(slot, self.table[source, self.first[source] : full].tolist(), full)
+        if not num_tokens % self.pool.page_size:
+            return None
+        [page] = self.pool.allocate(1).tolist()
+        self.table[slot, full] = page
+        self.end[slot] = full + 1
+        return PageCopy(full, int(self.table[source, full]), page)
 
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
         """Frees the pages of each of `slots` that no token from `positions[i]` on sees."""
@@ -165,8 +188,15 @@ class WindowedGroup(FullGroup):
     def most_pages(self, num_tokens: int) -> int:
         return min(super().most_pages(num_tokens), self.bound)
 
-    def can_take(self, prefix: Sequence[int], num_tokens: int) -> bool:
-        return int(self._charges().sum()) + self.most_pages(num_tokens) <= self.usable
+    def most_pages_of_beams(self, num_tokens: int, num_prompt_tokens: int, num_beams: int) -> int:
+        return num_beams * self.most_pages(num_tokens)
+
+    def can_take(self, prefix: Sequence[int], num_tokens: int, num_forks: int) -> bool:
+        return int(self._charges().sum()) + (1 + num_forks) * self.most_pages(num_tokens) <= self.usable
+
+    def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
+        held = pages_for(num_tokens, self.pool.page_size) - self.first[list(sources)]
+        return int(self._charges().sum()) + int(held.sum()) <= self.usable
 
     def take(self, slot: int, prefix: Sequence[int], num_cached: int, num_tokens: int) -> None:
         self._share(slot, prefix, num_cached)
@@ -266,10 +296,17 @@ class KVCache:
         """Whether no request holds a page of any group."""
         return not any(group.pool.num_owned for group in self.groups)
 
-    def shortage(self, num_tokens: int) -> Shortage | None:
-        """What a request that computes `num_tokens` tokens lacks even where it is alone."""
+    @property
+    def no_copies(self) -> tuple[PageCopy | None, ...]:
+        return (None,) * len(self.groups)
+
+    def shortage(self, num_tokens: int, num_prompt_tokens: int, num_beams: int | None) -> Shortage | None:
+        """What a request that computes `num_tokens` tokens, of each beam if it has any, lacks where it is alone."""
         for group in self.groups:
-            if (needed := group.most_pages(num_tokens)) > group.usable:
+            needed = group.most_pages(num_tokens)
+            if num_beams is not None:
+                needed = group.most_pages_of_beams(num_tokens, num_prompt_tokens, num_beams)
+            if needed > group.usable:
                 return Shortage(needed, group.usable, group.window)
         return None
 
@@ -299,9 +336,11 @@ class KVCache:
         """The pages of `group` that a token behind the pages of these hashes sees."""
         return group.pool.match(hashes[group.first_seen(len(hashes) * self.page_size) :])
 
-    def can_take(self, prefix: CachedPrefix, num_tokens: int) -> bool:
-        """Whether there is room for a request with `num_tokens` tokens, of which `prefix` is cached."""
-        return all(group.can_take(of, num_tokens) for group, of in zip(self.groups, prefix.pages, strict=True))
+    def can_take(self, prefix: CachedPrefix, num_tokens: int, num_forks: int = 0) -> bool:
+        """Whether there is room for a request with `num_tokens` tokens, of which `prefix` is cached, and its forks."""
+        return all(
+            group.can_take(of, num_tokens, num_forks) for group, of in zip(self.groups, prefix.pages, strict=True)
+        )
 
     def take(self, slot: int, prefix: CachedPrefix, num_tokens: int) -> None:
         """Gives `slot` the pages of `prefix`, and room for all `num_tokens` tokens."""
@@ -328,6 +367,18 @@ class KVCache:
         """Takes back what `grow` gave."""
         for group, opened in zip(self.groups, entries, strict=False):
             group.undo(opened)
+
+    def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
+        """Whether there is room for a fork of each of `sources`, all of which have computed `num_tokens` tokens."""
+        return not sources or all(group.can_fork(sources, num_tokens) for group in self.groups)
+
+    def fork(self, source: int, slot: int, num_tokens: int) -> tuple[PageCopy | None, ...]:
+        """Gives `slot` what `source` has of its first `num_tokens` tokens: full pages are shared, the last is a copy.
+
+        Returns what is to be copied in each group. There is room: `can_fork` saw to it.
+        """
+        self.num_registered[slot] = self.num_registered[source]
+        return tuple(group.fork(source, slot, num_tokens) for group in self.groups)
 
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
         """Frees the pages that left a window: no step to come computes a token of `slots[i]` before `positions[i]`.

@@ -89,7 +89,7 @@ class PagePool:
         return sum(page in self._cached for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds one owner to each of `pages`, which must come from `match`."""
+        """Adds one owner to each of `pages`, which come from `match` or have an owner."""
         for page in pages:
             self._cached.pop(page, None)
         self.ref_counts[list(pages)] += 1

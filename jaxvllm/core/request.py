@@ -10,6 +10,7 @@ from typing import Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import BeamSearch, BeamSearchParams
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
@@ -63,9 +64,16 @@ class GenerationRequest:
     prompt: Prompt
     params: SamplingParams
     priority: int = 0  # lower values run first
+    beam_search: BeamSearchParams | None = None  # searches for `params.n` sequences instead of drawing them
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
-        """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`."""
+        """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
+
+        All beams of a search are one request, whatever it finds.
+        """
+        if self.beam_search is not None:
+            params = replace(self.params, n=1, logprobs=self.beam_search.num_candidates)
+            return (replace(self, params=params),)
         if self.params.num_sequences == 1:
             return (self,)
         return tuple(
@@ -78,6 +86,7 @@ class RequestOptions(TypedDict, total=False):
     """The fields of a `GenerationRequest` that have defaults, as keyword arguments of the functions that make one."""
 
     priority: int
+    beam_search: BeamSearchParams | None
 
 
 @dataclass(frozen=True, order=True)
@@ -123,9 +132,11 @@ class Request:
     stop_token_ids: tuple[int, ...]  # EOS included, unless ignored
     limit: int
     key: QueueKey
+    eos_token_ids: tuple[int, ...] = ()  # the model's, also where they are ignored
     constraint: TokenConstraint | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
+    search: BeamSearch | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None  # of the prompt; None until first admitted
@@ -135,6 +146,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.request_id = self.asked.request_id
+
+    @property
+    def late_token_ids(self) -> tuple[int, ...]:
+        """The tokens that `min_tokens` keeps away: all that may end the request, and EOS also where it is ignored."""
+        return tuple(dict.fromkeys((*self.eos_token_ids, *self.stop_token_ids)))
 
     @property
     def prompt_token_ids(self) -> TokenIds:
@@ -176,6 +192,16 @@ class Request:
             return []
         assert self.constraint is not None
         return list(takewhile(lambda token: token not in self.stop_token_ids, self.constraint.forced()[:most]))
+
+    @property
+    def num_beams(self) -> int | None:
+        """The most beams that search for it. None: it is no beam search."""
+        return None if self.search is None else self.search.params.beam_width
+
+    @property
+    def logit_divisor(self) -> float:
+        """What logits are divided by before the log-probabilities are taken that the host gets."""
+        return 1.0 if self.search is None else self.search.params.logit_divisor
 
     @property
     def num_tokens(self) -> int:

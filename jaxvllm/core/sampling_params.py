@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
@@ -19,7 +19,7 @@ MAX_N = 16_384
 MAX_STOP_STRINGS = 64  # the text is searched for each of them after every token
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 30  # what the device's table holds, less room for EOS
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # that every step can yield; more of them, or chosen ones, take a program of their own
 # The limits below are vLLM's.
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
@@ -30,12 +30,16 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
+# What is reported as log-probabilities: of the model's own distribution, a grammar's mask included, or of the one that
+# is drawn from; and normalized, or as logits.
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+
 # vLLM has or had these options, and this engine has them in another place or not at all.
 UNSUPPORTED = {
     "early_stopping": "use LLM.beam_search and its BeamSearchParams",
     "guided_decoding": "its name is structured_outputs now",
     "length_penalty": "use LLM.beam_search and its BeamSearchParams",
-    "logits_processors": "leave it out",
+    "logits_processors": "give LLM the functions, for all requests",
     "use_beam_search": "use LLM.beam_search and its BeamSearchParams",
 }
 
@@ -240,6 +244,24 @@ class SamplingParams:
     def scores_only(self) -> bool:
         """Whether the request only scores its prompt and generates nothing."""
         return self.max_tokens == 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the caller wants log-probabilities of the output's tokens."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def wants_distributions(self) -> bool:
+        """Whether these are more, or others, than the best few, which every step can yield."""
+        return self.logprob_token_ids is not None or (
+            self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS
+        )
+
+    def num_logprobs(self, vocab_size: int) -> int:
+        """How many log-probabilities the caller wants of each token of the output, beside the token's own."""
+        if self.logprob_token_ids is not None:
+            return len(self.logprob_token_ids)
+        return vocab_size if self.logprobs == -1 else min(self.logprobs or 0, vocab_size)
 
     @property
     def num_sequences(self) -> int:

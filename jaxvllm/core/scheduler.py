@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import Candidates
+from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
@@ -24,6 +26,7 @@ from jaxvllm.core.step_plan import (
     Admission,
     Emitted,
     Finished,
+    Fork,
     Ints,
     PageEntries,
     Scored,
@@ -66,6 +69,7 @@ class Scheduler:
         self._waiting: list[tuple[QueueKey, Request, bool]] = []  # heap; keys are unique
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
+        self._beams = BeamGroups(slots, cache)
         self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
@@ -95,15 +99,22 @@ class Scheduler:
         """
         if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
-        self.check_fits(request.num_tokens, request.limit)
+        self.check_fits(request.num_tokens, request.limit, request.num_beams)
         self._enqueue(request, watched)
 
-    def check_fits(self, num_prompt_tokens: int, limit: int) -> None:
-        """Raises ValueError for a request that could not finish even if it had every page."""
-        if (shortage := self.cache.shortage(limit - 1)) is not None:
-            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
+    def check_fits(self, num_prompt_tokens: int, limit: int, num_beams: int | None = None) -> None:
+        """Raises ValueError for a request that could not finish even if it had every page and slot."""
+        if num_beams is not None and num_beams > self.slots.num_slots:
             raise ParameterError(
-                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones needs "
+                f"beam_width (n over HTTP) {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: "
+                "lower it, or raise max_num_seqs",
+                "n",
+            )
+        if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
+            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
+            beams = "" if num_beams is None else f" for each of {num_beams} beams"
+            raise ParameterError(
+                f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones{beams} needs "
                 f"{shortage.needed} pages of {self.cache.page_size} tokens, but the pool{of} has {shortage.usable}: "
                 "lower max_tokens, shorten the prompt, or give the engine more memory",
                 "max_tokens",
@@ -183,7 +194,13 @@ class Scheduler:
 
     def _may_burst(self, decode: SlotIds) -> bool:
         """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
-        if self._waiting_ids or self.slots.is_constrained[decode].any():
+        slots = self.slots
+        if (
+            self._waiting_ids
+            or self._beams
+            or slots.is_constrained[decode].any()
+            or slots.wants_distributions[decode].any()
+        ):
             return False
         # Rows whose last token is in flight are neither decoding nor prefilling.
         return len(decode) == self.num_running or not len(self.slots.prefilling())
@@ -214,6 +231,8 @@ class Scheduler:
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
         ends = stops | (slots.num_known[at] >= slots.limit[at])
+        if self._beams:
+            ends &= ~slots.is_beam[at]  # their search says when they end
         repeats = self._cut_repetitions(at, tokens, counts, ends)
         num_forced = np.where(yields, slots.num_unreported[at], 0)
         started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == num_forced)])
@@ -228,9 +247,39 @@ class Scheduler:
             finished += self._advance_constraints(at, tokens, counts, ends | repeats)
         for end in finished:
             self.finish(end.request.request_id)
-        finished += self._failed.values()
+        searched, forks = self._search(rows, at, output) if self._beams else ((), ())
+        finished += (*self._failed.values(), *searched)
         self._failed.clear()
-        return StepUpdate(int(counts.sum() + num_forced.sum()), started, emitted, tuple(finished), scored)
+        num_new = int(counts.sum() + num_forced.sum())
+        return StepUpdate(num_new, started, emitted, tuple(finished), scored, forks)
+
+    def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
+        """Lets the searches choose among what the beams at `at` propose, whose rows of `output` are `rows`."""
+        row_of = {slot: row for slot, row in zip(at.tolist(), rows.tolist(), strict=True) if self.slots.is_beam[slot]}
+        searches = {request.request_id: request for request in map(self._tenant, row_of)}
+        finished: list[Finished] = []
+        forks: dict[str, list[Fork]] = {}
+        for request_id, request in searches.items():
+            group = self._beams.of(request)
+            if group is None:  # preempted by another group
+                continue
+            assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
+            top_ids, top = output.logprobs.top_ids, output.logprobs.top
+            proposed = [Candidates(top_ids[row], top[row]) for row in (row_of[slot] for slot in group.slots)]
+            survivors = group.search.advance(proposed)
+            if group.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
+                self.finish(request_id)
+                continue
+            sources = self._beams.keep(group, survivors)
+            self._slot_of[request_id] = sources[0]
+            while not self._beams.can_fork(sources):
+                forks.pop(self._preempt_last().request_id, None)
+                if self._beams.of(request) is None:
+                    break
+            else:
+                forks[request_id] = self._beams.fork(group, sources, survivors)
+        return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
         """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].
@@ -358,15 +407,21 @@ class Scheduler:
                 # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
                 # compute them again, and come to this point again, for ever.
                 return self.slots.decoding()[:0], self.cache.no_entries
-            watched = bool(self.slots.watched[victim])
-            request = self._release(victim)
-            request.num_preemptions += 1
-            self.num_preemptions += 1
-            self._enqueue(request, watched)
+            self._preempt_last()
             decode = self.slots.decoding()
             new_pages = self._grow(decode, width=1)
             if new_pages is not None:
                 return decode, new_pages
+
+    def _preempt_last(self) -> Request:
+        """Takes slot and pages from the last running request in the queue's order, and returns it to the queue."""
+        victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+        watched = bool(self.slots.watched[victim])
+        request = self._release(victim)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request, watched)
+        return request
 
     # Prefill: chunks of running prompts first, then new requests in queue order.
 
@@ -400,7 +455,8 @@ class Scheduler:
                 continue
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
-            if not self.cache.can_take(prefix, target):
+            num_forks = 0 if request.num_beams is None else request.num_beams - 1
+            if self.slots.num_free <= num_forks or not self.cache.can_take(prefix, target, num_forks):
                 break
             heapq.heappop(self._waiting)
             del self._waiting_ids[request.request_id]
@@ -408,6 +464,8 @@ class Scheduler:
             slot = self.slots.occupy(request, num_cached, watched)
             self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
+            if request.search is not None:
+                self._beams.open(request, request.search, slot)
             self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
@@ -456,7 +514,7 @@ class Scheduler:
             max_new[row] = chunk.yields
             if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-        constrained = slots.is_constrained[rows]
+        constrained, distributions = slots.is_constrained[rows], slots.wants_distributions[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
             slots=rows,
@@ -471,10 +529,13 @@ class Scheduler:
             wants_logprobs=bool(slots.wants_logprobs[rows].any()),
             width=width,
             masked=constrained & (max_new > 0) if constrained.any() else None,
+            distributions=distributions & (max_new > 0) if distributions.any() else None,
             admissions=tuple(admissions),
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new
         slots.num_tokens[rows] += max_new
+        if self._beams:
+            slots.is_held[rows] = slots.is_beam[rows] & (max_new > 0)
         for chunk in chunks:
             if chunk.of_prompt:
                 self._register_computed(chunk.slot)
@@ -492,7 +553,8 @@ class Scheduler:
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
-        count = int(min(self.slots.num_computed[slot], self.slots.num_known[slot]))
+        known = self.slots.num_prompt if self.slots.is_beam[slot] else self.slots.num_known  # not what beams try out
+        count = int(min(self.slots.num_computed[slot], known[slot]))
         self._computing.difference_update(self.cache.register(slot, count, self._tenant(slot)))
 
     def _uncomputed_hashes(self, slot: int) -> list[bytes]:
@@ -502,11 +564,16 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._computing.difference_update(self._uncomputed_hashes(slot))
         request = self._tenant(slot)
-        request.output_token_ids = self.slots.outputs(slot)
-        request.num_unreported = int(self.slots.num_unreported[slot])
+        group = self._beams.of(request)
+        if group is None:
+            request.output_token_ids = self.slots.outputs(slot)
+            request.num_unreported = int(self.slots.num_unreported[slot])
         self._register_computed(slot)
-        self.cache.release(slot)
-        self.slots.vacate(slot)
+        if group is not None:  # all beams together: a preempted search starts again
+            self._beams.close(group)
+        else:
+            self.cache.release(slot)
+            self.slots.vacate(slot)
         del self._slot_of[request.request_id]
         return request
 
@@ -524,14 +591,15 @@ class Scheduler:
         return tenant
 
     def running(self) -> Iterator[tuple[int, Request]]:
-        """Slot and request of everything that runs, first in the queue first."""
+        """Slot and request of everything that runs, first in the queue first. Of a beam search, one of its slots."""
         at = sorted(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
         return ((slot, self._tenant(slot)) for slot in at)
 
     def check_invariants(self) -> None:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
-        self.cache.check_invariants(list(self._slot_of.values()))
+        self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
+        self._beams.check_invariants()
         assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
         queued = {request.request_id for _, request, _ in self._waiting}
@@ -545,7 +613,9 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
     """The end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
     if not stopped:
         return Finished(request, FinishReason.LENGTH)
-    asked_for = last_token in request.sampling_params.stop_token_ids
+    # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
+    is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
+    asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
     return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
 
 

@@ -37,9 +37,12 @@ class SlotTable:
         # + 1 where outputs in flight are to be ignored: at every release, and when the tokens in them became known.
         self.epoch = np.zeros(num_slots, np.int32)
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
-        self.wants_logprobs = np.zeros(num_slots, np.bool_)
+        self.wants_logprobs = np.zeros(num_slots, np.bool_)  # those that every step can yield
+        self.wants_distributions = np.zeros(num_slots, np.bool_)
         self.is_constrained = np.zeros(num_slots, np.bool_)  # the host has a say in each token
         self.detects_repetition = np.zeros(num_slots, np.bool_)
+        self.is_beam = np.zeros(num_slots, np.bool_)  # one of several that search for the same request
+        self.is_held = np.zeros(num_slots, np.bool_)  # a beam whose next token the host has not chosen yet
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -52,17 +55,25 @@ class SlotTable:
         # One more than the model's length: a prompt that long may be scored, and the step samples a token behind it.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
+        of_tenants = (value for name, value in vars(self).items() if name != "epoch")
+        self._values = tuple(value for value in of_tenants if isinstance(value, np.ndarray))
+        self._reserved: set[int] = set()  # neither free nor active
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        return self.num_slots - len(self._free) - len(self._reserved)
 
     def prefilling(self) -> SlotIds:
         return np.flatnonzero(self.active & (self.num_computed < self.prefill_len))
 
     def decoding(self) -> SlotIds:
         """Slots with one token to compute; those whose last token may already be in flight have none."""
-        return np.flatnonzero(self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit))
+        is_decoding = self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit)
+        return np.flatnonzero(is_decoding & ~self.is_held)
 
     def occupy(self, request: Request, num_computed: int, watched: bool) -> int:
         """Gives `request` a slot, whose first `num_computed` positions are cached."""
@@ -73,7 +84,8 @@ class SlotTable:
         self.tenants[slot] = request
         self.active[slot] = True
         self.watched[slot] = watched
-        self.wants_logprobs[slot] = params.logprobs is not None
+        self.wants_distributions[slot] = params.wants_distributions
+        self.wants_logprobs[slot] = params.wants_logprobs and not params.wants_distributions
         self.is_constrained[slot] = request.constraint is not None
         self.detects_repetition[slot] = request.repetition is not None
         self.num_prompt[slot] = request.num_prompt_tokens
@@ -87,13 +99,33 @@ class SlotTable:
         self.token_ids[slot, :count] = token_ids
         return slot
 
-    def vacate(self, slot: int) -> None:
-        """Frees `slot`. What its tenant computed and holds must have been read before."""
+    def vacate(self, slot: int, reserve: bool = False) -> None:
+        """Frees or reserves `slot`. What its tenant computed and holds must have been read before."""
         self.tenants[slot] = None
-        self.active[slot] = False
-        self.watched[slot] = False
+        self.active[slot] = self.watched[slot] = self.is_beam[slot] = self.is_held[slot] = False
         self.epoch[slot] += 1
-        self._free.append(slot)
+        if reserve:
+            self._reserved.add(slot)
+        else:
+            self._free.append(slot)
+
+    def reserve(self, count: int) -> list[int]:
+        """Takes `count` free slots for beams to come."""
+        slots = [self._free.pop() for _ in range(count)]
+        self._reserved.update(slots)
+        return slots
+
+    def unreserve(self, slots: Sequence[int]) -> None:
+        """Frees slots that were reserved."""
+        self._reserved.difference_update(slots)
+        self._free.extend(slots)
+
+    def fork(self, source: int, slot: int) -> None:
+        """Gives the tenant of `source` one more slot, a reserved one, with everything that `source` has."""
+        self._reserved.remove(slot)
+        self.tenants[slot] = self.tenants[source]
+        for values in self._values:
+            values[slot] = values[source]
 
     def outputs(self, slot: int) -> TokenIds:
         """The generated tokens of `slot` that the host knows, as a copy."""
@@ -121,7 +153,10 @@ class SlotTable:
 
     def check_invariants(self) -> None:
         active = np.flatnonzero(self.active)
-        assert sorted([*self._free, *active.tolist()]) == list(range(self.num_slots)), "a slot leaked"
+        slots = sorted([*self._free, *self._reserved, *active.tolist()])
+        assert slots == list(range(self.num_slots)), "a slot leaked"
+        assert self.num_active == len(active)
+        assert not (self.is_held & ~self.is_beam).any() and not (self.is_beam & ~self.active).any()
         assert all((self.tenants[s] is not None) == self.active[s] for s in range(self.num_slots))
         computed, known, tokens = self.num_computed[active], self.num_known[active], self.num_tokens[active]
         prefill, limit = self.prefill_len[active], self.limit[active]

@@ -1,12 +1,13 @@
 """What crosses between host and device, as host values: one plan down, one output up."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.beam import Beam
 from jaxvllm.core.request import FinishReason, Request
 
 type Ints = NDArray[np.int32]
@@ -76,6 +77,7 @@ class StepPlan:
     wants_logprobs: bool  # whether any row does
     width: int = 1  # decode steps in one; more than 1 only where all rows decode
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
+    distributions: NDArray[np.bool_] | None = None  # bool[R]: rows that want the values of all tokens; None: no row
     admissions: tuple[Admission, ...] = ()
 
     @property
@@ -97,10 +99,34 @@ class StepPlan:
         """Whether a row waits for the host between the forward pass and sampling."""
         return self.masked is not None
 
+    @property
+    def is_split(self) -> bool:
+        """Whether something comes between the forward pass and sampling, so that the two are separate programs."""
+        return self.masked is not None or self.distributions is not None
+
     @cached_property
     def scores_prompts(self) -> bool:
         """Whether log-probabilities of prompt tokens are to be computed."""
         return bool((self.next_tokens != NOT_SCORED).any())
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """A page that gets the content of another, and comes into a slot's page table in its place."""
+
+    column: int
+    source: int
+    page: int
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Makes `slot` a copy of `source`, which may be itself, whose last token is `token_id`."""
+
+    source: int
+    slot: int
+    token_id: int
+    copies: tuple[PageCopy | None, ...]  # one a group; None: all pages are shared
 
 
 @dataclass(frozen=True)
@@ -126,6 +152,7 @@ class StepOutput:
     counts: Ints  # i32[R]
     logprobs: TopLogprobs | None = None  # of R * W tokens
     scores: TopLogprobs | None = None  # of T tokens
+    distributions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # f32[V] of rows that want them
 
 
 @dataclass(frozen=True)
@@ -148,6 +175,7 @@ class Finished:
     reason: FinishReason
     stop_reason: int | str | None = None
     hides_last: bool = False  # the last token says that the text is over, and is no part of it
+    beams: tuple[Beam, ...] | None = None  # of a beam search, the best sequences, best first
 
 
 @dataclass(frozen=True)
@@ -168,3 +196,4 @@ class StepUpdate:
     emitted: tuple[Emitted, ...]
     finished: tuple[Finished, ...]
     scored: tuple[Scored, ...] = ()
+    forks: tuple[Fork, ...] = ()  # to be done before the next step, in this order

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
@@ -25,13 +24,15 @@ from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.runner import Runner
+from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
-from jaxvllm.text.generation_config import default_params, eos_token_ids
+from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
@@ -53,10 +54,15 @@ class EngineParts:
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    default_params: SamplingParams
+    defaults: GenerationDefaults
 
 
-def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = None) -> EngineParts:
+def build(
+    config: EngineConfig,
+    hosts: Hosts = ALONE,
+    leader: Leader | None = None,
+    logits_processors: tuple[LogitsProcessor, ...] = (),
+) -> EngineParts:
     """Loads the model onto the devices of the mesh and makes everything around it.
 
     With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
@@ -91,14 +97,14 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
-    eos = eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids
+    eos = _eos_token_ids(config, directory, tokenizer)
     constraints = None
     if tokenizer is not None and hosts.leads:
         reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
         lenient = config.structured_outputs_lenient
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
         constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
-    defaults = default_params(directory)
+    defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with _timed("loading weights"):
         replicas = _load(config, directory, resolved, meshes)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
@@ -107,10 +113,13 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
+    sampling = SamplerOptions(config.logprobs_mode, logits_processors)
+
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields=config.warm_up == "background")
+        yields = config.warm_up == "background"
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling)
 
     with _timed("compiling"):
         runners = _make_all(make_runner, replicas, meshes)
@@ -146,7 +155,7 @@ def build(config: EngineConfig, hosts: Hosts = ALONE, leader: Leader | None = No
         spec=spec,
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,
-        default_params=defaults,
+        defaults=defaults,
     )
 
 
@@ -243,6 +252,17 @@ def _num_pages(
         room -= StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
     room -= state_bytes(smallest.sizes(resolved.spec))
     return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
+
+
+def _eos_token_ids(config: EngineConfig, directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a completion. Those of a checkpoint's generation_config.json count even if nothing else does.
+
+    The tokenizer may be another checkpoint's, and then so are its ids.
+    """
+    if config.generation_config in ("auto", "vllm"):
+        return eos_token_ids(directory) if tokenizer is None else tokenizer.eos_token_ids
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return eos_token_ids(directory, own, generation_config_file(directory, config.generation_config))
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path | None:

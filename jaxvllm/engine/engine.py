@@ -8,6 +8,7 @@ from itertools import count
 from typing import Unpack
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
@@ -22,6 +23,7 @@ from jaxvllm.engine.router import Router
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
 
@@ -35,18 +37,23 @@ POLL_SECONDS = 5e-4
 class Engine:
     """Completes requests. Callers `submit` the requests that `check` accepted, then call `step` while `has_work`."""
 
-    def __init__(self, config: EngineConfig, burst_seconds: float = OFFLINE_SECONDS):
+    def __init__(
+        self,
+        config: EngineConfig,
+        burst_seconds: float = OFFLINE_SECONDS,
+        logits_processors: tuple[LogitsProcessor, ...] = (),
+    ):
         """Loads the model and compiles the program that the first request needs.
 
         `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
         """
-        parts = lead(config)
+        parts = lead(config, logits_processors)
         self.config = config
         self.tokenizer = parts.tokenizer
         self.tokenizer_directory = parts.tokenizer_directory
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
-        self.default_params = parts.default_params
+        self.defaults = parts.defaults
         self.replicas = tuple(
             Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
         )
@@ -107,7 +114,9 @@ class Engine:
     def check_fits(self, request: GenerationRequest) -> None:
         """Raises ValueError for a request that could not finish even if it had every page of a replica."""
         num_prompt_tokens = len(request.prompt.token_ids)
-        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request))  # all replicas are equal
+        num_beams = None if request.beam_search is None else request.beam_search.beam_width
+        # All replicas are equal.
+        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request), num_beams)
 
     def _grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
         """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one."""
@@ -134,7 +143,7 @@ class Engine:
         queued = [self._queued(sequence, grammar) for sequence in sequences]
         scheduler = self._router.choose(queued[0])  # the same for all of them, so that they share the prompt's pages
         for one in queued:
-            scheduler.add(one, watched=is_watched(request.params))
+            scheduler.add(one, watched=is_watched(request))
 
     def step(self) -> list[RequestOutput]:
         """Dispatches each replica's next step, reads the step before it, and returns the outputs for callers.
@@ -248,16 +257,17 @@ class Engine:
     def _queued(self, sequence: GenerationRequest, grammar: CompiledGrammar | None) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing."""
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
-        detection = sequence.params.repetition_detection
+        num_prompt_tokens = len(sequence.prompt.token_ids)
+        detection, beams = sequence.params.repetition_detection, sequence.beam_search
         return Request(
             asked=sequence,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
             limit=limit,
             key=QueueKey(sequence.priority, next(self._arrivals)),
+            eos_token_ids=self._rules.eos_token_ids,
             constraint=None if self._constraints is None else self._constraints.constraint(sequence, grammar),
             bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
-            repetition=None
-            if detection is None
-            else RepetitionDetector(detection, limit - len(sequence.prompt.token_ids)),
+            repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
+            search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
         )

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import batched, count
 from numbers import Integral
 from typing import Any, Self, cast
 
 from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jaxvllm.engine.page_view import PoolView
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.prompts import PromptLike
 from jaxvllm.text.tokenizer import Tokenizer
 
@@ -23,9 +25,14 @@ type Conversation = Sequence[Mapping[str, Any]]
 class LLM:
     """An engine and a model in this process. All prompts of a call run as one continuous batch of each replica."""
 
-    def __init__(self, model: str = "demo", **options: Any):
-        """Loads `model`. `options` are the fields of `EngineConfig`; a TypeError names an unknown one."""
-        self._start(EngineConfig.from_options(model=model, **options))
+    def __init__(self, model: str = "demo", *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any):
+        """Loads `model`. `options` are the fields of `EngineConfig`; a TypeError names an unknown one.
+
+        `logits_processors` are functions that change the logits of every request, in the order given, behind the
+        penalties and in front of the temperature: `(logits f32[R, V], TokensSoFar) -> f32[R, V]`. JAX compiles them
+        into the steps, so bursts of several steps go through them too.
+        """
+        self._start(EngineConfig.from_options(model=model, **options), tuple(logits_processors))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -34,9 +41,9 @@ class LLM:
         llm._start(config)
         return llm
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, logits_processors: tuple[LogitsProcessor, ...] = ()) -> None:
         self.config = config
-        self.engine = Engine(config)
+        self.engine = Engine(config, logits_processors=logits_processors)
         self._request_ids = count()
 
     def generate(
@@ -83,6 +90,48 @@ class LLM:
         # The chat template writes the special tokens itself.
         return self._complete(self._check(texts, sampling_params, None, add_special_tokens=False), use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Searches for the most likely continuations of each prompt, and returns what it found in the order given.
+
+        Prompts are those of `generate`. At most `concurrency_limit` of them are searched at once.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise ValueError(f"concurrency_limit must be at least 1, not {concurrency_limit}")
+        search = replace(params, include_stop_str_in_output=True)
+        like = SamplingParams(logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        requests = self._check(_as_list(prompts), search.sampling_params(like), None, beam_search=search)
+        size = concurrency_limit or max(len(requests), 1)
+        return [
+            self._found(output) for some in batched(requests, size) for output in self._complete(list(some), use_tqdm)
+        ]
+
+    def _found(self, output: RequestOutput) -> BeamSearchOutput:
+        tokenizer = self.engine.tokenizer
+        sequences = []
+        for completion in output.outputs:
+            tokens = [*output.prompt_token_ids, *completion.token_ids]
+            text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    logprobs=list(completion.logprobs or ()),
+                    cum_logprob=completion.cumulative_logprob or 0.0,
+                    text=text,
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                )
+            )
+        return BeamSearchOutput(sequences)
+
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields an output after every step: all so far, or news with `output_kind` DELTA."""
         [request] = self._check([prompt], sampling_params, None, final_only=False)
@@ -96,7 +145,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that `generate` uses when it gets none: those that the checkpoint recommends."""
-        return self.engine.default_params
+        return self.engine.defaults.params
 
     def pages(self, replica: int = 0) -> PoolView:
         """Returns a snapshot of a replica's page pool and its running requests' pages. Print it to see a picture."""
@@ -133,6 +182,7 @@ class LLM:
         *,
         add_special_tokens: bool = True,
         final_only: bool = True,
+        beam_search: BeamSearchParams | None = None,
     ) -> list[GenerationRequest]:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
@@ -148,9 +198,15 @@ class LLM:
                 one = replace(one, output_kind=RequestOutputKind.FINAL_ONLY)
             request_id = str(next(self._request_ids))
             try:
-                requests.append(
-                    self.engine.check(request_id, prompt, one, add_special_tokens=add_special_tokens, priority=rank)
+                request = self.engine.check(
+                    request_id,
+                    prompt,
+                    one,
+                    add_special_tokens=add_special_tokens,
+                    priority=rank,
+                    beam_search=beam_search,
                 )
+                requests.append(request)
             except ValueError as error:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)

@@ -9,6 +9,7 @@ import jax
 import jaxvllm
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.build import EngineParts, build
+from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.multihost.agreement import agree
 from jaxvllm.runtime.multihost.follower import Follower
 from jaxvllm.runtime.multihost.leader import Leader
@@ -44,18 +45,21 @@ def follow_config(config: EngineConfig) -> bool:
     return True
 
 
-def lead(config: EngineConfig) -> EngineParts:
+def lead(config: EngineConfig, logits_processors: tuple[LogitsProcessor, ...] = ()) -> EngineParts:
     """Builds the engine in process 0. The other processes of the config build the same and follow.
 
-    Raises ValueError in any other process, and when the others were started with another config.
+    Raises ValueError in any other process, when the others were started with another config, and for functions where
+    there are others.
     """
+    if logits_processors and config.has_others:
+        raise ValueError("logits_processors are functions, which other processes cannot get: use one process")
     hosts = _hosts(config)
     if not hosts.leads:
         with suppress(ValueError):  # takes part in the comparison, or process 0 would wait for this process
             agree(hosts, _facts(config, others_call="LLM"))
         raise ValueError(f"this is {hosts}, and only process 0 takes requests: call jaxvllm.follow with these options")
     if hosts.count == 1:
-        return build(config)
+        return build(config, logits_processors=logits_processors)
     leader = Leader(hosts, _facts(config))
     try:
         return build(config, hosts, leader)

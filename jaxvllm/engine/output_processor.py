@@ -8,6 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.beam import Beam
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
@@ -17,11 +21,14 @@ from jaxvllm.text.stop_strings import StopStrings
 from jaxvllm.text.tokenizer import Tokenizer
 
 
-def is_watched(params: SamplingParams) -> bool:
-    """Returns whether each token of a request with these parameters must be processed as it comes."""
+def is_watched(request: GenerationRequest) -> bool:
+    """Returns whether each token of the request must be processed as it comes. What beams yield counts at the end."""
+    params = request.params
+    if request.beam_search is not None:
+        return False
     return (
         bool(params.stop)
-        or params.logprobs is not None
+        or params.wants_logprobs
         or params.best_of is not None
         or params.output_kind != RequestOutputKind.FINAL_ONLY
     )
@@ -80,7 +87,12 @@ class _Group:
     @property
     def shows_end_only(self) -> bool:
         """Whether the only output is the last one. Which completions are the best is not known before."""
-        return self.params.output_kind is RequestOutputKind.FINAL_ONLY or self.params.best_of is not None
+        return self.params.output_kind is RequestOutputKind.FINAL_ONLY or self.is_ranked
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether completions are compared by their probabilities."""
+        return self.params.best_of is not None or self.request.beam_search is not None
 
     def choose_best(self) -> None:
         """Leaves the `n` best completions, best first. Of equal ones the earlier is better."""
@@ -214,8 +226,8 @@ class OutputProcessor:
         if group.params.scores_only:
             return None
         completion.token_ids.append(emitted.token_id)
-        if group.params.logprobs is not None or group.params.best_of is not None:
-            self._take_logprobs(completion, group.params.logprobs or 0, emitted, output)
+        if group.params.wants_logprobs or group.params.best_of is not None:
+            self._take_logprobs(completion, group.params, emitted, output)
         ends_unseen = end is not None and end.hides_last and not group.params.include_stop_str_in_output
         if completion.stream is None or ends_unseen:
             return None
@@ -224,9 +236,14 @@ class OutputProcessor:
         # the time.
         return completion.read() if group.params.stop else None
 
-    def _take_logprobs(self, completion: _Completion, count: int, emitted: Emitted, output: StepOutput) -> None:
-        assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
-        ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, count)
+    def _take_logprobs(
+        self, completion: _Completion, params: SamplingParams, emitted: Emitted, output: StepOutput
+    ) -> None:
+        if params.wants_distributions:
+            ranked = self._chosen(output.distributions[emitted.at], emitted.token_id, params)
+        else:
+            assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
+            ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, params.logprobs or 0)
         completion.logprobs.append(ranked)
         completion.cumulative_logprob += ranked[emitted.token_id].logprob
 
@@ -246,6 +263,17 @@ class OutputProcessor:
             ranked[token] = Logprob(value, rank, self._spell(token))
         return ranked
 
+    def _chosen(self, values: NDArray[np.float32], token_id: int, params: SamplingParams) -> dict[int, Logprob]:
+        """Returns the token first, then those that the caller named, or the best ones, of the values f32[V] of all."""
+        if params.logprob_token_ids is None:
+            # Of equal values the earlier token is better, as on the device.
+            best = np.argsort(-values, kind="stable")[: params.num_logprobs(len(values))]
+            ranks = dict(zip(best.tolist(), range(1, len(best) + 1), strict=True))
+        else:
+            ranks = {one: int((values >= values[one]).sum()) for one in params.logprob_token_ids}
+        ranks = {token_id: ranks.get(token_id) or int((values >= values[token_id]).sum())} | ranks
+        return {one: Logprob(float(values[one]), rank, self._spell(one)) for one, rank in ranks.items()}
+
     def _spell(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
@@ -263,7 +291,11 @@ class OutputProcessor:
         if group.params.scores_only:  # the token that was sampled after the prompt is never reported
             completion.finish_reason = FinishReason.ABORT if end.reason is FinishReason.ABORT else FinishReason.LENGTH
             return
-        if not is_watched(group.params):
+        if end.beams is not None:
+            completion.finish_reason = end.reason
+            group.chosen = [self._found(group, index, beam) for index, beam in enumerate(end.beams)]
+            return
+        if not is_watched(group.request):
             completion.token_ids = end.request.output_token_ids.tolist()
             shown = completion.token_ids
             if end.hides_last and not group.params.include_stop_str_in_output:
@@ -277,6 +309,37 @@ class OutputProcessor:
             return
         completion.finish_reason = end.reason
         completion.stop_reason = end.stop_reason
+
+    def _found(self, group: _Group, index: int, beam: Beam) -> _Completion:
+        """Returns a completion that a beam search has found. EOS is never in its text, and in its tokens on demand."""
+        search, params, path = group.request.beam_search, group.params, beam.path()
+        assert search is not None, "only a beam search finds beams"
+        shown = path[:-1] if beam.is_complete else path
+        stream = (
+            CompletionText.open(self._tokenizer, params, group.request.prompt.token_list) if self._tokenizer else None
+        )
+        if stream is not None:
+            stream.push([one.token_id for one in shown])
+            stream.finish()
+        if search.include_stop_str_in_output:
+            shown = path
+        return _Completion(
+            index,
+            stream,
+            token_ids=[one.token_id for one in shown],
+            logprobs=[self._proposed(one) for one in shown] if params.logprobs is not None else [],
+            cumulative_logprob=beam.cumulative_logprob,
+            has_news=True,
+            finish_reason=FinishReason.STOP if beam.is_complete else FinishReason.LENGTH,
+            stop_reason=beam.token_id if beam.is_complete else None,
+        )
+
+    def _proposed(self, beam: Beam) -> dict[int, Logprob]:
+        """Returns the token of `beam` first, then all that were proposed in its place, most likely first."""
+        assert beam.candidates is not None, "a beam without a token has no log-probabilities"
+        pairs = zip(beam.candidates.token_ids.tolist(), beam.candidates.logprobs.tolist(), strict=True)
+        ranked = {token: Logprob(value, rank, self._spell(token)) for rank, (token, value) in enumerate(pairs, 1)}
+        return {beam.token_id: ranked[beam.token_id]} | ranked
 
     def _note_preemptions(self, group: _Group, ended: Request) -> None:
         if ended.num_preemptions:
@@ -316,7 +379,7 @@ class OutputProcessor:
             request_id=group.request.request_id,
             prompt=group.request.prompt.text,
             prompt_token_ids=group.request.prompt.token_list,
-            outputs=[self._completion_output(group.params, c) for c in completions],
+            outputs=[self._completion_output(group, c) for c in completions],
             finished=finished,
             metrics=group.metrics,
             num_cached_tokens=group.num_cached_tokens,
@@ -324,19 +387,19 @@ class OutputProcessor:
             warnings=group.warnings,
         )
 
-    def _completion_output(self, params: SamplingParams, completion: _Completion) -> CompletionOutput:
-        first = 0
+    def _completion_output(self, group: _Group, completion: _Completion) -> CompletionOutput:
+        params, first = group.params, 0
         completion.read()
         text = completion.stream.text if completion.stream else ""
         if params.output_kind == RequestOutputKind.DELTA:
             first, completion.num_taken = completion.num_taken, len(completion.token_ids)
             text = completion.stream.take() if completion.stream else ""
-        wants = params.logprobs is not None
+        wants = params.wants_logprobs
         return CompletionOutput(
             index=completion.index,
             text=text,
             token_ids=completion.token_ids[first:],
-            cumulative_logprob=completion.cumulative_logprob if wants or params.best_of is not None else None,
+            cumulative_logprob=completion.cumulative_logprob if wants or group.is_ranked else None,
             logprobs=_shaped(params, completion.logprobs[first:]) if wants else None,
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,

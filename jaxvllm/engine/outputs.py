@@ -124,3 +124,22 @@ class RequestOutput:
     # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     warnings: list[str] = field(default_factory=list)  # what was asked for and could not be enforced
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that a beam search has found, with vLLM's fields."""
+
+    tokens: list[int]  # the prompt, then the output, with the EOS that ended it
+    logprobs: list[dict[int, Logprob]]  # of each output token: its own first, then all that were proposed in its place
+    cum_logprob: float
+    text: str | None  # of all `tokens`, special ones too; None: the engine has no tokenizer
+    finish_reason: FinishReasonName | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The sequences that the search for one prompt has found, best first."""
+
+    sequences: list[BeamSearchSequence]

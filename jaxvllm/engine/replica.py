@@ -97,6 +97,7 @@ class Replica:
         start = time.monotonic()
         device_seconds, self._last_end = start - max(launched.at, self._last_end), start
         update = self.scheduler.update(plan, output)
+        self.runner.fork(update.forks)
         self._supply()
         processed = outputs.process(update, output)
         self.num_output_tokens += update.num_new_tokens - processed.num_dropped

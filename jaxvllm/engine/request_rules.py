@@ -4,15 +4,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
+from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
-
-# Parameters that nothing takes into account yet, with the value that changes nothing.
-NOT_YET = {
-    "logprob_token_ids": None,
-}
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,9 @@ class RequestRules:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     takes_priorities: bool
+    max_logprobs: int = MAX_LOGPROBS  # of each token; -1: all
     has_reasoning: bool = False  # and knows its marks
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
@@ -33,17 +31,15 @@ class RequestRules:
             eos_token_ids,
             vocab_size,
             takes_priorities=config.scheduling_policy == "priority",
+            max_logprobs=config.max_logprobs,
             has_reasoning=config.reasoning_parser is not None,
+            logprobs_mode=config.logprobs_mode,
         )
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
-        for name, neutral in NOT_YET.items():
-            if getattr(request.params, name) != neutral:
-                raise UnsupportedParameterError(f"{name} is not supported: leave it out", name)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (asked := getattr(request.params, name)) is not None and not 0 <= asked <= MAX_LOGPROBS:
-                raise ParameterError(f"{name} must be an integer from 0 to {MAX_LOGPROBS}, not {asked}", name)
+        self.check_logprobs("logprobs", request.params.logprobs)
+        self.check_logprobs("prompt_logprobs", request.params.prompt_logprobs, MAX_LOGPROBS)
         if request.params.thinking_token_budget is not None and not self.has_reasoning:
             raise ParameterError(
                 "thinking_token_budget needs an engine that knows the marks of the reasoning: leave it out, or start "
@@ -51,15 +47,41 @@ class RequestRules:
                 "thinking_token_budget",
             )
         self._check_token_ids(request.params)
+        if request.beam_search is not None:
+            self._check_beams(request.beam_search)
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
         if priority and not self.takes_priorities:
             raise ParameterError(f"priority {priority} needs an engine with scheduling_policy='priority'", "priority")
-        if len(self.stop_token_ids(request.params)) > MAX_STOP_IDS:
+        if len({*self.eos_token_ids, *request.params.stop_token_ids}) > MAX_STOP_IDS:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
+
+    def _check_beams(self, beams: BeamSearchParams) -> None:
+        if beams.num_candidates > MAX_LOGPROBS:
+            raise ParameterError(
+                f"beam_width (n over HTTP) {beams.beam_width} needs the {beams.num_candidates} most likely next tokens "
+                f"of each beam, and {MAX_LOGPROBS} are the most: lower it to {MAX_LOGPROBS // 2}",
+                "n",
+            )
+        if self.logprobs_mode != "raw_logprobs":
+            raise ParameterError(
+                f"a beam search needs logprobs_mode raw_logprobs, and this engine has {self.logprobs_mode}: leave "
+                "use_beam_search out, or start another engine",
+                "use_beam_search",
+            )
+
+    def check_logprobs(self, name: str, asked: int | None, most: int | None = None) -> None:
+        """Raises ValueError for more log-probabilities of a token than the engine reports, `most` if it is given."""
+        limit = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
+        if most is None:
+            way_out = "ask for fewer, or start the engine with a larger max_logprobs"
+        else:
+            limit, way_out = min(limit, most), "ask for fewer"
+        if asked is not None and (self.vocab_size if asked == -1 else asked) > limit:
+            raise ParameterError(f"{name} must be an integer from 0 to {limit}, not {asked}: {way_out}", name)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name, token_ids in (

@@ -31,10 +31,10 @@ class Bucket:
     def holds(self, plan: StepPlan) -> bool:
         """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
 
-        A plan with masked rows does not fit a decode bucket: it needs a bucket that samples in a second program.
+        A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program.
         """
         fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens and plan.width <= self.width
-        return fits and (not self.is_decode or (plan.num_decode == plan.num_rows and not plan.is_masked))
+        return fits and (not self.is_decode or (plan.num_decode == plan.num_rows and not plan.is_split))
 
     def __str__(self) -> str:
         return f"decode {self.num_rows}" if self.is_decode else f"{self.num_tokens} tokens x {self.num_rows} rows"

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
@@ -20,11 +20,19 @@ WAIT_SECONDS = 0.01
 class Programs[Program]:
     """The compiled step of every bucket of a ladder. Until a bucket is ready, its plans run padded in a larger one."""
 
-    def __init__(self, ladder: BucketLadder, compile_step: Callable[[Bucket], Program], yields: bool = True):
+    def __init__(
+        self,
+        ladder: BucketLadder,
+        compile_step: Callable[[Bucket], Program],
+        yields: bool = True,
+        afterwards: Sequence[Callable[[], object]] = (),
+    ):
         """Compiles the largest bucket before it returns. That bucket holds every plan, so the engine can serve then.
 
-        A thread compiles the others. With `yields` its priority is low, so that it does not slow the steps down.
+        A thread compiles the others, and does what is `afterwards`, which compiles something else that few requests
+        need. With `yields` its priority is low, so that it does not slow the steps down.
         """
+        self._afterwards = afterwards
         self.ladder = ladder
         self._yields = yields
         self._compile_step = compile_step
@@ -85,13 +93,25 @@ class Programs[Program]:
             # Steps have priority: on 2 cores they ran at 609 tokens per second instead of 496 while this compiled.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         for bucket in self.ladder.compile_order():
-            if self._closed.is_set() or not threading.main_thread().is_alive():
+            if self._must_end:
                 return
             if bucket not in self._ready:
                 try:
                     self._compile(bucket)
                 except Exception:  # a larger bucket serves its plans, only slower
                     logger.exception("bucket %s did not compile; its steps run padded in a larger one", bucket)
+
+        for compile_it in self._afterwards:
+            if self._must_end:
+                return
+            try:
+                compile_it()
+            except Exception:  # who needs it meets the error
+                logger.exception("a program did not compile; requests that need it fail")
+
+    @property
+    def _must_end(self) -> bool:
+        return self._closed.is_set() or not threading.main_thread().is_alive()
 
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import batched
 from typing import Any
 
@@ -13,18 +13,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxvllm.core.step_plan import StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.step_plan import Fork, StepOutput, StepPlan, TopLogprobs
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.forks import FORK_BATCH, fork_slots, pack_forks
 from jaxvllm.runtime.memory import MemoryUse
 from jaxvllm.runtime.multihost.calls import (
     Admit,
     AdmitRare,
     Call,
     Close,
+    Distribute,
+    ForkSlots,
     Forward,
     Mask,
     Recall,
@@ -35,7 +38,7 @@ from jaxvllm.runtime.multihost.calls import (
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.programs import Programs
-from jaxvllm.runtime.sampler import DeviceLogprobs
+from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
     RECALL_WORDS,
@@ -52,19 +55,20 @@ from jaxvllm.runtime.state import (
     recount,
 )
 from jaxvllm.runtime.step import DeviceOutput, Unsampled
-from jaxvllm.runtime.step_program import StepCompiler
+from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["output", "scores"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["output", "scores", "distributions"], meta_fields=[])
 @dataclass(frozen=True)
 class StepResult:
-    """What a dispatched step will yield: tokens, and where a prompt is computed, its scores."""
+    """What a dispatched step will yield: tokens, where a prompt is computed, its scores, and what rows want of all."""
 
     output: DeviceOutput
     scores: DeviceLogprobs | None
+    distributions: tuple[jax.Array, ...] = ()  # f32[DISTRIBUTION_BATCH, V] each, of the plan's rows in order
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Runner:
         mesh: Mesh,
         leader: Leader | None = None,
         yields: bool = True,
+        sampling: SamplerOptions = DEFAULT_OPTIONS,
     ):
         """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background.
 
@@ -124,11 +129,14 @@ class Runner:
         self._kv_pages: KVCachePages
         self._state: DeviceState
         self._unsampled: tuple[Unsampled, DeviceLogprobs] | None = None  # of a step whose second half is held back
+        self._distributions: list[jax.Array] = []  # of that step
         self.make(Reset())
 
+        def packed_struct(packed: NDArray[np.int32]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(packed.shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+
         def compile_update(update: Callable[..., DeviceState], packed: NDArray[np.int32]) -> Callable[..., DeviceState]:
-            struct = jax.ShapeDtypeStruct(packed.shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-            return jax.jit(update, donate_argnums=0).lower(state, struct).compile()
+            return jax.jit(update, donate_argnums=0).lower(state, packed_struct(packed)).compile()
 
         self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
         rare = np.zeros(rare_words(self._sizes), np.int32)
@@ -136,9 +144,20 @@ class Runner:
         self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
         self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
         self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
+
+        @cache
+        def compiled_fork() -> Callable[..., tuple[KVCachePages, DeviceState]]:
+            struct = packed_struct(pack_forks((), self._sizes))
+            where = jax.tree.map(lambda x: x.sharding, (pages, state))
+            run = partial(fork_slots, sizes=self._sizes)
+            return jax.jit(run, donate_argnums=(0, 1), out_shardings=where).lower(pages, state, struct).compile()
+
+        self._compiled_fork = compiled_fork
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self.programs = Programs(ladder, StepCompiler(shapes, pages, spec, shape, backend, mesh).compile, yields)
+        compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling)
+        # Only beam search forks. So the first request of another kind does not wait for it.
+        self.programs = Programs(ladder, compiler.compile, yields, afterwards=(compiled_fork,))
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
@@ -160,10 +179,10 @@ class Runner:
                     self._call(Recount(packed))
         bucket = self.programs.choose(plan)
         packed = pack(plan, bucket, self._sizes)
-        if plan.is_masked:
-            self._call(Forward(bucket, packed))
-            return Held(plan, bucket)
-        return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
+        if not plan.is_split:
+            return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
+        self._call(Forward(bucket, packed))
+        return Held(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
 
     @property
     def mask_words(self) -> int:
@@ -174,7 +193,21 @@ class Runner:
         """Starts the half of the step that was held back, which samples under the masks of these slots."""
         for rows in batched(masks, MASK_BATCH):
             self._call(Mask(pack_masks(rows, self._sizes)))
-        return self._in_flight(held.plan, held.bucket, self._call(Sample(held.bucket)))
+        return self._sample(held.plan, held.bucket)
+
+    def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
+        """Starts the second half of a step, and what must come before it."""
+        if plan.distributions is not None:
+            for rows in batched(np.flatnonzero(plan.distributions), DISTRIBUTION_BATCH):
+                index = np.zeros(DISTRIBUTION_BATCH, np.int32)
+                index[: len(rows)] = rows
+                self._call(Distribute(bucket, index))
+        return self._in_flight(plan, bucket, self._call(Sample(bucket)))
+
+    def fork(self, forks: Iterable[Fork]) -> None:
+        """Does `forks` behind all steps that were dispatched. Several of one beam search have distinct slots."""
+        for some in batched(forks, FORK_BATCH):
+            self._call(ForkSlots(pack_forks(some, self._sizes)))
 
     def _in_flight(self, plan: StepPlan, bucket: Bucket, result: StepResult | None) -> InFlight:
         assert result is not None
@@ -190,6 +223,7 @@ class Runner:
             yielded[:, 0],
             _by_row(result.output.logprobs, plan) if plan.wants_logprobs else None,
             _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
+            _by_number(result.distributions, plan),
         )
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
@@ -226,6 +260,8 @@ class Runner:
                 self._state = self._recount(self._state, packed)
             case Mask(packed):
                 self._state = self._store_masks(self._state, packed)
+            case ForkSlots(packed):
+                self._kv_pages, self._state = self._compiled_fork()(self._kv_pages, self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)
@@ -234,13 +270,21 @@ class Runner:
                 begin = self.programs.wait_for(bucket).begin
                 self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
                 self._unsampled = (held[0], held[1])
+            case Distribute(bucket, packed):
+                assert self._unsampled is not None, "nothing was forwarded"
+                program = self.programs.wait_for(bucket)
+                assert program.distributions is not None, "a decode bucket samples in the same program"
+                rows = program.distributions(self._params, self._state, self._unsampled[0], packed)
+                self._distributions.append(rows)
             case Sample(bucket):
                 assert self._unsampled is not None, "nothing was forwarded"
                 (unsampled, scores), self._unsampled = self._unsampled, None
                 self._state, output = self.programs.wait_for(bucket).finish(self._params, self._state, unsampled)
-                return StepResult(output, scores)
+                distributions, self._distributions = tuple(self._distributions), []
+                return StepResult(output, scores, distributions)
             case Reset():
                 self._kv_pages = self._state = self._unsampled = None  # type: ignore[assignment]  # freed before the new
+                self._distributions = []
                 self._kv_pages = self._new_pages()
                 self._state = self._new_state()
             case Close():
@@ -260,6 +304,14 @@ def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
         return values.reshape(-1, *values.shape[2:])
 
     return TopLogprobs(*(flat(x) for x in (logprobs.token, logprobs.ranks, logprobs.top_ids, logprobs.top)))
+
+
+def _by_number(distributions: tuple[jax.Array, ...], plan: StepPlan) -> dict[int, np.ndarray]:
+    """Those of the rows that want them, on the host, by the row's number."""
+    if plan.distributions is None:
+        return {}
+    rows = np.flatnonzero(plan.distributions).tolist()
+    return dict(zip(rows, (row for part in distributions for row in np.asarray(part)), strict=False))
 
 
 def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.core.sampling_params import MAX_LOGPROBS
+from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode
+from jaxvllm.runtime.logits_processors import LogitsProcessor, TokensSoFar, run_processors
 from jaxvllm.runtime.penalties import PENALTIES
-from jaxvllm.runtime.slot_fields import Rows
+from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows
 from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, Share, run_stages
 from jaxvllm.runtime.token_mask import TOKEN_MASK
 from jaxvllm.runtime.token_rules import ALLOWED_TOKENS, BAD_WORDS, LOGIT_BIAS
@@ -51,12 +52,24 @@ class DeviceLogprobs:
         )
 
 
+@dataclass(frozen=True)
+class SamplerOptions:
+    """What an engine's sampler does for all requests."""
+
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+
+DEFAULT_OPTIONS = SamplerOptions()
+
+
 def sample(
     logits: jax.Array,
     rows: Rows,
     positions: jax.Array,
     vocab_size: int,
     axis: ModelAxis = ALONE,
+    options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> jax.Array:
     """One token per row, i32[R], for logits f32[R, V] and the position i32[R] that each token will have.
 
@@ -65,38 +78,101 @@ def sample(
     `FILTER_STAGES` (equal logits at a threshold all stay) and draw by Gumbel-max (Maddison et al., arXiv 1411.0030).
     A batch without random rows skips all that.
     """
-    share = Share(logits.shape[-1], vocab_size, axis)
-    logits = run_stages(LOGIT_STAGES, logits, rows, positions, share)
+    logits = _adjust(logits, rows, positions, vocab_size, axis, options)
     greedy = _argmax(logits, vocab_size, axis)
 
     def draw() -> jax.Array:
-        whole = axis.exchange(logits)[:, :vocab_size]
-        own = replace(rows, slots=axis.own_rows(rows.slots))
-        drawn = _draw(whole, own, axis.own_rows(positions))
+        own, own_positions = _own(rows, axis), axis.own_rows(positions)
+        drawn = _draw(_filter(axis.exchange(logits)[:, :vocab_size], own, own_positions), own, own_positions)
         return jnp.where(rows["temperature"] > 0, axis.all_rows(drawn, len(logits)), greedy)
 
     return lax.cond(jnp.any(rows["temperature"] > 0), draw, lambda: greedy)
 
 
 def logprobs(
-    logits: jax.Array, token_ids: jax.Array, rows: Rows, vocab_size: int, axis: ModelAxis = ALONE
+    logits: jax.Array,
+    token_ids: jax.Array,
+    rows: Rows,
+    positions: jax.Array,
+    vocab_size: int,
+    axis: ModelAxis = ALONE,
+    options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> DeviceLogprobs:
-    """`token_logprobs` of a step's rows, computed only if one of them asks."""
-    return lax.cond(
-        jnp.any(rows["num_logprobs"] >= 0),
-        lambda: token_logprobs(logits, token_ids, vocab_size, axis),
-        lambda: DeviceLogprobs.zeros(len(logits), vocab_size),
-    )
+    """The values of a step's tokens and of the best, computed only if a row asks. `rows` are as they were sampled."""
+
+    def report() -> DeviceLogprobs:
+        divided = logits / rows["logit_divisor"][:, None]  # 1 but for beams, which have a temperature and draw nothing
+        return _rank(_reported(divided, rows, positions, vocab_size, axis, options), token_ids, axis)
+
+    return lax.cond(jnp.any(rows["num_logprobs"] >= 0), report, lambda: DeviceLogprobs.zeros(len(logits), vocab_size))
+
+
+def distributions(
+    logits: jax.Array,
+    rows: Rows,
+    positions: jax.Array,
+    vocab_size: int,
+    axis: ModelAxis = ALONE,
+    options: SamplerOptions = DEFAULT_OPTIONS,
+) -> jax.Array:
+    """f32[R, vocab_size]: what is reported of every token, for rows that are yet to be sampled."""
+    return axis.all_rows(_reported(logits, rows, positions, vocab_size, axis, options), len(logits))
 
 
 def token_logprobs(logits: jax.Array, token_ids: jax.Array, vocab_size: int, axis: ModelAxis = ALONE) -> DeviceLogprobs:
-    """Log-probabilities of the unmodified distribution, as vLLM reports by default, of `token_ids` and of the best."""
-    values = jax.nn.log_softmax(axis.exchange(logits)[:, :vocab_size], axis=-1)
+    """Log-probabilities of the unmodified distribution of `token_ids` and of the best, as a prompt's always are."""
+    return _rank(jax.nn.log_softmax(axis.exchange(logits)[:, :vocab_size], axis=-1), token_ids, axis)
+
+
+def _rank(values: jax.Array, token_ids: jax.Array, axis: ModelAxis) -> DeviceLogprobs:
+    """Those of `token_ids` i32[R] and of the best tokens, from this device's rows of the values."""
     token = jnp.take_along_axis(values, axis.own_rows(token_ids)[:, None], axis=-1)
-    top, top_ids = lax.top_k(values, min(MAX_LOGPROBS, vocab_size))
+    top, top_ids = lax.top_k(values, min(MAX_LOGPROBS, values.shape[-1]))
     ranks = (values >= token).sum(axis=-1, dtype=jnp.int32)
     own = DeviceLogprobs(token[:, 0], ranks, top_ids.astype(jnp.int32), top)
-    return axis.all_rows(own, len(logits))
+    return axis.all_rows(own, len(token_ids))
+
+
+def _reported(
+    logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis, options: SamplerOptions
+) -> jax.Array:
+    """f32[own rows, vocab_size]: what the engine reports of each token, this device's rows."""
+    mode = options.logprobs_mode
+    if mode in ("raw_logprobs", "raw_logits"):
+        masked = run_stages((TOKEN_MASK,), logits, rows, positions, Share(logits.shape[-1], vocab_size, axis))
+        values = axis.exchange(masked)[:, :vocab_size]
+    else:
+        whole = axis.exchange(_adjust(logits, rows, positions, vocab_size, axis, options))[:, :vocab_size]
+        own = _own(rows, axis)
+        filtered = _filter(whole, own, axis.own_rows(positions))
+        values = jnp.where((own["temperature"] > 0)[:, None], filtered, whole)
+    return jax.nn.log_softmax(values, axis=-1) if mode in ("raw_logprobs", "processed_logprobs") else values
+
+
+def _own(rows: Rows, axis: ModelAxis) -> Rows:
+    """The rows that this device samples."""
+    return replace(rows, slots=axis.own_rows(rows.slots))
+
+
+def _adjust(
+    logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis, options: SamplerOptions
+) -> jax.Array:
+    """What `LOGIT_STAGES` and the engine's own functions make of this device's share of the logits."""
+    share = Share(logits.shape[-1], vocab_size, axis)
+    logits = run_stages(LOGIT_STAGES, logits, rows, positions, share)
+    if not options.logits_processors:
+        return logits
+    own = _own(rows, axis)
+    tokens = TokensSoFar(own[HISTORY.name], axis.own_rows(positions), own[NUM_PROMPT.name])
+    whole = run_processors(options.logits_processors, axis.exchange(logits)[:, :vocab_size], tokens)
+    return share.take(axis.all_rows(whole, len(logits)))
+
+
+def _filter(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
+    """Whole rows at their temperature, with those tokens that the filters leave."""
+    temperature = rows["temperature"]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    return run_stages(FILTER_STAGES, scaled, rows, positions, Share(logits.shape[-1], logits.shape[-1]))
 
 
 def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
@@ -115,13 +191,10 @@ def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
     return jnp.take_along_axis(all_tokens, winner[None], axis=0)[0]
 
 
-def _draw(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
-    """One token per row at its temperature, among those that its filters leave."""
-    temperature = rows["temperature"]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    scaled = run_stages(FILTER_STAGES, scaled, rows, positions, Share(logits.shape[-1], logits.shape[-1]))
-    noise = jax.vmap(partial(_gumbel, size=logits.shape[-1]))(rows["seed"], positions)
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+def _draw(scores: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
+    """One token per row of filtered logits."""
+    noise = jax.vmap(partial(_gumbel, size=scores.shape[-1]))(rows["seed"], positions)
+    return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
 
@@ -90,6 +91,10 @@ def _seed_words(admission: Admission) -> np.ndarray:
     return np.array([admission.request.seed & (2**64 - 1)], np.uint64).view(np.uint32)
 
 
+def _num_logprobs(params: SamplingParams) -> int:
+    return -1 if params.logprobs is None or params.wants_distributions else params.logprobs
+
+
 # How far a row got, and where it ends. The host sends the bounds; the device counts.
 LENGTH = SlotField("length", np.int32, 0, lambda a: 0)  # tokens of a decoding row, 0 before its prompt is computed
 # A row is alive while it is shorter. The step that samples a stop id sets it to the length.
@@ -98,19 +103,23 @@ HISTORY = SlotField("history", np.int32, 0, None, lambda sizes: (sizes.max_token
 PAGE_TABLES = SlotField(
     "page_tables", np.int32, 0, lambda a: a.pages, lambda sizes: (sizes.num_groups, sizes.max_pages)
 )
-# No stop id ends a row, or is sampled, at a position below this.
+# No stop id ends a row, and no late id is sampled, at a position below this.
 MIN_LENGTH = SlotField(
     "min_length", np.int32, 0, lambda a: a.request.num_prompt_tokens + a.request.sampling_params.min_tokens
 )
 STOP_IDS = SlotField("stop_ids", np.int32, NO_TOKEN, lambda a: a.request.stop_token_ids, lambda sizes: (MAX_STOP_IDS,))
-PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS)
+NUM_PROMPT = SlotField("num_prompt", np.int32, 0, lambda a: a.request.num_prompt_tokens)
+LATE_IDS = SlotField("late_ids", np.int32, NO_TOKEN, lambda a: a.request.late_token_ids, lambda sizes: (MAX_STOP_IDS,))
+PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, LATE_IDS, NUM_PROMPT)
 
 # What sampling needs of every row. Temperature 0 is greedy.
 TEMPERATURE = SlotField(
     "temperature", np.float32, 0, lambda a: 0.0 if (p := a.request.sampling_params).greedy else p.temperature
 )
 SEED = SlotField("seed", np.uint32, 0, _seed_words, lambda sizes: (2,))
-NUM_LOGPROBS = SlotField(  # -1: none wanted
-    "num_logprobs", np.int32, -1, lambda a: -1 if (n := a.request.sampling_params.logprobs) is None else n
+NUM_LOGPROBS = SlotField(  # -1: none wanted, or others than every step can yield
+    "num_logprobs", np.int32, -1, lambda a: _num_logprobs(a.request.sampling_params)
 )
-SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS)
+# What logits are divided by before log-probabilities are taken: beam search has a temperature there, others have none.
+LOGIT_DIVISOR = SlotField("logit_divisor", np.float32, 1, lambda a: a.request.logit_divisor)
+SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS, LOGIT_DIVISOR)

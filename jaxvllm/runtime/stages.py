@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxvllm.runtime.slot_fields import MIN_LENGTH, STOP_IDS, Rows, SlotField
+from jaxvllm.runtime.slot_fields import LATE_IDS, MIN_LENGTH, Rows, SlotField
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -76,7 +76,7 @@ def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions
 def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
     """Forbids stop ids in rows that are too short to end, unless masks have left a row nothing else."""
     early = positions < rows["min_length"]
-    columns = jnp.where(early[:, None], share.columns(rows["stop_ids"]), share.size)
+    columns = jnp.where(early[:, None], share.columns(rows["late_ids"]), share.size)
     without = logits.at[jnp.arange(len(logits))[:, None], columns].set(-jnp.inf, mode="drop")
     return jnp.where(share.is_empty(without)[:, None], logits, without)
 
@@ -132,7 +132,7 @@ def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> ja
     return bounds[0]
 
 
-MIN_TOKENS = Stage((MIN_LENGTH, STOP_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
+MIN_TOKENS = Stage((MIN_LENGTH, LATE_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
 MIN_P = Stage(
     (SlotField("min_p", np.float32, 0, lambda a: a.request.sampling_params.min_p),),
     lambda rows, positions: rows["min_p"] > 0,

@@ -24,7 +24,7 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.prompt_scores import score
-from jaxvllm.runtime.sampler import DeviceLogprobs, logprobs, sample
+from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, distributions, logprobs, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
@@ -39,6 +39,7 @@ class StepModel:
     shape: CacheShape
     backend: Backend
     axis: ModelAxis = ALONE
+    sampling: SamplerOptions = DEFAULT_OPTIONS
 
     @property
     def sizes(self) -> SlotSizes:
@@ -149,6 +150,18 @@ def sample_rows(
     return state, DeviceOutput(yielded, best)
 
 
+def pick_rows(unsampled: Unsampled, index: jax.Array) -> Unsampled:
+    """The rows `index` i32[N] of what `forward` left."""
+    return jax.tree.map(lambda x: x[index], unsampled)
+
+
+def distribute(head: Params, state: DeviceState, unsampled: Unsampled, *, model: StepModel) -> jax.Array:
+    """What is reported of every token, f32[N, V], for N rows that are yet to be sampled."""
+    logits = project_logits(head, _share(model), unsampled.hidden)
+    rows, vocab_size = Rows(state, unsampled.slots), model.spec.vocab_size
+    return distributions(logits, rows, unsampled.positions, vocab_size, model.axis, model.sampling)
+
+
 def _compute(
     params: Params,
     kv_pages: KVCachePages,
@@ -208,8 +221,9 @@ def _sample(
     with jax.named_scope("sample"):
         logits = project_logits(head, _share(model), hidden)
         rows = Rows(state, slots)
-        tokens = sample(logits, rows, positions, model.spec.vocab_size, model.axis)
-        best = logprobs(logits, tokens, rows, model.spec.vocab_size, model.axis)
+        vocab_size, axis, options = model.spec.vocab_size, model.axis, model.sampling
+        tokens = sample(logits, rows, positions, vocab_size, axis, options)
+        best = logprobs(logits, tokens, rows, positions, vocab_size, axis, options)
         is_stop = jnp.any(rows["stop_ids"] == tokens[:, None], axis=1) & (positions >= rows["min_length"])
         at = jnp.where(slots == _trash_slot(state), len(state["length"]), slots)  # past all, so dropped
         progress = {

@@ -15,9 +15,18 @@ from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.memory import step_bytes
-from jaxvllm.runtime.sampler import DeviceLogprobs
+from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
-from jaxvllm.runtime.step import DeviceOutput, StepModel, Unsampled, decode, forward, sample_rows
+from jaxvllm.runtime.step import (
+    DeviceOutput,
+    StepModel,
+    Unsampled,
+    decode,
+    distribute,
+    forward,
+    pick_rows,
+    sample_rows,
+)
 from pallas_kernels.backend import Backend
 from sharding.axis import ModelAxis
 
@@ -34,6 +43,26 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Rows whose distributions one program yields: 5 MB with 152k tokens of vocabulary.
+DISTRIBUTION_BATCH = 8
+
+
+@dataclass(frozen=True)
+class DistributionProgram:
+    """The compiled way to the distributions of some rows. The second part, the large one, is the same for all buckets.
+
+    Rows are picked first, so that it does not depend on how many the step has.
+    """
+
+    pick: jax.stages.Compiled
+    compute: jax.stages.Compiled
+
+    def __call__(self, params: Params, state: DeviceState, unsampled: Unsampled, index: Any) -> jax.Array:
+        """f32[DISTRIBUTION_BATCH, V] of the rows `index`, which are not sampled yet."""
+        result: jax.Array = self.compute(head_of(params), state, self.pick(unsampled, index))
+        return result
+
+
 @dataclass(frozen=True)
 class StepProgram:
     """The compiled step of a bucket: one program for decode rows, and two where prompts are computed.
@@ -43,6 +72,7 @@ class StepProgram:
 
     begin: jax.stages.Compiled
     sample: jax.stages.Compiled | None = None
+    distributions: DistributionProgram | None = None  # where there is `sample`, before which it may be called
 
     @property
     def parts(self) -> tuple[jax.stages.Compiled, ...]:
@@ -85,7 +115,9 @@ class StepCompiler:
     shape: CacheShape
     backend: Backend
     mesh: Mesh
+    sampling: SamplerOptions = DEFAULT_OPTIONS
     _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
+    _distributions: dict[int, DistributionProgram] = field(default_factory=dict)
 
     def compile(self, bucket: Bucket) -> StepProgram:
         """The step of `bucket`. Sampling depends on the number of rows alone, so it is compiled once for each."""
@@ -94,7 +126,8 @@ class StepCompiler:
         begin = self.compile_begin(bucket)
         if bucket.num_rows not in self._samplers:
             self._samplers[bucket.num_rows] = self.compile_sampler(bucket.num_rows)
-        return StepProgram(begin, self._samplers[bucket.num_rows])
+            self._distributions[bucket.num_rows] = self._compile_distributions(bucket.num_rows)
+        return StepProgram(begin, self._samplers[bucket.num_rows], self._distributions[bucket.num_rows])
 
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
         """`StepProgram.begin` of `bucket`."""
@@ -107,15 +140,27 @@ class StepCompiler:
 
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""
-        hidden = self._everywhere((num_rows, self.spec.hidden_size), self.params["embed"].dtype)
-        numbers = self._everywhere((num_rows,), jnp.int32)
-        arguments = (head_of(self.params), self._state, Unsampled(hidden, numbers, numbers))
+        arguments = (head_of(self.params), self._state, self._unsampled(num_rows))
         return self._lower(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
 
+    def _compile_distributions(self, num_rows: int) -> DistributionProgram:
+        index = self._everywhere((DISTRIBUTION_BATCH,), jnp.int32)
+        pick = jax.jit(pick_rows).lower(self._unsampled(num_rows), index).compile()
+        if self._distributions:
+            return DistributionProgram(pick, next(iter(self._distributions.values())).compute)
+        arguments = (head_of(self.params), self._state, self._unsampled(DISTRIBUTION_BATCH))
+        return DistributionProgram(pick, self._lower(distribute, arguments, PartitionSpec(), donates=()))
+
+    def _unsampled(self, num_rows: int) -> Unsampled:
+        numbers = self._everywhere((num_rows,), jnp.int32)
+        hidden = self._everywhere((num_rows, self.spec.hidden_size), self.params["embed"].dtype)
+        return Unsampled(hidden, numbers, numbers)
+
     def _lower(
-        self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: tuple[Any, ...], donates: tuple[int, ...]
+        self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
     ) -> jax.stages.Compiled:
-        run = partial(run, model=StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size)))
+        model = StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size), self.sampling)
+        run = partial(run, model=model)
         if self.mesh.size > 1:
             run = jax.shard_map(
                 run,

@@ -14,7 +14,7 @@ from jaxvllm.core.request import MAX_BAD_WORD_TOKENS
 from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES
 from jaxvllm.core.slots import NO_TOKEN
 from jaxvllm.core.step_plan import Admission
-from jaxvllm.runtime.slot_fields import HISTORY, Rows, SlotField
+from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows, SlotField
 from jaxvllm.runtime.stages import Share, Stage
 from jaxvllm.runtime.token_mask import mask_logits, mask_words, pack_bits
 
@@ -62,7 +62,6 @@ HAS_BAD_WORDS = _flag("has_bad_words", lambda a: a.request.bad_word_ids)
 BAD_WORDS_OF = SlotField(
     "bad_words", np.int32, NO_TOKEN, _bad_words, lambda sizes: (3, MAX_BAD_WORD_TOKENS), is_rare=True
 )
-NUM_PROMPT = SlotField("num_prompt", np.int32, 0, lambda a: a.request.num_prompt_tokens)
 
 
 def _restrict(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:

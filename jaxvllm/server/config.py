@@ -1,12 +1,15 @@
 """`ServerConfig`: all options of the server around an engine, validated once and never changed."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS
 
+# As browsers write it: lower case, and no slash at the end.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 KEY_VARIABLE = "JAXVLLM_API_KEY"
 
 
@@ -20,6 +23,11 @@ class ServerConfig:
     api_key: tuple[str, ...] = field(default=(), repr=False)  # keys that clients may use, beside $JAXVLLM_API_KEY
     api_key_file: str | None = None  # a file with one key in each line; lines that begin with # are comments
     allowed_host: tuple[str, ...] = ()  # names beside localhost that clients may use while there is no key, or "*"
+    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may read answers: https://app.example, or "*"
+    allowed_methods: tuple[str, ...] = ("*",)  # methods that pages of allowed_origins may use
+    allowed_headers: tuple[str, ...] = ("*",)  # headers that they may send
+    allow_credentials: bool = False  # their browsers may send cookies, which this server ignores but a proxy may need
+    chat_template: str | None = None  # a file with a chat template, or the template itself; None: the model's
     open_metrics: bool = False  # serve /metrics without a key
     max_num_queued_requests: int | None = None  # requests beyond those that can run; more get 503. None: no limit
     max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; more get 503. None: no limit
@@ -54,9 +62,26 @@ class ServerConfig:
             )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile belong together: give both, or none")
-        for name in ("served_model_name", "api_key", "allowed_host"):
+        for name in (
+            "served_model_name",
+            "api_key",
+            "allowed_host",
+            "allowed_origins",
+            "allowed_methods",
+            "allowed_headers",
+        ):
             if not all(getattr(self, name)):
                 raise ValueError(f"{name} has an empty value: leave it out")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}: an origin is a scheme and a host as browsers send it, without a "
+                    'path, such as https://app.example:8443; "*" allows all'
+                )
+        if not self.allowed_origins:
+            for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{name} has no effect without allowed_origins: give the origins, too")
 
 
 def read_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -26,7 +26,9 @@ RETRY_AFTER = 1
 # In pydantic's errors, the location of a field begins with one of these sources. The name of a field with several
 # possible forms is followed by one of these forms.
 _SOURCES = ("body", "query", "path")
-_FORMS = ("str", "list[")
+_FORMS = ("str", "list[", "literal[")
+# The error of an object whose `type` is none of those that it may have.
+UNKNOWN_TYPE = "unknown_type"
 
 
 class ApiError(Exception):
@@ -108,7 +110,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     location = list(error["loc"])
     if location and location[0] in _SOURCES:
         del location[0]
-    at, kind = _path(location), error["type"]
+    # Members of a union have tags such as <message>, which are no fields.
+    location = [part for part in location if not str(part).startswith("<")]
+    kind = error["type"]
+    if kind == UNKNOWN_TYPE:
+        location.append("type")
+    at = _path(location)
     param = at or None
     if kind == "extra_forbidden":
         return ApiError(400, f"{at} is not a field that is supported here: leave it out", param=param)

@@ -51,7 +51,7 @@ def error_event(error: ApiError) -> bytes:
 
 async def whole_answer(params: SamplingParams, make: Callable[[], Any]) -> Response:
     """Returns `answer(make())`. It runs in a thread if there are log-probabilities: half a million take 0.7 s."""
-    if params.logprobs is None and params.prompt_logprobs is None:
+    if not params.wants_logprobs and params.prompt_logprobs is None:
         return answer(make())
     return await run_in_threadpool(lambda: answer(make()))
 

@@ -11,6 +11,7 @@ from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import MAX_N, RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.service import Service
+from jaxvllm.text.prompts import PromptReader
 from jaxvllm.worker.request_stream import RequestStream
 
 # The most completions of one HTTP request. Each is a request of the scheduler, and a body of 8 MB could ask for
@@ -55,7 +56,7 @@ class Generation:
                 "it",
                 "n",
             )
-        params = _bounded(params, [request.prompt for request in requests], service.reader.max_model_len)
+        params = _bounded(params, [request.prompt for request in requests], service.reader)
         generation = cls(service)
         try:
             async with asyncio.timeout_at(generation._deadline):
@@ -120,7 +121,7 @@ class Generation:
         await self.close()
 
 
-def _bounded(params: SamplingParams, prompts: Sequence[Prompt], max_model_len: int) -> SamplingParams:
+def _bounded(params: SamplingParams, prompts: Sequence[Prompt], reader: PromptReader) -> SamplingParams:
     """Returns `params`, with a max_tokens if nothing else bounds the number of log-probabilities in the answer.
 
     Raises ValueError when there would be too many. A stream sends those of the output as they come, so only those of
@@ -130,10 +131,10 @@ def _bounded(params: SamplingParams, prompts: Sequence[Prompt], max_model_len: i
     if params.prompt_logprobs is not None:
         of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1)
     entries = of_prompts
-    if params.logprobs is not None and params.output_kind is not RequestOutputKind.DELTA:
-        of_each = len(prompts) * params.n * (params.logprobs + 1)  # entries when every completion gets one token
+    if params.wants_logprobs and params.output_kind is not RequestOutputKind.DELTA:
+        of_each = len(prompts) * params.n * (params.num_logprobs(reader.vocab_size) + 1)  # if all get one token
         if params.max_tokens is None:
-            room = max_model_len - min(len(prompt.token_ids) for prompt in prompts)
+            room = reader.max_model_len - min(len(prompt.token_ids) for prompt in prompts)
             most = max((MAX_LOGPROB_ENTRIES - entries) // of_each, 1)
             params = replace(params, max_tokens=min(room, most), min_tokens=min(params.min_tokens, room, most))
         entries += of_each * (params.max_tokens or 0)

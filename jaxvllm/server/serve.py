@@ -13,6 +13,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig, read_keys
 from jaxvllm.server.http.listener import RESERVED_FILES, is_open_to_strangers, listen, raise_file_limit, url_of
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
+from jaxvllm.text.chat_template import read_chat_template
 from jaxvllm.worker.async_llm import AsyncLLM, FollowedError
 from jaxvllm.worker.queue_limits import QueueLimits
 
@@ -40,6 +41,7 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
     """
     start = time.monotonic()
     keys = read_keys(config)
+    chat_template = None if config.chat_template is None else read_chat_template(config.chat_template)
     max_files = raise_file_limit()
     with listen(config.host, config.port, max_files) as listener, StopSignals() as stop:
         url = url_of(listener, config)
@@ -48,7 +50,8 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
         logger.info("listening on %s: /ready tells when model %s is loaded", url, engine.model)
         if engine.max_outputs_per_second is None:
             engine = replace(engine, max_outputs_per_second=min(OUTPUTS_PER_CORE * (cpu_count() or 1), MOST_OUTPUTS))
-        llm = AsyncLLM.from_config(engine, QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens))
+        limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
+        llm = AsyncLLM.from_config(engine, limits, chat_template)
         try:
             llm.launch()
             await asyncio.sleep(0)  # starts the engine's process, which imports JAX while this one imports FastAPI
@@ -79,12 +82,25 @@ def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local:
 
     Without keys, a server that `is_local` (no other machine can reach it) answers only requests for its own names.
     """
+    from starlette.middleware.cors import CORSMiddleware
+
     from jaxvllm.server.http.auth import Auth
     from jaxvllm.server.http.request_id import RequestIds
     from jaxvllm.server.http.request_limits import RequestLimits, StrictHead
     from jaxvllm.server.http.trusted_host import TrustedHost
 
     app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
+    if config.allowed_origins:
+        # Around `Auth`, because a browser asks without a key whether a page may send one, and because a page may read
+        # that its key is wrong. Inside `TrustedHost`, which no origin can open.
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     if not keys and is_local and "*" not in config.allowed_host:
         app = TrustedHost(app, (config.host, *config.allowed_host))
     return RequestIds(StrictHead(app))

@@ -66,6 +66,15 @@ class Service:
     def defaults(self) -> SamplingParams:
         return self.llm.facts.default_params
 
+    def max_tokens(self, asked: int | None) -> int | None:
+        """Returns the most tokens to generate for a request that asks for `asked`, or for nothing. None: all that fit.
+
+        The model's generation_config.json may have a default, and the operator a limit.
+        """
+        facts = self.llm.facts
+        wanted = facts.default_max_tokens if asked is None else asked
+        return min((most for most in (wanted, facts.most_tokens) if most is not None), default=None)
+
     @property
     def is_ready(self) -> bool:
         """Whether the server takes requests: the engine is idle and answers, or its steps make progress."""

@@ -15,7 +15,7 @@ from typing import Any
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import ReasoningFormat
 from jaxvllm.text.tool_calls.format import Mark, State, ToolCallFormat
-from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS
+from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS, in_harmony
 from jaxvllm.text.tool_calls.parser import ToolCallParser
 
 
@@ -48,7 +48,7 @@ class AnswerFormat:
         if self.reasoning is None:
             return calls
         if self.reasoning.is_harmony:
-            return HARMONY
+            return HARMONY if self.calls in (HARMONY, None) else in_harmony(calls)
         otherwise = "reasoning" if is_open else calls.start
         before = State("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
         reasoning = State("reasoning", (Mark(self.reasoning.end, calls.start),))
@@ -93,6 +93,15 @@ class AssistantMessage:
     reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
+
+    def events(self) -> list[Event]:
+        """Returns events that amount to this message. A message without anything has an empty content."""
+        events: list[Event] = [Reasoning(self.reasoning)] if self.reasoning else []
+        if self.content or not (self.reasoning or self.calls):
+            events.append(Content(self.content))
+        for index, call in enumerate(self.calls):
+            events += [CallBegin(index, call.id, call.name), Arguments(index, call.arguments), CallEnd(index)]
+        return events
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "AssistantMessage":

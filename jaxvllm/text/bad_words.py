@@ -21,7 +21,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer | None, vocab_size
     for word in words:
         begins = word.lstrip()
         if not begins:
-            raise ParameterError(f"a bad word must have a character that is no space, not {word!r}", "bad_words")
+            raise ParameterError(f"bad_words must each have a character that is no space, not {word!r}", "bad_words")
         first, spaced = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in (begins, " " + begins))
         found.append(first)
         if spaced[0] != first[0] and len(spaced) == len(first):

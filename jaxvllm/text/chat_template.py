@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -40,6 +41,10 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, Template] = {}
+
+    def replaced(self, source: str) -> "ChatTemplate":
+        """Returns templates in which `source` is the only one, with the same variables."""
+        return ChatTemplate({DEFAULT: source}, self._special_tokens)
 
     @property
     def source_with_tools(self) -> str | None:
@@ -95,11 +100,27 @@ class ChatTemplate:
         if name not in self._sources:
             raise ValueError("the checkpoint has no chat template: use a chat model, or generate() with a prompt")
         if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self._sources[name])
-            except TemplateError as error:
-                raise ValueError(f"the checkpoint's chat template is not valid Jinja: {error}") from error
+            self._compiled[name] = _compiled(self._sources[name], "the checkpoint's chat template")
         return self._compiled[name]
+
+
+def read_chat_template(given: str) -> str:
+    """Returns the chat template that is given as a file or as itself. Raises ValueError if it is not valid Jinja."""
+    try:
+        source = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        if not any(mark in given for mark in "{}\n"):
+            raise ValueError(f"chat_template {given} is neither a file that can be read nor a template") from error
+        source = given
+    _compiled(source, "chat_template")
+    return source
+
+
+def _compiled(source: str, name: str) -> Template:
+    try:
+        return _environment().from_string(source)
+    except TemplateError as error:
+        raise ValueError(f"{name} is not valid Jinja: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -56,7 +56,8 @@ class PromptReader:
         inner, salt = self._unpack(prompt) if isinstance(prompt, Mapping) else (prompt, None)
         keep = self._kept(room)
         if isinstance(inner, str):
-            return Prompt(inner, self._check(self._tokenize(inner, add_special_tokens, room), room, keep), salt)
+            ids = self._tokenize(inner, add_special_tokens, room, keep)
+            return Prompt(inner, self._check(ids, room, keep), salt)
         if isinstance(inner, bytes) or not isinstance(inner, Sequence | np.ndarray):
             raise ParameterError(f"a prompt is a string, token ids or a mapping of one, not {type(inner).__name__}")
         return Prompt(None, self._check(cast(Sequence[int], inner), room, keep), salt)
@@ -81,7 +82,7 @@ class PromptReader:
             )
         return room.keep
 
-    def _tokenize(self, text: str, add_special_tokens: bool, room: PromptRoom) -> list[int]:
+    def _tokenize(self, text: str, add_special_tokens: bool, room: PromptRoom, keep: int | None) -> list[int]:
         if not text:
             raise ParameterError("the prompt is empty: give at least one character")
         if self.tokenizer is None:
@@ -89,7 +90,7 @@ class PromptReader:
         # The length is checked first: tokenizing a hopelessly long text takes seconds and hundreds of megabytes. Of a
         # text whose last tokens are kept, no more than max_chars can be in them. As much again is tokenized before
         # that, since the tokens at a cut differ from those of the whole text.
-        if room.keep is not None:
+        if keep is not None:
             text = text[-2 * self.max_chars :]
         elif len(text) > self.max_chars:
             raise ContextLengthError(
@@ -100,7 +101,10 @@ class PromptReader:
                 max_prompt_tokens=self._max_tokens(room.scores_only),
                 max_model_len=self.max_model_len,
             )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if keep is None or len(ids) <= keep or not add_special_tokens:
+            return ids
+        return self.tokenizer.shortened(ids, keep)
 
     def _max_tokens(self, scores_only: bool) -> int:
         return self.max_model_len if scores_only else self.max_model_len - 1

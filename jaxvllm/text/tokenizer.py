@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ class Tokenizer:
             info=settings | dict.fromkeys(SPECIAL_TOKENS) | special | {"chat_template": sources.get(DEFAULT)},
         )
 
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """Returns the same tokenizer with another chat template."""
+        return replace(
+            self, chat_template=self.chat_template.replaced(source), info={**self.info, "chat_template": source}
+        )
+
     @staticmethod
     def exists_in(directory: Path) -> bool:
         """Returns whether the directory has a tokenizer in any of the usual formats."""
@@ -87,6 +93,20 @@ class Tokenizer:
             return list(encoding.ids)
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates are not text
             raise ValueError(f"a prompt must be valid Unicode without lone surrogates: {error}") from error
+
+    def shortened(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Returns the last `count` tokens of an encoded text with its special tokens, which stay around what is left.
+
+        So does Hugging Face's tokenizer when it truncates: a model that learned texts after a BOS still sees one.
+        """
+        special, ids = self.encode(""), list(token_ids)
+        for first in reversed(range(len(special) + 1)):
+            last = len(special) - first  # the special tokens after the text
+            if ids[:first] == special[:first] and ids[len(ids) - last :] == special[first:]:
+                break
+        body = ids[first : len(ids) - last]
+        room = max(count - len(special), 0)
+        return [*special[:first], *body[len(body) - room :], *special[first:]][-count:]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of a whole sequence, without ids that have no spelling."""

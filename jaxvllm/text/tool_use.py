@@ -101,4 +101,6 @@ class ToolUse:
                 {"properties": {"name": name_of, "parameters": parameters}, "required": ["name", "parameters"]}
             )
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
+        if not self.parallel:  # further calls would not count, so the model need not write them
+            schema["maxItems"] = 1
         return schema | ({"$defs": definitions} if definitions else {})

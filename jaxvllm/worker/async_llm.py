@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Any, Self, Unpack
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, RequestOptions
-from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -79,15 +80,19 @@ class AsyncLLM:
         self._setup(EngineConfig.from_options(model=model, **options), QueueLimits())
 
     @classmethod
-    def from_config(cls, config: EngineConfig, limits: QueueLimits | None = None) -> Self:
-        """Makes one from a config, and from limits to the requests that may wait."""
+    def from_config(
+        cls, config: EngineConfig, limits: QueueLimits | None = None, chat_template: str | None = None
+    ) -> Self:
+        """Makes one from a config, from limits to the requests that may wait, and from a template that replaces the
+        model's."""
         llm = cls.__new__(cls)
-        llm._setup(config, limits or QueueLimits())
+        llm._setup(config, limits or QueueLimits(), chat_template)
         return llm
 
-    def _setup(self, config: EngineConfig, limits: QueueLimits) -> None:
+    def _setup(self, config: EngineConfig, limits: QueueLimits, chat_template: str | None = None) -> None:
         self.config = config
         self.limits = limits
+        self._chat_template = chat_template
         self.state = EngineState.STARTING
         self.reason = "the engine is starting"  # describes the state for messages
         self.num_starts = 0
@@ -214,6 +219,13 @@ class AsyncLLM:
             raise EngineUnavailableError(self.reason)
         return self._reader
 
+    @property
+    def rules(self) -> RequestRules:
+        """The engine's rules for requests. Raises EngineUnavailableError before the engine is first ready."""
+        if self._rules is None:
+            raise EngineUnavailableError(self.reason)
+        return self._rules
+
     def make_request(
         self,
         prompt: PromptLike,
@@ -252,8 +264,7 @@ class AsyncLLM:
     def enqueue(self, request: GenerationRequest) -> RequestStream:
         """Does the same as `submit`, but does not wait for the engine's answer: `RequestStream.accepted` does."""
         process = self._ready_process()
-        assert self._rules is not None, "an engine that is ready has sent the facts about its model"
-        self._rules.check(request)
+        self.rules.check(request)
         read_bad_words(request.params.bad_words, self.tokenizer, self.facts.vocab_size)
         request_id = request.request_id
         if request_id in self._requests:
@@ -279,6 +290,24 @@ class AsyncLLM:
         async with await self.submit(prompt, sampling_params, request_id, **options) as stream:
             async for output in stream:
                 yield output
+
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Searches for the most likely continuations of a prompt, and yields one output that has them, best first.
+
+        `sampling_params` say what the output contains, such as log-probabilities, and how the prompt is read.
+        """
+        like = sampling_params or SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+        sampling = params.sampling_params(like)
+        async for output in self.generate(prompt, sampling, request_id, beam_search=params, priority=priority):
+            yield output
 
     async def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages. Its stream fails. An unknown id is ignored."""
@@ -405,6 +434,8 @@ class AsyncLLM:
         if self._reader is None:
             directory = facts.tokenizer_directory
             tokenizer = None if directory is None else Tokenizer.from_directory(directory)
+            if tokenizer is not None and self._chat_template is not None:
+                tokenizer = tokenizer.with_chat_template(self._chat_template)
             self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
         self._facts = facts
         self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids, facts.vocab_size)

@@ -191,9 +191,11 @@ class CommandLoop:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             eos_token_ids=engine.eos_token_ids,
-            default_params=replace(engine.default_params, output_kind=RequestOutputKind.CUMULATIVE),
+            default_params=replace(engine.defaults.params, output_kind=RequestOutputKind.CUMULATIVE),
             num_replicas=len(schedulers),
             num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
             page_size=schedulers[0].cache.page_size,
             max_num_seqs=sum(scheduler.slots.num_slots for scheduler in schedulers),
+            default_max_tokens=engine.defaults.max_tokens,
+            most_tokens=engine.defaults.most_tokens,
         )

@@ -77,6 +77,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     num_pages: int  # pages that requests may own, in all replicas together
     page_size: int
     max_num_seqs: int  # in all replicas together
+    default_max_tokens: int | None = None  # of a request without a limit of its own
+    most_tokens: int | None = None  # that any request may generate
 
 
 class Ready(Message, frozen=True):

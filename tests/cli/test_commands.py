@@ -101,7 +101,6 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["serve", "--master-addr", "a"], ["--master-addr a: use --coordinator a:PORT ("]),
         (["serve", "--enable-lora"], ["--enable-lora: leave it out (LoRA adapters are not supported yet)"]),
         (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
-        (["serve", "--tool-call-parser=x"], ["--tool-call-parser: leave it out (tool calls are not"]),
         (["chat", "hi", "-tp", "2"], ["unknown option -tp; see"]),
         (["bench", "serve", "--num-warmups", "3"], ["unknown option --num-warmups; see"]),
         (["generate", "hi", "--disable-log-stats"], ["unknown option --disable-log-stats"]),

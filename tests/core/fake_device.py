@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.request import Request
-from jaxvllm.core.step_plan import NOT_SCORED, StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.step_plan import NOT_SCORED, Fork, StepOutput, StepPlan, TopLogprobs
 
 VOCAB_SIZE = 5
 GARBAGE = VOCAB_SIZE - 1  # what a row does not yield: it must reach nobody, and looks like a stop id
@@ -52,6 +52,12 @@ class Script:
     def at(self, index: int) -> int | None:
         """The token that output number `index` must be, if any."""
         return self.tokens[index] if index < len(self.tokens) else None
+
+
+def next_logprobs(token_ids: Sequence[int]) -> np.ndarray:
+    """The log-probabilities f32[VOCAB_SIZE] of the tokens after `token_ids`, whatever the batch."""
+    logits = np.random.default_rng(zlib.crc32(bytes(token_ids))).normal(size=VOCAB_SIZE)
+    return np.asarray(logits - np.log(np.exp(logits).sum()), np.float32)
 
 
 class FakeGroup:
@@ -132,7 +138,34 @@ class FakeDevice:
             tokens[row, : len(got)] = got
             counts[row] = len(got)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
-        return StepOutput(tokens, counts, scores=self._scores(plan, contexts) if plan.scores_prompts else None)
+        scores = self._scores(plan, contexts) if plan.scores_prompts else None
+        return StepOutput(tokens, counts, self._logprobs(plan) if plan.wants_logprobs else None, scores)
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Makes slots copies of others: of their pages, those that the copies get are filled here."""
+        for fork in forks:
+            tokens = self.tokens[fork.source]
+            for group, copy in zip(self.groups, fork.copies, strict=True):
+                held = -(-(len(tokens) - 1) // group.page_size)
+                table = {column: page for column, page in group.tables[fork.source].items() if column < held}
+                if copy is not None:
+                    assert fork.slot != fork.source and table[copy.column] == copy.source
+                    group.pages[copy.page] = list(group.pages[copy.source])
+                    table[copy.column] = copy.page
+                if fork.slot != fork.source:
+                    group.tables[fork.slot] = table
+            self.tokens[fork.slot] = [*tokens[:-1], fork.token_id]
+            self.requests[fork.slot] = self.requests[fork.source]
+
+    def _logprobs(self, plan: StepPlan) -> TopLogprobs:
+        """What each row proposes behind the tokens that it has computed; garbage where it yields nothing."""
+        top_ids = np.full((plan.num_rows, VOCAB_SIZE), GARBAGE, np.int32)
+        top = np.zeros((plan.num_rows, VOCAB_SIZE), np.float32)
+        for row in np.flatnonzero(plan.samples):
+            values = next_logprobs(self.tokens[plan.slots[row]][:-1])
+            top_ids[row] = np.argsort(-values, kind="stable")
+            top[row] = values[top_ids[row]]
+        return TopLogprobs(top[:, 0], np.ones(plan.num_rows, np.int32), top_ids, top)
 
     def _open_pages(self, plan: StepPlan) -> None:
         for group, entries in zip(self.groups, plan.new_pages, strict=True):

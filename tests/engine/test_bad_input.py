@@ -60,7 +60,7 @@ def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
         (dict(n=10**9), "n must be an integer from 1 .* not 1000000000"),
         (dict(stop=["x" + str(i) for i in range(10_000)]), "stop has 10000 strings, the limit is"),
         (dict(stop=[""]), "a stop string must have 1 to"),
-        (dict(logprobs=1000), "logprobs must be an integer"),
+        (dict(logprobs=-2), "logprobs must be an integer"),
         (dict(min_tokens=20), "min_tokens 20 exceeds max_tokens 16"),
     ],
 )
@@ -152,6 +152,7 @@ def test_bad_messages(llm: LLM) -> None:
         (dict(page_size=17), ValueError, "page_size must be one of"),
         (dict(dtype="int8"), ValueError, "dtype must be one of"),
         (dict(scheduler="v2"), ValueError, "scheduler must be one of static, continuous, v0, v1, not 'v2'"),
+        (dict(reasoning_parser="x"), ValueError, "reasoning_parser must be one of .*qwen3.*, not 'x'"),
         (dict(max_num_seqs=0), ValueError, "max_num_seqs must be a positive integer or None, not 0"),
         (dict(memory_utilization=1.5), ValueError, "memory_utilization must be above 0 and at most 1"),
     ],

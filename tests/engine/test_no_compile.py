@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxvllm import LLM, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, SamplingParams
 from tests.engine.tiny import few_pages, random_prompts
 
 KINDS = (
@@ -21,6 +21,11 @@ KINDS = (
     dict(temperature=1.0, stop_token_ids=[5, 6, 7], min_tokens=4),
     dict(temperature=1.0, n=2),
     dict(temperature=0, ignore_eos=True),
+    dict(temperature=0, repetition_penalty=1.2, frequency_penalty=0.2),
+    dict(temperature=1.0, presence_penalty=1.0, n=2),
+    dict(temperature=1.0, logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 200))),
+    dict(temperature=0, bad_words=["a", "the cat"]),
+    dict(temperature=1.0, logprob_token_ids=[3, 4]),
 )
 PROMPTS = random_prompts(200, longest=100, seed=2)
 PARAMS = [SamplingParams(max_tokens=4 + i % 17, **KINDS[i % len(KINDS)]) for i in range(200)]
@@ -36,6 +41,7 @@ def test_200_mixed_requests(wide_llm: LLM, compilations: Count) -> None:
         wide_llm.generate(PROMPTS[:150], PARAMS[:150], use_tqdm=False)
         with few_pages(wide_llm, 40):  # preempted, and with prefixes found again
             wide_llm.generate(PROMPTS[100:], PARAMS[100:], use_tqdm=False)
+        wide_llm.beam_search(PROMPTS[:5], BeamSearchParams(4, 9))
         for _ in wide_llm.stream(PROMPTS[0], PARAMS[4]):
             pass
     assert seen.count == 0, seen.names

@@ -48,6 +48,26 @@ def test_ignore_eos_goes_on_with_the_same_tokens(llm: LLM) -> None:
     assert any(eos in completion.token_ids[:-1] for completion in ignored.outputs)
 
 
+def test_min_tokens_forbids_an_eos_that_is_ignored(llm: LLM) -> None:
+    """As in vLLM: a model that ends goes on with something else, as it would after its end."""
+    eos = llm.get_tokenizer().eos_token_id
+    ignoring = replace(WILD, ignore_eos=True)
+    free = llm.generate([PROMPT], ignoring, use_tqdm=False)[0].outputs
+    held = llm.generate([PROMPT], replace(ignoring, min_tokens=50), use_tqdm=False)[0].outputs
+    assert any(eos in completion.token_ids[:50] for completion in free)
+    assert not any(eos in completion.token_ids[:50] for completion in held)
+    assert any(eos in completion.token_ids[50:] for completion in held)
+
+
+def test_eos_is_no_stop_token_unless_it_is_ignored(llm: LLM) -> None:
+    eos = llm.get_tokenizer().eos_token_id
+    assert eos is not None
+    for ignored, reason in ((False, None), (True, eos)):
+        params = replace(WILD, stop_token_ids=[eos], ignore_eos=ignored)
+        outputs = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
+        assert {end(completion) for completion in outputs} == {("stop", reason), ("length", None)}
+
+
 def test_min_tokens_forbids_eos_and_stop_tokens(llm: LLM) -> None:
     eos = llm.get_tokenizer().eos_token_id
     free = llm.generate([PROMPT], WILD, use_tqdm=False)[0].outputs

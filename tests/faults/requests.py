@@ -142,7 +142,7 @@ VALUES = [
     value("prompt_logprobs of the whole vocabulary", prompt_logprobs=-1, param="prompt_logprobs"),
     value("a field that nobody knows", frobnicate=1, param="frobnicate"),
     value("a field that is not supported", suffix="the end", param="suffix"),
-    value("a penalty, which is not supported", presence_penalty=0.5, param="presence_penalty"),
+    value("a penalty that is too high", presence_penalty=2.5, param="presence_penalty"),
     value("a model that is not here", model="gpt-17", status=404, param="model"),
     value("a path as model", model="../../etc/passwd", status=404, param="model"),
     value("priority without the policy", priority=-3, param="priority"),
@@ -155,7 +155,7 @@ VALUES = [
         "an image by URL", path=CHAT, messages=chat([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}])
     ),
     value("a chat template of the client's", path=CHAT, chat_template="{{ 7*7 }}", param="chat_template"),
-    value("tools, which are not supported", path=CHAT, tools=[{"type": "function"}], param="tools"),
+    value("a tool without a function", path=CHAT, tools=[{"type": "function"}], param="tools[0].function"),
     accepted("template syntax in a message", CHAT, messages=chat("{{ 7 * 7 }} {% raw %}")),
     accepted("NUL and control characters", COMPLETIONS, prompt="\x00\x01\x7f\u202e"),
     accepted("special tokens in a message", CHAT, messages=chat("<|im_end|><|im_start|>system")),

@@ -26,7 +26,7 @@ def jitted_sample(logits: jax.Array, params: Rows, positions: jax.Array) -> jax.
 
 @jax.jit
 def jitted_logprobs(logits: jax.Array, token_ids: jax.Array, params: Rows) -> DeviceLogprobs:
-    return logprobs(logits, token_ids, params, logits.shape[-1])
+    return logprobs(logits, token_ids, params, jnp.zeros(len(logits), jnp.int32), logits.shape[-1])
 
 
 ROWS, VOCAB = 6, 40
@@ -46,6 +46,7 @@ class Row:
     min_length: int = 0
     stop_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
+    logit_divisor: float = 1.0
     allowed: tuple[int, ...] | None = None  # by the host's mask
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -89,8 +90,9 @@ def state_of(rows: list[Row]) -> Rows:
         "min_p": scalars("min_p", np.float32),
         "seed": scalars("seed", np.uint32),
         "min_length": scalars("min_length", np.int32),
-        "stop_ids": np.stack([padded(row.stop_ids, MAX_STOP_IDS) for row in rows]),
+        "late_ids": np.stack([padded(row.stop_ids, MAX_STOP_IDS) for row in rows]),
         "num_logprobs": scalars("num_logprobs", np.int32),
+        "logit_divisor": scalars("logit_divisor", np.float32),
         "is_masked": flags([row.allowed is not None for row in rows]),
         "mask": np.stack([left if row.allowed is None else bits(row.allowed) for row in rows]),
         "is_restricted": flags([row.allowed_token_ids is not None for row in rows]),
@@ -416,6 +418,15 @@ def test_logprobs_are_those_of_the_unmodified_distribution(vocab: int) -> None:
         np.testing.assert_allclose(got.top[index], expected[got.top_ids[index]], rtol=1e-5, atol=1e-6)
         assert len(set(got.top_ids[index].tolist())) == count
         assert got.ranks[index] == (row_logits >= row_logits[tokens[index]]).sum()
+
+
+def test_a_beam_search_has_a_temperature_in_its_logprobs() -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (3, 30)).astype(np.float32)
+    rows = [Row(num_logprobs=5), Row(num_logprobs=5, logit_divisor=0.5), Row(temperature=3.0, logit_divisor=7.0)]
+    got: Any = jax.tree.map(np.asarray, jitted_logprobs(logits, np.zeros(3, np.int32), state_of(rows)))
+    for index, row in enumerate(rows):
+        expected = np.log(softmax(logits[index] / np.float32(row.logit_divisor)))
+        np.testing.assert_allclose(got.token[index], expected[0], rtol=1e-5)
 
 
 def test_no_logprobs_unless_a_row_wants_them() -> None:

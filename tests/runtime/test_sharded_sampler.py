@@ -57,7 +57,7 @@ def test_as_on_one_device(vocab_size: int, size: int, rows: list[Row]) -> None:
 
     def both(logits: jax.Array, params: Any, positions: jax.Array, axis: ModelAxis) -> Any:
         tokens = sample(logits, params, positions, vocab_size, axis)
-        return tokens, logprobs(logits, tokens, params, vocab_size, axis)
+        return tokens, logprobs(logits, tokens, params, positions, vocab_size, axis)
 
     expected = jax.jit(partial(both, axis=ALONE))(logits, params, positions)
     got = on_mesh(partial(both, axis=ModelAxis(size)), size, 2)(padded, params, positions)

@@ -73,7 +73,8 @@ def test_rows_that_do_not_ask_are_left_as_they_are_even_beside_one_that_does(nam
 def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
     # Gathered before the branch, the masks of 256 rows and 152k tokens would be moved in every step.
     num_rows, words, vocab = 3, 77, 77 * 32
-    state = dict(state_of([Row()] * 5).state) | {"mask": jnp.zeros((5, words), jnp.int32)}
+    bits = {name: jnp.zeros((5, words), jnp.int32) for name in ("mask", "allowed", "prompt_tokens")}
+    state = dict(state_of([Row()] * 5).state) | bits | {"output_counts": jnp.zeros((5, vocab), jnp.int16)}
     logits, slots, positions = jnp.zeros((num_rows, vocab)), jnp.arange(num_rows), jnp.zeros(num_rows, jnp.int32)
 
     def whole(logits: jax.Array, state: DeviceState) -> jax.Array:
@@ -82,14 +83,15 @@ def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
     text = jax.jit(whole).lower(logits, state).compile().as_text()
     assert text is not None
     always = text[text.index("\nENTRY") :]
-    assert f"s32[{num_rows},{words}]" in text, "the mask is gathered somewhere"
+    assert f"s32[{num_rows},{words}]" in text, "the masks are gathered somewhere"
     assert f"s32[{num_rows},{words}]" not in always
+    assert f"s16[{num_rows},{vocab}]" not in always
 
 
 def test_every_stage_has_its_own_fields_declared() -> None:
     names = {field.name for stage in STAGES.values() for field in stage.fields}
     assert names == {
-        *("is_masked", "mask", "is_restricted", "allowed", "is_biased", "biases", "min_length", "stop_ids"),
+        *("is_masked", "mask", "is_restricted", "allowed", "is_biased", "biases", "min_length", "late_ids"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_tokens", "output_counts"),
         *("has_bad_words", "bad_words", "num_prompt", "min_p", "top_k", "top_p"),
     }

@@ -14,23 +14,30 @@ from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
-from jaxvllm.runtime.slot_fields import SlotSizes
+from jaxvllm.runtime.penalties import count_tokens
+from jaxvllm.runtime.slot_fields import Rows, SlotSizes
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
     RECALL_TOKENS,
     SLOT_FIELDS,
     DeviceState,
     admit,
+    admit_rare,
     new_state,
     pack_admissions,
+    pack_rare,
     pack_recalls,
+    pack_recounts,
     recall,
+    recount,
     state_bytes,
 )
 
 NUM_SLOTS, MAX_PAGES = 12, 5
 SIZES = SlotSizes(NUM_SLOTS, MAX_PAGES, page_size=1024, vocab_size=70, windows=(None, 5))
 jitted_admit = jax.jit(partial(admit, sizes=SIZES))
+jitted_admit_rare = jax.jit(partial(admit_rare, sizes=SIZES))
+jitted_recount = jax.jit(recount)
 
 
 @st.composite
@@ -84,6 +91,8 @@ def test_round_trip(admissions: list[Admission]) -> None:
         assert got["num_logprobs"] == (-1 if params.logprobs is None else params.logprobs)
         stops = [*request.stop_token_ids, *[NO_TOKEN] * (MAX_STOP_IDS - len(request.stop_token_ids))]
         np.testing.assert_array_equal(got["stop_ids"], stops)
+        late = dict.fromkeys(request.stop_token_ids)  # without the EOS that requests of an engine have
+        np.testing.assert_array_equal(got["late_ids"], [*late, *[NO_TOKEN] * (MAX_STOP_IDS - len(late))])
         # The pages of the slot's former tenant are gone.
         pages = [[*row, *[0] * (MAX_PAGES - len(row))] for row in admission.pages]
         np.testing.assert_array_equal(got["page_tables"], pages)
@@ -104,14 +113,84 @@ def test_the_trash_slot_stays_plain() -> None:
 
 
 def test_every_sampling_parameter_reaches_the_device() -> None:
-    state = jitted_admit(filled(), pack_admissions([Admission(3, example(), np.ones((2, 1), np.int32))], SIZES))
+    admission = admitted(repetition_penalty=2.0)
+    state = jitted_admit(filled(), pack_admissions([admission], SIZES))
+    state = jitted_admit_rare(state, pack_rare(admission, SIZES))
     for field in SLOT_FIELDS:
-        assert field.fill is None or not np.any(np.asarray(state[field.name])[3] == 99), field.name
+        filled_in = field.is_rare or field.fill is not None
+        assert not filled_in or not np.any(np.asarray(state[field.name])[3] == 99), field.name
 
 
-def example() -> Request:
-    asked = GenerationRequest("r", Prompt(None, np.zeros(4, np.int32)), SamplingParams())
+def example(**params: Any) -> Request:
+    asked = GenerationRequest("r", Prompt(None, np.zeros(4, np.int32)), SamplingParams(**params))
     return Request(asked, -2, (7,), 100, QueueKey(0, 0))
+
+
+def admitted(**params: Any) -> Admission:
+    return Admission(3, example(**params), np.ones((2, 1), np.int32))
+
+
+def rare_fields(state: DeviceState) -> dict[str, np.ndarray]:
+    return {field.name: np.asarray(state[field.name])[3] for field in SLOT_FIELDS if field.is_rare}
+
+
+def test_a_request_that_asks_for_nothing_rare_sends_nothing_rare() -> None:
+    assert pack_rare(admitted(temperature=0.5, logprobs=3, stop_token_ids=[3]), SIZES) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (dict(repetition_penalty=2.0), {"prompt_tokens": [1, 0, 0], "output_counts": 0, "allowed": 0}),
+        (dict(frequency_penalty=1.0, allowed_token_ids=[3, 69]), {"prompt_tokens": [1, 0, 0], "allowed": [8, 0, 32]}),
+        (dict(allowed_token_ids=[3, 69]), {"prompt_tokens": 0, "biases": NO_TOKEN, "bad_words": NO_TOKEN}),
+    ],
+)
+def test_what_is_rare_is_all_set_for_a_request_that_asks_for_some(params: Any, expected: dict[str, Any]) -> None:
+    before = filled()
+    after = jitted_admit_rare(before, pack_rare(admitted(**params), SIZES))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(rare_fields(after)[name], np.broadcast_to(value, rare_fields(after)[name].shape))
+    others = np.delete(np.arange(NUM_SLOTS + 1), 3)
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: np.asarray(x)[others], state) for state in (before, after)))
+
+
+def test_biases_and_bad_words_cross() -> None:
+    admission = admitted(logit_bias={5: 1.5, 2: -3})
+    admission.request.bad_word_ids = ((7, 8, 9), (4,))
+    got = rare_fields(jitted_admit_rare(filled(), pack_rare(admission, SIZES)))
+    np.testing.assert_array_equal(got["biases"][0, :3], [2, 5, NO_TOKEN])
+    np.testing.assert_array_equal(got["biases"][1, :2].view(np.float32), [-3, 1.5])
+    np.testing.assert_array_equal(got["bad_words"][:, :5], [[7, 8, 9, 4, -1], [0, 0, 0, 3, -1], [2, 2, 2, 3, -1]])
+
+
+@pytest.mark.parametrize("count", [0, 3, RECALL_TOKENS + 5, 2 * 32767])
+def test_a_preempted_request_brings_its_counts(count: int) -> None:
+    admission = admitted(presence_penalty=1.0)
+    outputs = np.random.default_rng(count).integers(0, 70, count).astype(np.int32)
+    outputs[: count // 2 + 1] = 11
+    admission.request.output_token_ids = outputs
+    state = jitted_admit_rare(filled(), pack_rare(admission, SIZES))
+    calls = pack_recounts(admission)
+    assert len(calls) == -(-count // RECALL_TOKENS)
+    for packed in calls:
+        state = jitted_recount(state, packed)
+    expected = np.minimum(np.bincount(outputs, minlength=70), 32767)
+    np.testing.assert_array_equal(rare_fields(state)["output_counts"], expected)
+    free = admitted()
+    free.request.output_token_ids = outputs
+    assert pack_recounts(free) == []
+
+
+def test_sampled_tokens_are_counted_for_those_who_ask_up_to_what_fits() -> None:
+    state = jax.tree.map(lambda x: x, new_state(SIZES))
+    counts = np.zeros((NUM_SLOTS + 1, 70), np.int16)
+    counts[2, 7] = 32767
+    state |= {"output_counts": counts, "presence_penalty": np.asarray([0, 1, 1, *[0] * 10], np.float32)}
+    slots = np.asarray([0, 1, 2, NUM_SLOTS])
+    after = jax.jit(lambda state, tokens: count_tokens(state, Rows(state, slots), tokens))(state, np.full(4, 7))
+    counts[1, 7] = 1
+    np.testing.assert_array_equal(after["output_counts"], counts)
 
 
 def test_a_negative_seed_is_its_two_s_complement() -> None:

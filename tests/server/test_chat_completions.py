@@ -257,23 +257,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(chat_template_kwargs={"tools": [{}]}), "chat_template_kwargs"),
     (dict(temperature=3e6), "temperature"),
     (dict(n=0), "n"),
-    (dict(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    (dict(tools=[{"type": "function", "function": {}}]), "tools[0].function.name"),
     (dict(tool_choice="required"), "tool_choice"),
     (dict(functions=[{"name": "f"}]), "functions"),
     (dict(function_call={"name": "f"}), "function_call"),
     (dict(modalities=["text", "audio"]), "modalities"),
     (dict(audio={"voice": "alloy"}), "audio"),
     (dict(prediction={"type": "content"}), "prediction"),
-    (dict(reasoning_effort="high"), "reasoning_effort"),
+    (dict(reasoning_effort="heavy"), "reasoning_effort"),
     (dict(verbosity="low"), "verbosity"),
     (dict(web_search_options={}), "web_search_options"),
     (dict(store=True), "store"),
     (dict(chat_template="{{ 1 }}"), "chat_template"),
     (dict(documents=[{"text": "a"}]), "documents"),
     (dict(mm_processor_kwargs={"a": 1}), "mm_processor_kwargs"),
-    (dict(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
-    (dict(logit_bias={"1": 5}), "logit_bias"),
-    (dict(frequency_penalty=1), "frequency_penalty"),
+    (dict(response_format={"type": "json_schema", "json_schema": {}}), "response_format.json_schema.name"),
     (dict(suffix="a"), "suffix"),
 ]
 
@@ -344,3 +342,17 @@ def test_the_client_raises_errors_of_their_kind(client):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="demo", messages=MESSAGES, temperature=-1)
+
+
+def test_a_beam_search(server):
+    search = GREEDY | dict(use_beam_search=True, n=2)
+    answer = chat(server, **search, logprobs=True, top_logprobs=2)
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert len(set(texts)) == 2 and "Paris" in texts[0]
+    assert all(choice["logprobs"]["content"] for choice in answer["choices"])
+    assert joined(stream(server, **search)) == dict(enumerate(texts))
+    # Without a limit an answer may be as long as the model: EOS ends it.
+    [first, _] = chat(server, messages=MESSAGES, temperature=0, use_beam_search=True, n=2, early_stopping=True)[
+        "choices"
+    ]
+    assert first["finish_reason"] == "stop" and first["stop_reason"] in server.llm.facts.eos_token_ids

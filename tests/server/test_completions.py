@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 
+from jaxvllm import BeamSearchParams
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.completions import CompletionResponse
 from tests.server.conftest import Server
@@ -161,6 +162,35 @@ def test_logprobs_of_text_that_is_held_back(server):
     body = GREEDY | dict(logprobs=0, stop=text[4:9] + "#")
     offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in stream(server, **body)]
     assert sum(offsets, []) == complete(server, **body)["choices"][0]["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(allowed_token_ids=[300, 301]), {300, 301}),
+        (dict(logit_bias={"300": 100}), {300}),
+        (dict(allowed_token_ids=[300, 301], presence_penalty=2, logit_bias={"301": 100}), {301}),
+    ],
+)
+def test_which_tokens_may_come(server, options, expected):
+    [choice] = complete(server, **GREEDY, return_token_ids=True, **options)["choices"]
+    assert set(choice["token_ids"]) <= expected
+
+
+def test_bad_words_and_penalties_change_the_text(server):
+    [plain] = complete(server, **LONG | dict(max_tokens=60))["choices"]
+    assert "Lola" in plain["text"]
+    [without] = complete(server, **LONG | dict(max_tokens=60), bad_words=["Lola"])["choices"]
+    assert "Lola" not in without["text"]
+    [varied] = complete(server, **LONG | dict(max_tokens=60), repetition_penalty=1.5, frequency_penalty=1)["choices"]
+    assert len({plain["text"], without["text"], varied["text"]}) == 3
+
+
+def test_logprobs_of_named_tokens(server):
+    named = dict(logprob_token_ids=[300, 301], return_tokens_as_token_ids=True)
+    [choice] = complete(server, **GREEDY, **named)["choices"]
+    for token, top in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert set(top) == {token, "token_id:300", "token_id:301"}
 
 
 def test_tokens_by_their_ids(server):
@@ -406,21 +436,26 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(best_of=2, stream=True), "best_of"),
     (dict(stream_interval=0), "stream_interval"),
     (dict(repetition_detection={"max_pattern_size": 2}), "min_count"),
-    (dict(frequency_penalty=0.5), "frequency_penalty"),
-    (dict(presence_penalty=0.5), "presence_penalty"),
-    (dict(repetition_penalty=1.1), "repetition_penalty"),
+    (dict(frequency_penalty=2.5), "frequency_penalty"),
+    (dict(repetition_penalty=0), "repetition_penalty"),
+    (dict(logit_bias={"50000": 1.0}), "logit_bias"),
+    (dict(allowed_token_ids=[50000]), "allowed_token_ids"),
+    (dict(logprob_token_ids=[50000]), "logprob_token_ids"),
+    (dict(bad_words=[" "]), "bad_words"),
     (dict(length_penalty=2.0), "length_penalty"),
-    (dict(logit_bias={"5": 1.0}), "logit_bias"),
-    (dict(use_beam_search=True), "use_beam_search"),
+    (dict(early_stopping=True), "early_stopping"),
+    (dict(use_beam_search=True, top_p=0.5), "top_p"),
+    (dict(use_beam_search=True, stop="x"), "stop"),
+    (dict(use_beam_search=True, prompt_logprobs=1), "prompt_logprobs"),
+    (dict(use_beam_search=True, n=11), "n"),
+    (dict(use_beam_search=True, length_penalty=99.0), "length_penalty"),
     (dict(prompt_logprobs=21), "prompt_logprobs"),
     (dict(prompt_logprobs=-1), "prompt_logprobs"),
     (dict(prompt_logprobs=1, stream=True), "prompt_logprobs"),
     (dict(truncate_prompt_tokens=10**6), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
-    (dict(allowed_token_ids=[1]), "allowed_token_ids"),
-    (dict(bad_words=["a"]), "bad_words"),
     (dict(logits_processors=["x"]), "logits_processors"),
-    (dict(response_format={"type": "yaml"}), "response_format"),
+    (dict(response_format={"type": "xml"}), "response_format.type"),
     (dict(service_tier="flex"), "service_tier"),
     (dict(guided_json={}), "guided_json"),
     (dict(structured_outputs={}), "structured_outputs"),
@@ -443,7 +478,8 @@ def test_a_bad_field_is_named(server, body, param):
     "body",
     [
         dict(suffix="", best_of=1, frequency_penalty=0, presence_penalty=0.0, repetition_penalty=1, logit_bias={}),
-        dict(use_beam_search=False, bad_words=[], response_format={"type": "text"}, service_tier="auto"),
+        dict(use_beam_search=False, length_penalty=1, early_stopping=False),
+        dict(bad_words=[], response_format={"type": "text"}, service_tier="auto"),
         dict(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y", priority=0),
         dict(stream_options={}, structured_outputs=None, kv_transfer_params=None, vllm_xargs={}),
         dict(best_of=None, truncate_prompt_tokens=None, skip_reading_prefix_cache=False, repetition_detection={}),
@@ -461,6 +497,33 @@ def test_the_best_of_several(server):
     best = sorted(drawn, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
     chosen = complete(server, **body, n=2, best_of=5)["choices"]
     assert [(choice["index"], choice["text"]) for choice in chosen] == list(enumerate(b["text"] for b in best[:2]))
+
+
+def test_a_beam_search(server):
+    search = GREEDY | dict(use_beam_search=True, n=3, length_penalty=0.8, early_stopping=False)
+    answer = complete(server, **search, logprobs=2, return_token_ids=True)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len({choice["text"] for choice in answer["choices"]}) == 3
+    num_prompt = answer["usage"]["prompt_tokens"]
+
+    def score(choice: Any) -> float:
+        logprobs = choice["logprobs"]["token_logprobs"]
+        assert len(logprobs) == len(choice["token_ids"])
+        return sum(logprobs) / (num_prompt + len(logprobs)) ** 0.8
+
+    unfinished = [score(choice) for choice in answer["choices"] if choice["finish_reason"] == "length"]
+    assert unfinished and unfinished == sorted(unfinished, reverse=True)
+    [alone] = complete(server, **GREEDY | dict(use_beam_search=True))["choices"]
+    assert alone["text"] == complete(server, **GREEDY)["choices"][0]["text"]
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert list(joined(stream(server, **search)).values()) == texts
+
+    async def ask() -> list[str]:
+        params = BeamSearchParams(3, 12, length_penalty=0.8)
+        [output] = [output async for output in server.llm.beam_search(PROMPT, params)]
+        return [completion.text for completion in output.outputs]
+
+    assert server.portal.call(ask) == texts
 
 
 def test_a_prompt_that_is_truncated(server):

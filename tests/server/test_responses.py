@@ -251,7 +251,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(return_token_ids=True), "return_token_ids"),
     (dict(service_tier="priority"), "service_tier"),
     (dict(messages=[]), "messages"),
-    (dict(frequency_penalty=1), "frequency_penalty"),
 ]
 
 

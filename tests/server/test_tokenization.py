@@ -74,6 +74,13 @@ def test_what_the_tokenizer_is(server):
     assert shown == text_of(server, tokenize(server, messages=MESSAGES)["tokens"])
 
 
+def test_tools_are_a_part_of_the_prompt(server):
+    tools = [{"type": "function", "function": {"name": "get_weather", "description": "Tells the weather."}}]
+    assert "get_weather(): Tells the weather." in text_of(
+        server, tokenize(server, messages=MESSAGES, tools=tools)["tokens"]
+    )
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", dict(), "prompt"),
     ("/tokenize", dict(prompt="a", messages=MESSAGES), "prompt"),
@@ -86,7 +93,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", dict(prompt="a", chat_template_kwargs={}), "chat_template_kwargs"),
     ("/tokenize", dict(messages=MESSAGES, chat_template_kwargs={"tools": []}), "chat_template_kwargs"),
     ("/tokenize", dict(messages=MESSAGES, chat_template="x"), "chat_template"),
-    ("/tokenize", dict(messages=MESSAGES, tools=[{}]), "tools"),
+    ("/tokenize", dict(messages=MESSAGES, tools=[{}]), "tools[0].type"),
+    ("/tokenize", dict(prompt="a", tools=[]), "tools"),
     (
         "/tokenize",
         dict(messages=MESSAGES, add_generation_prompt=True, continue_final_message=True),

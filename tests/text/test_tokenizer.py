@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 
 from jaxvllm.text.chat_messages import checked_messages
-from jaxvllm.text.chat_template import ChatTemplate
+from jaxvllm.text.chat_template import ChatTemplate, read_chat_template
 from jaxvllm.text.tokenizer import Tokenizer
 from tests.text.small_tokenizers import (
     TEMPLATE,
@@ -51,6 +51,21 @@ def test_token_text_reads_as_in_the_middle_of_a_text() -> None:
     gpt = small_tokenizer("byte_level")
     assert gpt.token_text(gpt.backend.token_to_id("Ġ")) == " "
     assert gpt.token_text(gpt.backend.token_to_id("ä")) == "\ufffd"
+
+
+@pytest.mark.parametrize("frame", ["$A", "<s> $A", "<s> $A <|end|>", "$A <|end|>"])
+def test_special_tokens_stay_around_a_text_that_is_shortened(frame: str, tmp_path: Path) -> None:
+    """The tokenizers library is the oracle: it truncates in the same way."""
+    tokenizer = Tokenizer.from_directory(save(byte_level_backend(), tmp_path))
+    special = [(token, tokenizer.backend.token_to_id(token)) for token in ("<s>", "<|end|>")]
+    tokenizer.backend.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
+    text = "Once upon a time there was a fox"
+    whole = tokenizer.encode(text)
+    for count in range(frame.count("<") or 1, len(whole)):
+        tokenizer.backend.enable_truncation(count, direction="left")
+        expected = tokenizer.encode(text)
+        tokenizer.backend.no_truncation()
+        assert tokenizer.shortened(whole, count) == expected
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
@@ -127,6 +142,30 @@ def test_chat_template_of_the_config() -> None:
     tokenizer = small_tokenizer("byte_level")
     assert tokenizer.apply_chat_template(HI) == "<s><|user|>hi<|end|><|assistant|>"
     assert tokenizer.apply_chat_template(HI, add_generation_prompt=False) == "<s><|user|>hi<|end|>"
+
+
+def test_a_chat_template_in_place_of_the_checkpoints(tmp_path: Path) -> None:
+    """As a file or as itself, and with the checkpoint's special tokens."""
+    source = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    file = tmp_path / "mine.jinja"
+    file.write_text(source)
+    tokenizer = small_tokenizer("byte_level").with_chat_template(read_chat_template(str(file)))
+    assert tokenizer.apply_chat_template(HI) == "<s>[hi]"
+    assert tokenizer.info["chat_template"] == source == read_chat_template(source)
+    assert tokenizer.encode("hi") == small_tokenizer("byte_level").encode("hi")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("/nowhere/at/all.jinja", "neither a file that can be read nor a template"),
+        ("", "neither a file"),
+        ("{% if %}", "chat_template is not valid Jinja"),
+    ],
+)
+def test_a_wrong_chat_template_is_told_before_anything_starts(given: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_chat_template(given)
 
 
 def test_where_chat_templates_are_found(tmp_path: Path) -> None:
@@ -213,6 +252,15 @@ def test_messages_become_what_templates_read() -> None:
     assert assistant["tool_calls"] == [call | {"function": {"name": "f", "arguments": {"x": [1]}}}]
     assert tool == messages[2]
     assert call["function"]["arguments"] == '{"x": [1]}'  # the caller's own is untouched
+
+
+def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    """Clients send all fields, and templates ask whether a message has tool_calls."""
+    reasoned = {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": None}
+    [message] = checked_messages([reasoned])
+    assert message == {"role": "assistant", "content": None, "reasoning": "why", "reasoning_content": "why"}
+    [message] = checked_messages([{"role": "assistant", "content": "a", "tool_calls": [], "reasoning_content": "b"}])
+    assert message == {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import async_llm
 from jaxvllm.worker.async_llm import EngineDiedError, EngineState, EngineUnavailableError
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+from jaxvllm.worker.wire import EngineFacts
 from tests.waiting import PATIENCE, until
 
 OPTIONS: dict[str, Any] = dict(
@@ -32,6 +34,17 @@ LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kin
 ENDLESS = replace(LONG, n=8)
 # Two that run for long, and eight that may wait.
 LIMITS = QueueLimits(num_requests=8, num_tokens=2000)
+
+
+def test_a_chat_template_in_place_of_the_models() -> None:
+    """The engine knows nothing of it: only prompts depend on it."""
+    directory = Path(__file__).parent.parent.parent / "jaxvllm/assets/demo"
+    facts = EngineFacts(str(directory), 2048, 64, (1,), SamplingParams(), 1, 8, 16, 2)
+    for template, prompt in ((None, "<|bos|><|user|>hi<|end|><|assistant|>"), ("{{ messages[0].content }}!", "hi!")):
+        llm = AsyncLLM.from_config(EngineConfig(), chat_template=template)
+        llm._open(facts)
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == prompt
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,14 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Distribute:
+    """Computes the distributions of some rows of a step whose first half is computed."""
+
+    bucket: Bucket
+    packed: NDArray[np.int32]  # [DISTRIBUTION_BATCH], rows of the step
+
+
+@dataclass(frozen=True)
 class Sample:
     """Computes the second half of a step."""
 
@@ -69,6 +77,13 @@ class Recount:
 
 
 @dataclass(frozen=True)
+class ForkSlots:
+    """Makes slots copies of others."""
+
+    packed: NDArray[np.int32]  # [FORK_BATCH, words], made by `pack_forks`
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -83,7 +98,9 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Sample | Reset | Close
+type Call = (
+    Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | Sample | ForkSlots | Reset | Close
+)
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
@@ -99,7 +116,9 @@ _KINDS: tuple[type[Message], ...] = (
     Step,
     Forward,
     Mask,
+    Distribute,
     Sample,
+    ForkSlots,
 )
 _NO_WORDS = np.zeros(0, np.int32)
 

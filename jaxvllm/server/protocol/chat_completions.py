@@ -13,6 +13,7 @@ from jaxvllm.server.protocol.fields import (
     FunctionName,
     Limit,
     Messages,
+    ReasoningEffort,
     Reply,
     SamplingFields,
     ScoringFields,
@@ -20,10 +21,11 @@ from jaxvllm.server.protocol.fields import (
     Strings,
     TemplateVariables,
     Usage,
+    effort_variables,
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
-from jaxvllm.server.protocol.response_format import ResponseFormat, one_form, structured_outputs
+from jaxvllm.server.protocol.response_format import ResponseFormat, one_form
 from jaxvllm.text.assistant_message import AssistantMessage
 from jaxvllm.text.message_events import Arguments, CallBegin, Content, Event, Reasoning
 from jaxvllm.text.tool_use import Tool, ToolUse
@@ -43,6 +45,10 @@ class ChatTool(Strict):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    def tool(self) -> Tool:
+        """Returns the tool in the form that does not depend on the endpoint."""
+        return Tool(self.function.name, self.function.parameters, self.function.description)
 
 
 type Tools = Annotated[list[ChatTool], FailFast(), Field(max_length=MAX_TOOLS)]
@@ -69,7 +75,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     max_completion_tokens: Limit | None = None  # None: up to the model's length
     max_tokens: int | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     echo: bool | None = None  # begin the answer with the last message's text, if it is the assistant's
     add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool = False
@@ -83,7 +89,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     response_format: ResponseFormat | None = None  # type: ignore[assignment]
     include_reasoning: bool | None = None  # false: the reasoning is left out of the answer
     # A variable of the chat template. "none" also means include_reasoning false and enable_thinking false.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     functions: list[Any] | None = neutral([])
     function_call: Any | None = neutral("none", "auto")
@@ -93,6 +99,7 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     verbosity: str | None = neutral("medium")
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
+    prompt_cache_retention: str | None = neutral("in_memory")
     # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     documents: list[Any] | None = neutral([])
@@ -118,24 +125,28 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        if self.reasoning_effort == "none":
-            effort["enable_thinking"] = False  # type: ignore[assignment]
-        return effort | (self.chat_template_kwargs or {})
+        return effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        functions = [tool.function for tool in self.tools or []]
-        tools = tuple(Tool(one.name, one.parameters, one.description) for one in functions)
+        tools = tuple(tool.tool() for tool in self.tools or ())
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedToolChoice):
             return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
         return ToolUse(tools, self.tool_choice or "auto", parallel=parallel)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return "response_format"
+        return "structured_outputs" if self.structured_outputs is not None else "tools"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
         form = one_form(
-            response_format=structured_outputs(self.response_format),
+            response_format=asked,
             structured_outputs=self.structured_outputs,
             tool_choice=self.tool_use().structured_outputs(),
         )
@@ -253,7 +264,9 @@ def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -
     calls_tools = has_calls and completion.finish_reason == "stop"
     made: dict[str, Any] = {
         "index": completion.index,
-        "logprobs": chat_logprobs(completion, request.num_logprobs or 0, request.return_tokens_as_token_ids),
+        "logprobs": chat_logprobs(
+            completion, request.shown_logprobs(request.num_logprobs), request.return_tokens_as_token_ids
+        ),
         "finish_reason": "tool_calls" if calls_tools else completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }

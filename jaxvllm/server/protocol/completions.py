@@ -17,7 +17,7 @@ from jaxvllm.server.protocol.fields import (
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import CompletionLogprobs, PromptLogprobList
-from jaxvllm.server.protocol.response_format import ResponseFormat, one_form, structured_outputs
+from jaxvllm.server.protocol.response_format import ResponseFormat, one_form
 
 MAX_PROMPTS = 1024  # in one request
 # OpenAI's own default.
@@ -31,7 +31,7 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
 
     prompt: str | Strings | Tokens | Prompts
     max_tokens: int | None = None  # None: 16, as OpenAI's; 0, with echo or prompt_logprobs: only score the prompt
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     echo: bool | None = None  # begin the answer with the prompt; with max_tokens 0 the answer is only the prompt
 
     response_format: ResponseFormat | None = None  # type: ignore[assignment]
@@ -53,9 +53,14 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
         asked = [self.prompt_logprobs, echoed if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
-        asked = structured_outputs(self.response_format)
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
         form = one_form(response_format=asked, structured_outputs=self.structured_outputs)
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 

@@ -8,13 +8,18 @@ from itertools import islice
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailFast, Field
 
+from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
-from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.server.errors import UNKNOWN_TYPE
+
+# The count of log-probabilities for the whole vocabulary.
+ALL_LOGPROBS = -1
 
 
 class Strict(BaseModel):
@@ -52,6 +57,22 @@ def neutral(*values: Any) -> Any:
     return field
 
 
+def by_type(*kinds: str, default: str | None = None) -> Discriminator:
+    """Returns the discriminator of a union of objects by their `type`. Its members have tags such as `<message>`.
+
+    An object without a type has the type `default`.
+    """
+
+    def tag(value: Any) -> str | None:
+        if not isinstance(value, dict | BaseModel):
+            return f"<{kinds[0]}>"  # which says that the value is no object
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return f"<{kind}>" if isinstance(kind, str) else None
+
+    told = f"Input should be {' or '.join(map(repr, kinds))}"
+    return Discriminator(tag, custom_error_type=UNKNOWN_TYPE, custom_error_message=told)
+
+
 # The most messages of a conversation: rendering 50,000 keeps all other requests waiting for half a second.
 MAX_MESSAGES = 10_000
 
@@ -82,6 +103,20 @@ type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_vari
 # The most tokens to generate, in a field that is not called max_tokens. It is checked here, so that an error names the
 # field that was given.
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
+
+
+type PromptLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+# How much a model that reasons should do of it, for templates that know such a variable.
+type ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_variables(effort: ReasoningEffort | None) -> dict[str, Any]:
+    """Returns the variables that tell a chat template how much the model should reason."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 # JSON has integers of any length, but the messages to the engine do not.
@@ -128,17 +163,69 @@ class SamplingFields(Strict):
     skip_reading_prefix_cache: bool | None = None
     stream_interval: int | None = None
 
-    use_beam_search: bool | None = neutral(False)
-    length_penalty: float | None = neutral(1)
+    use_beam_search: bool | None = None  # the n most likely answers that n beams find; a stream of it has one chunk
+    length_penalty: float | None = None  # of beam search: above 0 favors long answers, below 0 short ones; 1 by default
+    # Of beam search. true: it ends when n answers are complete; "never" is the same as false.
+    early_stopping: bool | Literal["never"] | None = None
     logits_processors: list[Any] | None = neutral([])
+
+    def shown_logprobs(self, count: int | None) -> int:
+        """Returns how many log-probabilities to show of each token if the client wants `count`; all that it named."""
+        return (count or 0) if self.logprob_token_ids is None else ALL_LOGPROBS
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set."""
         return {name: value for name in _PARAMS if (value := getattr(self, name)) is not None}
 
+    def beams(self, params: SamplingParams, max_tokens: int) -> BeamSearchParams | None:
+        """Returns the parameters of the beam search that the client asks for, if it asks for one.
+
+        `params` are those of the request without it. Raises ValueError for a field that a beam search does not have.
+        """
+        if not self.use_beam_search:
+            for name, neutral_values in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False, "never"))):
+                if (value := getattr(self, name)) not in neutral_values:
+                    raise ParameterError(f"{name} {value} needs use_beam_search: true", name)
+            return None
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs cannot be had of a beam search: leave it out", "prompt_logprobs")
+        if params.structured_outputs is not None:  # of response_format or tool_choice, too
+            raise ParameterError(
+                "structured outputs cannot be had of a beam search: leave one of them out", "use_beam_search"
+            )
+        for field in fields(SamplingParams):
+            if field.name in self.chosen().keys() - _OF_BEAMS and getattr(params, field.name) != field.default:
+                raise ParameterError(f"{field.name} has no meaning for a beam search: leave it out", field.name)
+        return BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=max_tokens,
+            ignore_eos=params.ignore_eos,
+            temperature=params.temperature,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            early_stopping=self.early_stopping or False,
+        )
+
 
 # The fields that have the same name in `SamplingParams`.
 _PARAMS = tuple(field.name for field in fields(SamplingParams) if field.name in SamplingFields.model_fields)
+
+
+# Those of them that a beam search has too, and the seed, which many clients always send.
+_OF_BEAMS = frozenset(
+    (
+        "n",
+        "temperature",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "skip_reading_prefix_cache",
+        "stream_interval",
+        "seed",
+    )
+)
 
 
 class EngineFields(Strict):
@@ -147,9 +234,14 @@ class EngineFields(Strict):
     priority: Priority = 0  # lower values run first, if the engine has scheduling_policy="priority"
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # equal salts share cached prefixes
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> GenerationRequest:
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, beams: BeamSearchParams | None = None
+    ) -> GenerationRequest:
         """Makes the engine's request for one prompt of this HTTP request."""
-        return GenerationRequest(request_id, replace(prompt, cache_salt=self.cache_salt), params, self.priority)
+        salted = replace(prompt, cache_salt=self.cache_salt)
+        if beams is not None:
+            params = beams.sampling_params(params)
+        return GenerationRequest(request_id, salted, params, self.priority, beams)
 
 
 class RequestFields(Strict):
@@ -180,7 +272,7 @@ class RequestFields(Strict):
 class ScoringFields(RequestFields):
     """The fields of a request that may also score its prompt."""
 
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # best of each prompt token; not in a stream
+    prompt_logprobs: PromptLogprobs | None = None  # best of each prompt token; not in a stream
 
     def check_stream(self) -> None:
         super().check_stream()

@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from jaxvllm.engine.outputs import CompletionOutput, Logprob
-from jaxvllm.server.protocol.fields import Reply
+from jaxvllm.server.protocol.fields import ALL_LOGPROBS, Reply
 
 # JSON has no infinity. vLLM writes this number instead.
 LOWEST = -9999.0
@@ -102,6 +102,8 @@ def _top(token_id: int, ranked: Ranked, count: int, as_ids: bool) -> dict[str, f
 
 
 def _best(ranked: Ranked, count: int) -> Sequence[int]:
+    if count == ALL_LOGPROBS:
+        return sorted(ranked, key=lambda one: ranked[one].rank or 1)
     # `ranked` begins with the chosen token, whatever its rank. Here it is among the best only if its rank is.
     return sorted((one for one in ranked if (ranked[one].rank or 1) <= count), key=lambda one: ranked[one].rank or 1)
 

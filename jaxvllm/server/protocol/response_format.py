@@ -1,24 +1,14 @@
 """`response_format`: OpenAI's way to ask for a form of the answer's text."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.server.protocol.fields import Strict
-
-
-class ResponseFormatText(Strict):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class ResponseFormatJsonObject(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
 
 
 class ResponseJsonSchema(Strict):
@@ -29,51 +19,44 @@ class ResponseJsonSchema(Strict):
     name: str
     description: str | None = None
     # The name of the attribute differs, because pydantic has a method of this name.
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")  # None: any JSON object
-    strict: bool | None = None  # the schema is enforced in any case
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")  # null: any JSON object
+    strict: bool | None = None  # has no effect: the schema is enforced in any case
 
 
-class ResponseFormatJsonSchema(Strict):
-    """JSON of a schema."""
+class ResponseFormat(Strict):
+    """The form of the answer's text."""
 
-    type: Literal["json_schema"]
-    json_schema: ResponseJsonSchema
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: ResponseJsonSchema | None = None  # only with this type
+    # vLLM's description of free text in which tagged parts have a form: either the first two, or the third.
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+    format: dict[str, Any] | None = None
 
-
-class ResponseFormatStructuralTag(Strict):
-    """Free text in which tagged parts have a form. vLLM's description of the tags is passed on as it is."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["structural_tag"]
-
-
-type ResponseFormat = Annotated[
-    ResponseFormatText | ResponseFormatJsonObject | ResponseFormatJsonSchema | ResponseFormatStructuralTag,
-    Field(discriminator="type"),
-]
-
-
-def structured_outputs(format: Strict | None, field: str = "response_format") -> StructuredOutputsParams | None:
-    """Returns the form that `format`, a `ResponseFormat` in the request's `field`, asks for; None where any will do."""
-    try:
-        match format:
-            case ResponseFormatJsonObject():
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Returns the form, or None where any text will do. Raises ParameterError for one that is not complete."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
                 return StructuredOutputsParams(json_object=True)
-            case ResponseFormatJsonSchema(json_schema=ResponseJsonSchema(json_schema=None)):
-                return StructuredOutputsParams(json_object=True)
-            case ResponseFormatJsonSchema(json_schema=ResponseJsonSchema(json_schema=schema)):
-                return StructuredOutputsParams(json=schema)  # type: ignore[arg-type]  # it is stored as text
-            case ResponseFormatStructuralTag():
-                return StructuredOutputsParams(structural_tag=format.model_dump())  # type: ignore[arg-type]
-    except ParameterError as error:
-        raise ParameterError(f"{field}: {error}", field) from error
-    return None
+            case "json_schema":
+                if self.json_schema is None:
+                    raise ParameterError("response_format.json_schema is missing", "response_format.json_schema")
+                schema = self.json_schema.json_schema
+                asked: dict[str, Any] = {"json_object": True} if schema is None else {"json": schema}
+            case "structural_tag":
+                asked = {"structural_tag": self.model_dump(exclude_none=True)}
+        try:
+            return StructuredOutputsParams(**asked)
+        except ParameterError as error:  # it is too large
+            raise ParameterError(f"response_format: {error}", "response_format") from error
 
 
-def one_form(
-    **forms: StructuredOutputsParams | dict[str, Any] | None,
-) -> StructuredOutputsParams | dict[str, Any] | None:
+type Form = StructuredOutputsParams | dict[str, Any]
+
+
+def one_form(**forms: Form | None) -> Form | None:
     """Returns the one form that the fields of a request ask for. Raises ParameterError when several fields ask for one.
 
     The error names the first of them, so the field that a client would rather leave out comes first.
@@ -83,3 +66,15 @@ def one_form(
         first, second = list(given)[:2]
         raise ParameterError(f"{first} and {second} ask for two forms of one answer: leave one of them out", first)
     return next(iter(given.values()), None)
+
+
+@contextmanager
+def form_given_as(field: str) -> Iterator[None]:
+    """Makes errors about `structured_outputs` that are raised inside the block name the request's own `field`."""
+    try:
+        yield
+    except (ParameterError, UnsupportedParameterError) as error:
+        if error.param == "structured_outputs" != field:
+            error.param = field
+            error.args = (f"{field}: {error}",)
+        raise

@@ -2,53 +2,41 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     EngineFields,
+    FunctionName,
     Limit,
+    ReasoningEffort,
     Reply,
     RequestFields,
     SamplingFields,
     Strict,
     TemplateVariables,
+    effort_variables,
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import TokenLogprob, chat_logprobs
+from jaxvllm.server.protocol.response_format import one_form
+from jaxvllm.server.protocol.response_items import (
+    InputItem,
+    InputMessage,
+    OutputItem,
+    OutputText,
+    ReasoningText,
+    messages_of,
+)
+from jaxvllm.text.tool_use import Tool, ToolUse
 
 LOGPROBS = "message.output_text.logprobs"
-type Role = Literal["user", "assistant", "system", "developer"]
-type Include = Annotated[list[Literal["message.output_text.logprobs"]], FailFast()]
-type ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class InputPart(Strict):
-    """A text in a message. Clients may send the text of an earlier response back unchanged."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-    annotations: list[Any] | None = neutral([])
-    logprobs: list[Any] | None = None  # part of an earlier response; has no effect here
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-
-
-class InputItem(Strict):
-    """A message. The answer continues the last one if it is the assistant's and its status is not `completed`."""
-
-    type: Literal["message"] = "message"
-    role: Role
-    content: Annotated[
-        list[InputPart], FailFast(), BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
-    ]  # a text, or several parts, which are joined by newlines
-    id: str | None = None
-    status: ItemStatus | None = None
-    phase: Literal["commentary", "final_answer"] | None = None  # set by reasoning models
+# Encrypted reasoning is for clients of servers that hide it. Here it is in plain text, and comes in any case.
+type Include = Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FailFast()]
 
 
 def _as_items(given: Any) -> Any:
@@ -56,9 +44,31 @@ def _as_items(given: Any) -> Any:
 
 
 class TextFormat(Strict):
-    """The format of the answer."""
+    """The form of the answer's text."""
 
-    type: Literal["text"]
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None  # the rest goes with a JSON schema
+    description: str | None = None
+    # The name of the attribute differs, because pydantic has a method of this name.
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None  # has no effect: the schema is enforced in any case
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Returns the form, or None where any text will do. Raises ParameterError for one that is not complete."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return StructuredOutputsParams(json_object=True)
+        if self.json_schema is None:
+            raise ParameterError("text.format.schema is missing", "text.format.schema")
+        asked: dict[str, Any] = {"json": self.json_schema}  # it is stored as text
+        try:
+            return StructuredOutputsParams(**asked)
+        except ParameterError as error:  # it is too large
+            raise ParameterError(f"text.format: {error}", "text.format") from error
 
 
 class TextConfig(Strict):
@@ -66,6 +76,47 @@ class TextConfig(Strict):
 
     format: TextFormat | None = None
     verbosity: str | None = neutral("medium")
+
+
+class ReasoningConfig(Strict):
+    """The options of the reasoning."""
+
+    # A variable of the chat template. "none" also leaves the reasoning out of the answer, and sets enable_thinking.
+    effort: ReasoningEffort | None = None
+    summary: str | None = neutral("auto")  # there is none
+    generate_summary: str | None = neutral("auto")
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
+    strict: bool | None = None  # has no effect: only tool_choice "required" and named functions force the schema
+    defer_loading: bool | None = neutral(False)
+
+
+type FunctionTools = Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)]
+
+
+class NamedFunction(Strict):
+    """A function of `tools`."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedTools(Strict):
+    """The functions of `tools` that the model may call now."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], FailFast(), Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+type OneOrSomeTools = Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
 
 
 class ResponsesStreamOptions(Strict):
@@ -87,24 +138,28 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     instructions: str | None = None  # the text of a system message before all others
     max_output_tokens: Limit | None = None  # None: up to the model's length
     include: Include | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: FunctionTools | None = None
+    # auto, which is the default: the model decides; required: it must call a function; or the one that it must call
+    tool_choice: Literal["auto", "none", "required"] | OneOrSomeTools | None = None
+    parallel_tool_calls: bool | None = None  # false: only the first call of an answer is kept
+    max_tool_calls: int | None = None  # of OpenAI's own tools, which are not here
     chat_template_kwargs: TemplateVariables | None = None
 
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
     n: int | None = neutral(1)
+    use_beam_search: bool | None = neutral(False)
+    length_penalty: float | None = neutral(1)
+    early_stopping: bool | Literal["never"] | None = neutral(False, "never")
     return_token_ids: bool | None = neutral(False)  # type: ignore[assignment]
     store: bool | None = neutral(False)
     background: bool | None = neutral(False)
     previous_response_id: str | None = neutral()
     conversation: Any | None = neutral()
     prompt: dict[str, Any] | None = neutral()
-    reasoning: dict[str, Any] | None = neutral({})
     truncation: str | None = neutral("disabled")
-    tools: list[Any] | None = neutral([])
-    tool_choice: Any | None = neutral("none", "auto")
-    max_tool_calls: int | None = None  # has no effect without tools; nor has parallel_tool_calls
-    parallel_tool_calls: bool | None = None
     context_management: list[Any] | None = neutral([])
     moderation: dict[str, Any] | None = neutral({})
     prompt_cache_retention: str | None = neutral("in_memory")
@@ -113,43 +168,63 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     @property
     def num_logprobs(self) -> int | None:
         """The number of best tokens to report beside the chosen one. Raises ValueError when `include` lacks them."""
-        if not self.include:
+        if LOGPROBS not in (self.include or ()):
             if self.top_logprobs:
                 raise ParameterError(f'top_logprobs needs include: ["{LOGPROBS}"]', "top_logprobs")
             return None
         return self.top_logprobs or 0
 
     @property
-    def continues(self) -> bool:
-        """Whether the answer continues the last message, by the same rule as in vLLM."""
-        return self.input[-1].role == "assistant" and self.input[-1].status in ("in_progress", "incomplete")
+    def continued(self) -> str | None:
+        """The text of the last message if the answer continues it, by the same rule as in vLLM, or None."""
+        last = self.input[-1]
+        if not isinstance(last, InputMessage) or last.role != "assistant":
+            return None
+        unfinished = last.status in ("in_progress", "incomplete")
+        return "\n".join(part.text for part in last.content) if unfinished else None
 
     def messages(self) -> list[dict[str, Any]]:
         """Returns the conversation in the form for templates."""
         said = [] if not self.instructions else [{"role": "system", "content": self.instructions}]
-        return said + [
-            {"role": item.role, "content": [{"type": "text", "text": part.text} for part in item.content]}
-            for item in self.input
-        ]
+        return said + messages_of(self.input)
 
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the reasoning is a part of the answer."""
+        return self.reasoning is None or self.reasoning.effort != "none"
 
-class OutputText(Reply):
-    """The answer's text."""
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return effort_variables(effort) | (self.chat_template_kwargs or {})
 
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]  # always empty
-    logprobs: list[TokenLogprob]
+    def tool_use(self) -> ToolUse:
+        """Returns the tools. Raises ParameterError for a choice that they do not allow."""
+        tools = tuple(Tool(one.name, one.parameters, one.description) for one in self.tools or ())
+        parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case NamedFunction(name=name):
+                return ToolUse(tools, "named", name, parallel)
+            case AllowedTools(mode=mode, tools=allowed):
+                for index, one in enumerate(allowed):
+                    if one.name not in (names := [tool.name for tool in tools]):
+                        where = f"tool_choice.tools[{index}]"
+                        raise ParameterError(f"{where} is {one.name!r:.60}, and the tools are {names[:20]}", where)
+                wanted = {one.name for one in allowed}
+                return ToolUse(tuple(tool for tool in tools if tool.name in wanted), mode, parallel=parallel)
+            case choice:
+                return ToolUse(tools, choice or "auto", parallel=parallel)
 
-
-class OutputMessage(Reply):
-    """The message that is the answer."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: ItemStatus
-    content: list[OutputText]
+    def chosen(self) -> dict[str, Any]:
+        """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        format = self.text.format if self.text else None
+        form = one_form(
+            **{"text.format": None if format is None else format.structured_outputs()},
+            structured_outputs=self.structured_outputs,
+            tool_choice=self.tool_use().structured_outputs(),
+        )
+        return super().chosen() | ({} if form is None else {"structured_outputs": form})
 
 
 class InputTokensDetails(Reply):
@@ -204,18 +279,18 @@ class ResponsesResponse(Reply):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None
     prompt_cache_key: str | None
-    reasoning: None
+    reasoning: ReasoningConfig | None
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]
     temperature: float
     text: TextConfig
-    tool_choice: Literal["auto", "none"]
-    tools: list[Any]
+    tool_choice: Literal["auto", "none", "required"] | OneOrSomeTools
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
@@ -237,21 +312,21 @@ class ResponseEvent(_Event):
 
 
 class OutputItemEvent(_Event):
-    """The event at the beginning and at the end of the answer."""
+    """The event at the beginning and at the end of an item of the answer."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class ContentPartEvent(_Event):
-    """The event at the beginning and at the end of the answer's text."""
+    """The event at the beginning and at the end of a text."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
 class TextDeltaEvent(_Event):
@@ -276,6 +351,45 @@ class TextDoneEvent(_Event):
     logprobs: list[TokenLogprob]
 
 
+class ReasoningDeltaEvent(_Event):
+    """The event with a new part of the reasoning."""
+
+    type: Literal["response.reasoning_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDoneEvent(_Event):
+    """The event with the whole reasoning."""
+
+    type: Literal["response.reasoning_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ArgumentsDeltaEvent(_Event):
+    """The event with a new part of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(_Event):
+    """The event with all arguments of a call."""
+
+    type: Literal["response.function_call_arguments.done"]
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
 class ErrorEvent(_Event):
     """The event of an error. The event `response.failed` follows it."""
 
@@ -286,18 +400,27 @@ class ErrorEvent(_Event):
 
 
 type ResponsesEvent = Annotated[
-    ResponseEvent | OutputItemEvent | ContentPartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent,
+    ResponseEvent
+    | OutputItemEvent
+    | ContentPartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+    | ErrorEvent,
     Field(discriminator="type"),
 ]
 
 
-def responses_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+def responses_usage(num_prompt: int, num_output: int, num_cached: int, num_reasoning: int) -> dict[str, Any]:
     """Returns a `ResponsesUsage` as it is encoded."""
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": num_prompt + num_output,
     }
 
@@ -306,6 +429,10 @@ def token_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> li
     """Returns `TokenLogprob`s with the `count` best of each token, or an empty list if the request wants none."""
     made = chat_logprobs(completion, count, as_ids)
     return [] if made is None else made["content"]
+
+
+def _told(value: Any) -> Any:
+    return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, Strict) else value
 
 
 def echoed(request: ResponsesRequest) -> dict[str, Any]:
@@ -319,13 +446,13 @@ def echoed(request: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": None,
+        "reasoning": None if request.reasoning is None else request.reasoning.model_dump(),
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [],
+        "text": _told(request.text) if request.text and request.text.format else {"format": {"type": "text"}},
+        "tool_choice": _told(request.tool_choice) or "auto",
+        "tools": [tool.model_dump(exclude_none=True) | {"parameters": tool.parameters} for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",
         "user": request.user,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxvllm.server.protocol.chat_completions import Tools
 from jaxvllm.server.protocol.fields import Messages, Reply, Strict, TemplateVariables, Tokens, neutral
 
 
@@ -18,8 +19,8 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Tools | None = None
 
-    tools: list[Any] | None = neutral([])
     # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     mm_processor_kwargs: dict[str, Any] | None = neutral({})

@@ -7,20 +7,21 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from jaxvllm.core.request import Prompt
-from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
+from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.server.answer import Answer
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, delta_of, message_of, parts
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.chat_messages import checked_messages
-from jaxvllm.text.message_events import CallEnd, Content, Event, Reasoning
+from jaxvllm.text.message_events import Event, Reasoning
 from jaxvllm.text.prompts import PromptRoom
-from jaxvllm.text.reasoning_tokens import ReasoningTokens
 
 
 def router(service: Service) -> APIRouter:
@@ -39,10 +40,11 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
     body.check_stream()
+    service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.limit,
+        max_tokens=service.max_tokens(body.limit),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         stream=bool(body.stream),
@@ -51,9 +53,12 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
-    asked = body.request(engine_id, prompt, service.with_marks(params, format))
+    params = service.with_marks(params, format)
+    room = service.reader.max_model_len - len(prompt.token_ids)
+    asked = body.request(engine_id, prompt, params, body.beams(params, room if body.limit is None else body.limit))
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
-    return await respond(request, service, [asked], exchange.whole, exchange.events)
+    with form_given_as(body.form_field):
+        return await respond(request, service, [asked], exchange.whole, exchange.events)
 
 
 class _Exchange:
@@ -73,7 +78,7 @@ class _Exchange:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         choices = []
-        answers = [_Answer(self._format, self._service, self._prompt, self._continued) for _ in output.outputs]
+        answers = [Answer(self._format, self._service, self._prompt, self._continued) for _ in output.outputs]
         for answer, completion in zip(answers, output.outputs, strict=True):
             message = AssistantMessage.of(self._shown(answer.read(completion)))
             made = parts(self._body, completion, bool(message.calls))
@@ -86,7 +91,7 @@ class _Exchange:
     async def events(self, generation: Generation) -> Events:
         head = self._head | {"object": "chat.completion.chunk"}
         options = self._body.stream_options or StreamOptions()
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         num_prompt = num_tokens = num_cached = 0
         async for _, output in generation.outputs():
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
@@ -94,7 +99,7 @@ class _Exchange:
                 num_tokens += len(completion.token_ids)
                 is_first = completion.index not in answers
                 if is_first:
-                    answers[completion.index] = _Answer(self._format, self._service, self._prompt, self._continued)
+                    answers[completion.index] = Answer(self._format, self._service, self._prompt, self._continued)
                 answer = answers[completion.index]
                 delta = delta_of(self._shown(answer.read(completion)))
                 shown: dict[str, Any] = {}
@@ -125,42 +130,11 @@ class _Exchange:
         """Whether a chunk without text tells something."""
         return bool(self._body.logprobs or self._body.return_token_ids or options.continuous_usage_stats)
 
-    def _num_reasoning(self, answers: Iterable["_Answer"]) -> int | None:
+    def _num_reasoning(self, answers: Iterable[Answer]) -> int | None:
         """Returns the number of tokens of the reasoning so far, or None if the model has none."""
         if self._format.reasoning is None:
             return None
         return sum(answer.num_reasoning_tokens for answer in answers)
-
-
-class _Answer:
-    """One of the completions, as far as it has come."""
-
-    def __init__(self, format: AnswerFormat, service: Service, prompt: Prompt, continued: str | None):
-        self.has_calls = False
-        prompt_text = prompt.text or ""
-        self._reader = None if format.is_plain else format.reader(prompt_text, continued)
-        self._reasoning: list[str] = []
-        self._tokens: ReasoningTokens | None = None
-        if format.reasoning is not None:
-            is_open = format.reasoning.opens(prompt_text, continued)
-            self._tokens = ReasoningTokens(format.reasoning, service.tokenizer, is_open)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return 0 if self._tokens is None else self._tokens.total("".join(self._reasoning))
-
-    def read(self, completion: CompletionOutput) -> list[Event]:
-        """Returns what the new text of the completion says, and what its end says if it has ended."""
-        if self._reader is None:
-            return [Content(completion.text)]
-        events = self._reader.push(completion.text)
-        if completion.finish_reason is not None:
-            events += self._reader.finish()
-        if self._tokens is not None:
-            self._tokens.add(completion.token_ids)
-            self._reasoning += [event.text for event in events if isinstance(event, Reasoning)]
-        self.has_calls = self.has_calls or any(isinstance(event, CallEnd) for event in events)
-        return events
 
 
 def _read(service: Service, body: ChatRequest, room: PromptRoom) -> Prompt:

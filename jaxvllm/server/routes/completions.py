@@ -17,6 +17,7 @@ from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.prompts import PromptRoom
@@ -41,7 +42,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     params = params_of(
         service.defaults,
         body.chosen(),
-        max_tokens=body.limit,
+        max_tokens=service.max_tokens(body.limit),
         logprobs=body.logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
         stream=bool(body.stream),
@@ -51,9 +52,11 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
         service.check_room(prompt, body.max_tokens, "max_tokens")
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
-    asked = [body.request(name, prompt, params) for name, prompt in zip(ids, prompts, strict=True)]
+    beams = body.beams(params, body.limit)
+    asked = [body.request(name, prompt, params, beams) for name, prompt in zip(ids, prompts, strict=True)]
     exchange = _Exchange(service, body, model, asked, answer_id)
-    return await respond(request, service, asked, exchange.whole, exchange.events)
+    with form_given_as(body.form_field):
+        return await respond(request, service, asked, exchange.whole, exchange.events)
 
 
 class _Exchange:
@@ -133,8 +136,9 @@ class _Exchange:
         """Returns a `CompletionChoice` with the new part for prompt `index`, `offset` characters into the choice."""
         body = self._body
         logprobs = None
-        if body.logprobs is not None:
-            logprobs = completion_logprobs(tokens, body.logprobs, body.return_tokens_as_token_ids, offset)
+        if completion.logprobs is not None:
+            count = body.shown_logprobs(body.logprobs)
+            logprobs = completion_logprobs(tokens, count, body.return_tokens_as_token_ids, offset)
         echo = (self._asked[index].prompt.text or "") if body.echo and is_first else ""
         made = {
             "index": index * self._n + completion.index,

@@ -5,8 +5,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import Prompt
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
+from jaxvllm.server.answer import Answer
+from jaxvllm.server.content_blocks import BlockStream, blocks_of
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import Events, event, respond
 from jaxvllm.server.generation import Generation
@@ -23,6 +26,8 @@ from jaxvllm.server.protocol.messages import (
 )
 from jaxvllm.server.routes.documented import COMMON, STREAMED, as_anthropic
 from jaxvllm.server.service import Service
+from jaxvllm.text.assistant_message import AssistantMessage
+from jaxvllm.text.message_events import Event, Reasoning
 
 
 def router(service: Service) -> APIRouter:
@@ -33,14 +38,21 @@ def router(service: Service) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
         model = service.model_name(body.model)
+        if body.thinking and body.thinking.type == "enabled" and service.reasoning is None:
+            raise ParameterError("thinking needs a server with --reasoning-parser: leave it out", "thinking")
         params = params_of(
-            service.defaults, body.chosen(), max_tokens=body.max_tokens, logprobs=None, stream=bool(body.stream)
+            service.defaults,
+            body.chosen(),
+            max_tokens=service.max_tokens(body.max_tokens),
+            logprobs=None,
+            stream=bool(body.stream),
         )
+        format = service.answer_format(body.tool_use())
         prompt = await run_in_threadpool(_read, service, body)
         answer_id, engine_id = RequestId.of(request).names("msg_")
-        exchange = _Exchange(model, answer_id)
-        asked = [body.request(engine_id, prompt, params)]
-        return await respond(request, service, asked, exchange.whole, exchange.events, _error_event)
+        asked = body.request(engine_id, prompt, service.with_marks(params, format))
+        exchange = _Exchange(body, Answer(format, service, asked.prompt, body.continued), model, answer_id)
+        return await respond(request, service, [asked], exchange.whole, exchange.events, _error_event)
 
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
     async def count_tokens(body: CountTokensRequest) -> TokenCount:
@@ -54,42 +66,50 @@ def router(service: Service) -> APIRouter:
 class _Exchange:
     """One answer, which makes its bodies."""
 
-    def __init__(self, model: str, answer_id: str):
+    def __init__(self, body: MessagesRequest, answer: Answer, model: str, answer_id: str):
+        self._body = body
+        self._answer = answer
         self._answer_id = answer_id
         self._model = model
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         [completion] = output.outputs
+        content = blocks_of(AssistantMessage.of(self._read(completion)))
         usage = _usage(output, len(completion.token_ids))
-        return self._message([_block(completion.text)], usage) | ending(completion)
+        return self._message(content, usage) | ending(completion, self._answer.has_calls)
 
     async def events(self, generation: Generation) -> Events:
         num_tokens = 0
-        is_open = False
+        stream: BlockStream | None = None
+        is_pinged = False
         async for _, output in generation.outputs():
             [completion] = output.outputs
             num_tokens += len(completion.token_ids)
-            if not is_open:
-                is_open = True
+            if stream is None:
+                stream = BlockStream()
                 yield _event("message_start", message=self._message([], _usage(output, 0)))
-                yield _event("content_block_start", index=0, content_block=_block(""))
-                yield _event("ping")
-            if completion.text:
-                delta = {"type": "text_delta", "text": completion.text}
-                yield _event("content_block_delta", index=0, delta=delta)
+            told = [one for said in self._read(completion) for one in stream.read(said)]
             if output.finished:
-                yield _event("content_block_stop", index=0)
-                yield _event("message_delta", delta=ending(completion), usage=_usage(output, num_tokens))
+                told += stream.finish()
+            for kind, data in told:
+                yield _event(kind, **data)
+                if not is_pinged:
+                    is_pinged = True
+                    yield _event("ping")
+            if output.finished:
+                delta = ending(completion, self._answer.has_calls)
+                yield _event("message_delta", delta=delta, usage=_usage(output, num_tokens))
                 yield _event("message_stop")
+
+    def _read(self, completion: CompletionOutput) -> list[Event]:
+        """Returns what the new part of the completion says."""
+        said = self._answer.read(completion)
+        return said if self._body.shows_thinking else [one for one in said if not isinstance(one, Reasoning)]
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         head = {"id": self._answer_id, "type": "message", "role": "assistant", "model": self._model}
         return head | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
-
-
-def _block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
 
 
 def _event(kind: str, **data: Any) -> bytes:
@@ -106,7 +126,12 @@ def _usage(output: RequestOutput, num_tokens: int) -> dict[str, int]:
 
 def _text(service: Service, body: ConversationFields) -> str:
     """Renders the conversation with the model's template and returns the text of the prompt."""
-    return service.apply_chat_template(body.conversation(), continue_final_message=body.continues)
+    return service.apply_chat_template(
+        body.conversation(),
+        continue_final_message=body.continued is not None,
+        tools=body.tool_use().for_template(),
+        variables=body.template_variables,
+    )
 
 
 def _read(service: Service, body: MessagesRequest) -> Prompt:

@@ -16,7 +16,7 @@ from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
 
 # Fields that would have no effect in a request without messages.
-OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 def router(service: Service) -> APIRouter:
@@ -70,6 +70,7 @@ def _text(service: Service, body: TokenizeRequest) -> str:
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
+            tools=[tool.tool().for_template() for tool in body.tools or ()],
             variables=body.chat_template_kwargs,
         )
     assert body.prompt is not None

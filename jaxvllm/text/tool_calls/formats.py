@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from jaxvllm.text.tool_calls.format import Header, Mark, State, ToolCallFormat
@@ -279,6 +280,26 @@ def guessed_format(template: str) -> ToolCallFormat | None:
         if any(all(sign in template for sign in signs) for signs in format.signs):
             return format
     return None
+
+
+def in_harmony(answer: ToolCallFormat) -> ToolCallFormat:
+    """Returns harmony with an answer that has a format of its own, in the channel that otherwise has content."""
+
+    def name(state: str) -> str:
+        return state if state == "content" else f"answer {state}"
+
+    def channel(text: str) -> Header | None:
+        header = _channel(text)
+        return Header(to=name(answer.start)) if header is not None and header.to == "content" else header
+
+    states = dict(HARMONY.states)
+    for key, state in answer.states.items():
+        if key != "content":
+            marks = tuple(replace(mark, to=name(mark.to)) for mark in state.marks)
+            then = None if state.then is None else name(state.then)
+            states[name(key)] = replace(state, marks=marks, then=then)
+    states["header"] = replace(HARMONY.states["header"], header=channel)
+    return ToolCallFormat(states, HARMONY.start, answer.ids)
 
 
 def required_calls() -> ToolCallFormat:

@@ -140,10 +140,10 @@ class ToolCallParser:
             if to == "":
                 self._break()
             else:
-                spaces = "".join(self._record) if to == self._state.otherwise else ""
+                before = "".join(self._record) if to == self._state.otherwise else ""
                 self._enter(to)
-                if spaces and self._state.reads in OPEN_ENDED:
-                    self._take_text(spaces)
+                if self._state.reads in OPEN_ENDED:  # the white space that was not before a mark belongs to it
+                    self._take_text(before[len(before.rstrip()) :])
         self._pending = text[at:]
 
     # Each of the following reads `text` from `at` on with the present state. It returns the next state ("" after what

@@ -29,6 +29,8 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    Distribute,
+    ForkSlots,
     Forward,
     Mask,
     Message,
@@ -55,11 +57,13 @@ CALLS: tuple[Call, ...] = (
     Recount(np.arange(8, dtype=np.int32)),
     Forward(Bucket(4, 4, width=8), np.arange(5, dtype=np.int32)),
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
+    Distribute(Bucket(16, 4), np.arange(8, dtype=np.int32)),
     Sample(Bucket(16, 4)),
+    ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | ForkSlots
 
 
 def same(one: Message | None, other: Message | None) -> bool:

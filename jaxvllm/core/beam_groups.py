@@ -1,0 +1,108 @@
+"""Beam groups: the slots and pages of requests that are searched by several beams.
+
+A group owns as many slots as its search has beams at most, from its admission to its end. Each beam sits in one of
+them and is stepped like any row, one token at a time: until the host has chosen the survivors its slot is held. The
+survivor that continues a beam stays in its slot. Every other one is a fork: a slot that shares the full pages with
+the one that it continues, and has a copy of the last page, which is partly filled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxvllm.core.beam import BeamSearch, Survivor
+from jaxvllm.core.kv_cache import KVCache
+from jaxvllm.core.request import Request
+from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_plan import Fork
+
+
+@dataclass(eq=False)
+class BeamGroup:
+    """The slots of one request: those of the beams, in the order of `search.beams`, and those without one."""
+
+    request: Request
+    search: BeamSearch
+    slots: list[int]
+    spare: list[int]
+
+
+class BeamGroups:
+    """All groups that run, by the id of their request."""
+
+    def __init__(self, slots: SlotTable, cache: KVCache):
+        self._slots = slots
+        self._cache = cache
+        self._groups: dict[str, BeamGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of(self, request: Request) -> BeamGroup | None:
+        """The group of `request`, if it runs."""
+        return self._groups.get(request.request_id)
+
+    def open(self, request: Request, search: BeamSearch, slot: int) -> None:
+        """Begins the search of `request`, which has just got `slot`, and takes the slots that it will need."""
+        search.restart()
+        spare = self._slots.reserve(search.params.beam_width - 1)
+        self._slots.is_beam[slot] = True
+        self._groups[request.request_id] = BeamGroup(request, search, [slot], spare)
+
+    def keep(self, group: BeamGroup, survivors: Sequence[Survivor]) -> list[int]:
+        """Lets go of the beams that nobody continues. Returns the slot that each of `survivors` continues."""
+        sources = [group.slots[survivor.parent] for survivor in survivors]
+        for slot in set(group.slots) - set(sources):
+            self._cache.release(slot)
+            self._slots.vacate(slot, reserve=True)
+            group.spare.append(slot)
+        group.slots = list(dict.fromkeys(sources))
+        return sources
+
+    def can_fork(self, sources: Sequence[int]) -> bool:
+        """Whether there are pages for `fork` of these slots."""
+        again = list(sources)
+        for slot in set(sources):  # the first survivor of a beam takes its slot over
+            again.remove(slot)
+        return self._cache.can_fork(again, self._num_computed(sources[0]))
+
+    def fork(self, group: BeamGroup, sources: Sequence[int], survivors: Sequence[Survivor]) -> list[Fork]:
+        """Gives each of `survivors` a slot, and returns what the device must do. There is room: ask `can_fork`."""
+        slots: list[int] = []
+        forks: list[Fork] = []
+        for source, survivor in zip(sources, survivors, strict=True):
+            slot, copies = source, self._cache.no_copies
+            if source in slots:
+                slot = group.spare.pop()
+                copies = self._cache.fork(source, slot, self._num_computed(source))
+                self._slots.fork(source, slot)
+            slots.append(slot)
+            forks.append(Fork(source, slot, survivor.token_id, copies))
+        for slot, survivor in zip(slots, survivors, strict=True):
+            self._slots.token_ids[slot, self._slots.num_known[slot] - 1] = survivor.token_id
+            self._slots.is_held[slot] = False
+        group.slots = slots
+        return forks
+
+    def _num_computed(self, slot: int) -> int:
+        """Tokens of a held beam whose KV is computed: all but the last, which was just chosen."""
+        return int(self._slots.num_known[slot]) - 1
+
+    def close(self, group: BeamGroup) -> None:
+        """Frees all slots and pages of `group`."""
+        for slot in group.slots:
+            self._cache.release(slot)
+            self._slots.vacate(slot)
+        self._slots.unreserve(group.spare)
+        del self._groups[group.request.request_id]
+
+    def check_invariants(self) -> None:
+        """Asserts that the groups hold all beams and all slots that are reserved for them. For tests."""
+        beams = [slot for group in self._groups.values() for slot in group.slots]
+        assert sorted(beams) == np.flatnonzero(self._slots.is_beam).tolist(), "a slot has a beam of no group"
+        for group in self._groups.values():
+            assert len(group.slots) + len(group.spare) == group.search.params.beam_width
+            assert len(group.slots) == len(group.search.beams), "a beam has no slot"
+            assert all(self._slots.tenants[slot] is group.request for slot in group.slots)
+            assert len({int(self._slots.num_computed[slot]) for slot in group.slots}) == 1, "beams differ in length"

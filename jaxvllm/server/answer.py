@@ -1,0 +1,39 @@
+"""`Answer`: one completion of a conversation, read as reasoning, content and tool calls while it comes."""
+
+from jaxvllm.core.request import Prompt
+from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.server.service import Service
+from jaxvllm.text.assistant_message import AnswerFormat
+from jaxvllm.text.message_events import CallEnd, Content, Event, Reasoning
+from jaxvllm.text.reasoning_tokens import ReasoningTokens
+
+
+class Answer:
+    """One of the completions of `prompt`, as far as it has come. It continues the text `continued`, if any."""
+
+    def __init__(self, format: AnswerFormat, service: Service, prompt: Prompt, continued: str | None):
+        self.has_calls = False
+        prompt_text = prompt.text or ""
+        self._reader = None if format.is_plain else format.reader(prompt_text, continued)
+        self._reasoning: list[str] = []
+        self._tokens: ReasoningTokens | None = None
+        if format.reasoning is not None:
+            is_open = format.reasoning.opens(prompt_text, continued)
+            self._tokens = ReasoningTokens(format.reasoning, service.tokenizer, is_open)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._tokens is None else self._tokens.total("".join(self._reasoning))
+
+    def read(self, completion: CompletionOutput) -> list[Event]:
+        """Returns what the new text of the completion says, and what its end says if it has ended."""
+        if self._reader is None:
+            return [Content(completion.text)]
+        events = self._reader.push(completion.text)
+        if completion.finish_reason is not None:
+            events += self._reader.finish()
+        if self._tokens is not None:
+            self._tokens.add(completion.token_ids)
+            self._reasoning += [event.text for event in events if isinstance(event, Reasoning)]
+        self.has_calls = self.has_calls or any(isinstance(event, CallEnd) for event in events)
+        return events

@@ -1,0 +1,114 @@
+"""Our answers equal those of vLLM itself for every sampling parameter: `make fixtures-vllm` asked it.
+
+Each case has one right answer (see tools/make_vllm_fixtures.py), so tokens, texts and reasons are compared exactly,
+and log-probabilities as closely as two implementations of float32 can agree.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxvllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
+from jaxvllm.engine.outputs import Logprob
+
+FIXTURE: dict[str, Any] = json.loads((Path(__file__).parent.parent / "fixtures/vllm/expected.json").read_text())
+CASES: list[dict[str, Any]] = FIXTURE["cases"]
+# Few programs to compile, and fewer rows than cases: most cases begin while others are in the middle.
+ENGINE: dict[str, Any] = dict(
+    max_model_len=FIXTURE["max_model_len"], max_num_seqs=8, row_buckets=(8,), token_buckets=(64,), num_pages=513
+)
+ENGINE_OPTIONS = {json.dumps(case["engine"]): case["engine"] for case in CASES}
+# Logits are about 10, and a log-probability has the error of the largest.
+CLOSE = 2e-4
+type Result = RequestOutput | ParameterError | UnsupportedParameterError
+
+
+def prompt_of(llm: LLM, case: dict[str, Any]) -> str | list[int]:
+    """The prompt as vLLM got it. Where something is cut from it, the text."""
+    if isinstance(case["prompt"], str):
+        return str(case["prompt"])
+    text = llm.get_tokenizer().apply_chat_template(case["prompt"])
+    return llm.get_tokenizer().encode(text, add_special_tokens=False)
+
+
+def sampling_params(case: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, **case["params"]})
+
+
+def answers(llm: LLM, cases: Sequence[dict[str, Any]]) -> dict[str, Result]:
+    """What the engine answers when it gets all cases at once, or the error of a case that it refuses."""
+    found: dict[str, Result] = {}
+    taken = []
+    for case in cases:
+        try:
+            llm.engine.check(case["name"], prompt_of(llm, case), sampling_params(case))
+            taken.append(case)
+        except (ParameterError, UnsupportedParameterError) as error:
+            found[case["name"]] = error
+    outputs = llm.generate(
+        [prompt_of(llm, case) for case in taken], [sampling_params(case) for case in taken], use_tqdm=False
+    )
+    return found | {case["name"]: output for case, output in zip(taken, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[str, Result]]:
+    found: dict[str, Result] = {}
+    for key, options in ENGINE_OPTIONS.items():
+        cases = [case for case in CASES if json.dumps(case["engine"]) == key]
+        if options.keys() <= EngineConfig.__dataclass_fields__.keys():
+            with LLM("demo", **ENGINE, **options) as llm:
+                found |= answers(llm, cases)
+        else:
+            refused = UnsupportedParameterError("the engine has no such option", next(iter(options)))
+            found |= {case["name"]: refused for case in cases}
+    yield found
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_equals_vllm(results: dict[str, Result], case: dict[str, Any]) -> None:
+    result = results[case["name"]]
+    if isinstance(result, Exception):
+        # Nothing computes this parameter yet, and the engine says so.
+        assert result.param in case["params"] or result.param in case["engine"], result
+        return
+    assert list(result.prompt_token_ids) == case["prompt_token_ids"]
+    assert len(result.outputs) == len(case["outputs"])
+    for completion, wanted in zip(result.outputs, case["outputs"], strict=True):
+        assert completion.token_ids == wanted["token_ids"]
+        assert completion.text == wanted["text"]
+        assert (completion.finish_reason, completion.stop_reason) == (wanted["finish_reason"], wanted["stop_reason"])
+        compare_logprobs(completion, wanted)
+    if "prompt_logprobs" in case:
+        assert result.prompt_logprobs is not None
+        for ranked, of_token in zip(result.prompt_logprobs, case["prompt_logprobs"], strict=True):
+            compare_ranked(ranked, of_token)
+
+
+def compare_logprobs(completion: CompletionOutput, wanted: dict[str, Any]) -> None:
+    if "logprobs" not in wanted:
+        assert completion.logprobs is None
+        return
+    assert completion.logprobs is not None and completion.cumulative_logprob is not None
+    for ranked, of_token in zip(completion.logprobs, wanted["logprobs"], strict=True):
+        compare_ranked(ranked, of_token)
+    assert completion.cumulative_logprob == pytest.approx(
+        wanted["cumulative_logprob"], abs=CLOSE * len(completion.token_ids)
+    )
+
+
+def compare_ranked(ranked: dict[int, Logprob] | None, wanted: dict[str, Any] | None) -> None:
+    """Compares the log-probabilities of one position: as many tokens, and those of the fixture one by one."""
+    if wanted is None:
+        assert ranked is None
+        return
+    assert ranked is not None and len(ranked) == wanted["count"]
+    for token, value, rank in wanted["tokens"]:
+        one = ranked[token]
+        assert one.logprob == pytest.approx(float("-inf") if value is None else value, abs=CLOSE)
+        assert one.rank == rank

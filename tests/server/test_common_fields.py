@@ -1,0 +1,83 @@
+"""What OpenAI's and Anthropic's clients send along is accepted, or refused by its name, at every endpoint alike."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": dict(messages=MESSAGES, max_tokens=2),
+    "/v1/responses": dict(input="Hello", max_output_tokens=2),
+    "/v1/messages": dict(messages=MESSAGES, max_tokens=2),
+    "/v1/completions": dict(prompt="Hello", max_tokens=2),
+}
+CHAT, RESPONSES, MESSAGES_PATH, COMPLETIONS = BODIES
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    *((path, dict(service_tier="auto")) for path in BODIES),
+    *((path, dict(user="u-1")) for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(metadata={"run": "5"})) for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(safety_identifier="u-1")) for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(prompt_cache_key="u-1")) for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(store=False)) for path in (CHAT, RESPONSES)),
+    *((path, dict(parallel_tool_calls=True)) for path in (CHAT, RESPONSES)),
+    (CHAT, dict(verbosity="medium")),
+    (CHAT, dict(prompt_cache_retention="in_memory")),
+    (RESPONSES, dict(text={"format": {"type": "text"}, "verbosity": "medium"})),
+    (RESPONSES, dict(prompt_cache_retention="in_memory")),
+    (MESSAGES_PATH, dict(metadata={"user_id": "u-1"})),
+    (MESSAGES_PATH, dict(thinking={"type": "disabled"})),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *((path, dict(service_tier="flex"), "service_tier") for path in BODIES),
+    *((path, dict(store=True), "store") for path in BODIES),
+    *((path, dict(user=5), "user") for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(metadata={"run": 5}), "metadata.run") for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(suffix="end"), "suffix") for path in (CHAT, RESPONSES, COMPLETIONS)),
+    (CHAT, dict(verbosity="low"), "verbosity"),
+    (RESPONSES, dict(text={"verbosity": "low"}), "text.verbosity"),
+    (COMPLETIONS, dict(parallel_tool_calls=True), "parallel_tool_calls"),
+    (COMPLETIONS, dict(reasoning_effort="low"), "reasoning_effort"),
+    (COMPLETIONS, dict(verbosity="low"), "verbosity"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ACCEPTED, ids=[f"{path}-{next(iter(b))}" for path, b in ACCEPTED])
+def test_is_accepted(server: Any, path: str, fields: dict[str, Any]) -> None:
+    server.answer(path, **BODIES[path], **fields)
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED, ids=[f"{path}-{param}" for path, _, param in REFUSED])
+def test_is_refused_by_name(server: Any, path: str, fields: dict[str, Any], param: str) -> None:
+    status, error = server.error(path, **BODIES[path], **fields)
+    assert status == 400 and param in error["message"]
+    if path != MESSAGES_PATH:  # Anthropic's errors have no such field
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "path", ["embeddings", "rerank", "score", "images/generations", "audio/transcriptions", "moderations", "files"]
+)
+def test_what_the_server_has_not_is_a_clear_404(server: Any, path: str) -> None:
+    status, error = server.error(f"/v1/{path}", input="Hello", model="demo")
+    assert (status, error["type"]) == (404, "not_found_error")
+    assert error["message"] == "there is no such endpoint: GET /docs lists all"
+
+
+def test_an_operators_limit_holds_for_every_request(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--override-generation-config '{"max_new_tokens": 3}'` tells the engine, and the engine tells the server."""
+    limited = msgspec.structs.replace(server.llm.facts, default_max_tokens=3, most_tokens=3)
+    monkeypatch.setattr(server.llm, "_facts", limited)
+    for path, body in BODIES.items():
+        asked = {name: 50 if "tokens" in name else value for name, value in body.items()} | {"temperature": 0}
+        usage = server.answer(path, **asked)["usage"]
+        assert 3 == usage.get("completion_tokens", usage.get("output_tokens")), path
+    open_ended = server.answer(CHAT, messages=[{"role": "user", "content": "Tell me about a fox."}])
+    assert open_ended["usage"]["completion_tokens"] == 3
+
+
+def test_a_models_own_limit_is_only_the_default(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.llm, "_facts", msgspec.structs.replace(server.llm.facts, default_max_tokens=3))
+    story = dict(messages=[{"role": "user", "content": "Tell me about a fox."}], temperature=0)
+    assert server.answer(CHAT, **story)["usage"]["completion_tokens"] == 3
+    assert server.answer(CHAT, **story, max_tokens=7)["usage"]["completion_tokens"] == 7
