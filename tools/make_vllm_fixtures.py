@@ -379,12 +379,15 @@ def sampling_params(params: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**chosen)
 
 
-def kept(ranked: Mapping[int, Any] | None) -> dict[str, Any] | None:
-    """Returns log-probabilities of one position as [token, value, rank], fewer if there are many."""
+def kept(ranked: Mapping[int, Any] | None, has_ranks: bool = True) -> dict[str, Any] | None:
+    """Returns log-probabilities of one position as [token, value, rank], fewer if there are many.
+
+    With `logprob_token_ids` vLLM has no ranks: it tells the places of the tokens in that list.
+    """
     if ranked is None:
         return None
-    rows = [
-        [token, None if one.logprob == float("-inf") else round(one.logprob, 5), one.rank]
+    rows: list[list[Any]] = [
+        [token, None if one.logprob == float("-inf") else round(one.logprob, 5), one.rank if has_ranks else None]
         for token, one in ranked.items()
     ]
     if len(rows) > MAX_KEPT:
@@ -427,7 +430,8 @@ def record(case: Case, output: Any, margin: float) -> dict[str, Any]:
             "stop_reason": completion.stop_reason,
         }
         if completion.logprobs is not None:
-            made["logprobs"] = [kept(ranked) for ranked in completion.logprobs]
+            has_ranks = "logprob_token_ids" not in case.params
+            made["logprobs"] = [kept(ranked, has_ranks) for ranked in completion.logprobs]
             made["cumulative_logprob"] = round(completion.cumulative_logprob, 5)
         outputs.append(made)
     made = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxvllm.core.step_plan import NOT_SCORED
 from jaxvllm.runtime.batch import Batch
-from jaxvllm.runtime.sampler import DeviceLogprobs, token_logprobs
+from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, token_logprobs
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.axis import ALONE, ModelAxis
 
@@ -23,8 +23,9 @@ def score(
     project: Callable[[jax.Array], jax.Array],
     vocab_size: int,
     axis: ModelAxis = ALONE,
+    options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> DeviceLogprobs:
-    """Returns, for each token of a scored row, the log-probabilities of the token after it, [T].
+    """Returns, for each token of a scored row, the log-probabilities (or logits) of the token after it, [T].
 
     hidden  # [T, E]
     project: [N, E] -> this device's share of the logits, f32[N, V]
@@ -41,7 +42,7 @@ def score(
             return padded.reshape(-1, width, *x.shape[1:])
 
         def score_chunk(chunk: tuple[jax.Array, jax.Array]) -> DeviceLogprobs:
-            return token_logprobs(project(chunk[0]), chunk[1], vocab_size, axis)
+            return token_logprobs(project(chunk[0]), chunk[1], vocab_size, axis, options)
 
         scores = jax.lax.map(score_chunk, (chunks(hidden), chunks(targets)))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], scores)

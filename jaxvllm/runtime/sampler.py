@@ -119,9 +119,20 @@ def distributions(
     return axis.all_rows(_reported(logits, rows, positions, vocab_size, axis, options), len(logits))
 
 
-def token_logprobs(logits: jax.Array, token_ids: jax.Array, vocab_size: int, axis: ModelAxis = ALONE) -> DeviceLogprobs:
-    """Log-probabilities of the unmodified distribution of `token_ids` and of the best, as a prompt's always are."""
-    return _rank(jax.nn.log_softmax(axis.exchange(logits)[:, :vocab_size], axis=-1), token_ids, axis)
+def token_logprobs(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    vocab_size: int,
+    axis: ModelAxis = ALONE,
+    options: SamplerOptions = DEFAULT_OPTIONS,
+) -> DeviceLogprobs:
+    """What is reported of `token_ids` and of the best, of the unmodified distribution, as a prompt's always is."""
+    return _rank(_in_units(axis.exchange(logits)[:, :vocab_size], options), token_ids, axis)
+
+
+def _in_units(values: jax.Array, options: SamplerOptions) -> jax.Array:
+    """Logits as the engine reports them: as they are, or as log-probabilities."""
+    return values if options.logprobs_mode in ("raw_logits", "processed_logits") else jax.nn.log_softmax(values, -1)
 
 
 def _rank(values: jax.Array, token_ids: jax.Array, axis: ModelAxis) -> DeviceLogprobs:
@@ -146,7 +157,7 @@ def _reported(
         own = _own(rows, axis)
         filtered = _filter(whole, own, axis.own_rows(positions))
         values = jnp.where((own["temperature"] > 0)[:, None], filtered, whole)
-    return jax.nn.log_softmax(values, axis=-1) if mode in ("raw_logprobs", "processed_logprobs") else values
+    return _in_units(values, options)
 
 
 def _own(rows: Rows, axis: ModelAxis) -> Rows:

@@ -131,7 +131,7 @@ def forward(
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = state | {"history": history.at[at, rows.positions].set(token_ids, mode="drop")}
     project = partial(project_logits, params, _share(model))
-    scores = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis)
+    scores = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.samples, slots, trash)
