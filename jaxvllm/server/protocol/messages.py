@@ -134,7 +134,7 @@ class MessagesTool(Strict):
     eager_input_streaming: bool | None = None  # has no effect: parts of an input are always sent as they come
     input_examples: list[Any] | None = None  # has no effect: templates have no place for them
     defer_loading: bool | None = neutral(False)
-    allowed_callers: list[str] | None = neutral(["direct"])
+    allowed_callers: Strings | None = neutral(["direct"])
 
 
 type MessagesTools = Annotated[list[MessagesTool], FailFast(), Field(max_length=MAX_TOOLS)]
