@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -169,6 +170,10 @@ class GrammarCompiler:
         return {token.content: token_id for token_id, token in added.items() if token.special and token.content}
 
 
+# The line of llguidance's message that says what is wrong with an expression.
+_REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+
+
 def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
     """An error of llguidance about a grammar, as one that names the keyword at fault where there is one."""
     if params.kind == "json":
@@ -179,6 +184,8 @@ def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
                 f"json has {listed}, which cannot be enforced: leave it out, or set lenient to ignore it",
                 "structured_outputs",
             )
+    if params.kind == "regex" and (reason := _REGEX_ERROR.search(error)):  # the rest shows it within a grammar
+        error = reason[1]
     return ParameterError(f"{params.kind} cannot be compiled: {one_line(error)}", "structured_outputs")
 
 

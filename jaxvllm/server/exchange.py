@@ -1,6 +1,7 @@
 """Answers HTTP requests with a generation: as a whole when it is done, or as a stream of server-sent events."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # After this long without an event a comment is sent, so that no proxy on the way takes the connection for dead.
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
+# Proxies refuse responses whose headers are larger than 4 or 8 KB together.
+MAX_HEADER_CHARS = 2048
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = "text/event-stream"
 
@@ -157,14 +160,30 @@ async def respond(
     """Answers the HTTP `request`, for which the engine completes `requests`.
 
     If it streams, the answer consists of the `events` of the generation, otherwise it is `whole` of the last outputs.
+    What the request asked for and cannot be enforced is in the header x-warnings, as a JSON list.
     """
     params = requests[0].params
     generation = await unless_gone(request, Generation.start(service, requests))
+    response: Response
     if params.output_kind is RequestOutputKind.DELTA:
-        return EventStream(generation, events(generation), error_event, RequestId.of(request).text)
-    async with generation:
-        outputs = await unless_gone(request, generation.results())
-        return await whole_answer(params, lambda: whole(outputs))
+        response = EventStream(generation, events(generation), error_event, RequestId.of(request).text)
+    else:
+        async with generation:
+            outputs = await unless_gone(request, generation.results())
+            response = await whole_answer(params, lambda: whole(outputs))
+    if generation.warnings:
+        response.headers["x-warnings"] = _as_header(generation.warnings)
+    return response
+
+
+def _as_header(texts: Sequence[str]) -> str:
+    """Returns `texts` as a JSON list in ASCII, without those that are too many for a header."""
+    listed: list[str] = []
+    for text in texts:
+        if len(json.dumps([*listed, text])) > MAX_HEADER_CHARS:
+            break
+        listed.append(text)
+    return json.dumps(listed)
 
 
 def _now() -> float:

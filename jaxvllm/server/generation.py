@@ -72,6 +72,11 @@ class Generation:
         generation._open.callback(timer.cancel)
         return generation
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the requests asked for and cannot be enforced, each once."""
+        return list(dict.fromkeys(text for stream in self._streams for text in stream.warnings))
+
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yields every output as it comes, with the index of its prompt."""
         if len(self._streams) == 1:

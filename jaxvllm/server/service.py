@@ -121,13 +121,19 @@ class Service:
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         with concerning(field):
-            return self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(variables or {}),
-            )
+            try:
+                return self.tokenizer.apply_chat_template(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    **(variables or {}),
+                )
+            except ParameterError as error:
+                if field != "messages" and (error.param or "").startswith("messages"):
+                    # The client sent no messages: they were made of this field.
+                    raise ParameterError(f"{field}, as messages: {error}", field) from error
+                raise
 
     def read_prompt(
         self,

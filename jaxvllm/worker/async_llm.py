@@ -401,10 +401,10 @@ class AsyncLLM:
                 case wire.Outputs(outputs):
                     for output in outputs:
                         self._deliver(output)
-                case wire.Accepted(serial):
+                case wire.Accepted(serial, warnings):
                     self._requests.answered(serial)
                     if request := self._requests.get(serial):
-                        request.stream.accept()
+                        request.stream.accept(warnings)
                 case wire.Rejected(serial, reason, overloaded, param):
                     self._requests.answered(serial)
                     self._lose(serial, OverloadedError(reason) if overloaded else ParameterError(reason, param))

@@ -154,7 +154,8 @@ class CommandLoop:
             self._serials[request.request_id] = add.serial
             if request.params.prompt_logprobs is not None:
                 self._unscored.add(add.serial)
-            self._send(wire.Accepted(add.serial))
+            grammar = self._engine.prepare(request)
+            self._send(wire.Accepted(add.serial, [] if grammar is None else list(grammar.result().warnings)))
 
     def _reject(self, add: wire.Add, error: ValueError | OverloadedError) -> None:
         param = error.param if isinstance(error, ParameterError) else None

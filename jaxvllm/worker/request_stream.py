@@ -26,6 +26,7 @@ class RequestStream:
         self._kind = request.params.output_kind
         self._abort = abort
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.warnings: tuple[str, ...] = ()  # of a request that is accepted: what cannot be enforced of it
         self._waiting: RequestOutput | None = None
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
@@ -44,8 +45,9 @@ class RequestStream:
         """Whether the engine has queued the request."""
         return self._accepted.done()
 
-    def accept(self) -> None:
+    def accept(self, warnings: Sequence[str] = ()) -> None:
         """Takes note that the engine has queued the request, and wakes the caller that waits for it."""
+        self.warnings = tuple(warnings)
         self._accepted.set_result(None)
 
     def put(self, output: RequestOutput) -> None:

@@ -102,6 +102,7 @@ class Accepted(Message, frozen=True):
     """Says that a request is queued."""
 
     serial: int
+    warnings: list[str] = []  # what it asked for and cannot be enforced
 
 
 class Rejected(Message, frozen=True):

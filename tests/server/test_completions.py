@@ -460,7 +460,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(guided_json={}), "guided_json"),
     (dict(structured_outputs={}), "structured_outputs"),
     (dict(structured_outputs={"json": {"not": {}}}), "structured_outputs"),
-    (dict(structured_outputs={"regex": "("}, stream=True), "structured_outputs"),  # before the head is sent
+    (dict(structured_outputs={"grammar": "start: b"}, stream=True), "structured_outputs"),  # before the head is sent
 ]
 
 
@@ -628,3 +628,12 @@ def test_text_is_utf8_and_never_half_a_character(server):
     text = complete(server, prompt=prompt, echo=True, max_tokens=1)["choices"][0]["text"]
     assert text.startswith(prompt)
     assert json.loads(json.dumps(text)) == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_enforced_is_told_in_a_header(server, stream):
+    form = {"json": {"type": "array", "uniqueItems": True, "maxItems": 1, "items": {"type": "null"}}, "lenient": True}
+    body = dict(prompt=PROMPT, max_tokens=8, stream=stream, structured_outputs=form)
+    warnings = json.loads(server.post(PATH, **body).headers["x-warnings"])
+    assert warnings == ['the keyword "uniqueItems" at # is not enforced']
+    assert "x-warnings" not in server.post(PATH, **body | {"structured_outputs": None}).headers

@@ -62,7 +62,7 @@ def engine(**methods: Any) -> Any:
         vocab_size=10,
         max_model_len=64,
         eos_token_ids=(2,),
-        default_params=SamplingParams(),
+        defaults=SimpleNamespace(params=SamplingParams(), max_tokens=None, most_tokens=None),
         stats=lambda: STATS,
         take_reports=list,
         prepare=lambda request: None,
@@ -148,7 +148,7 @@ def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> 
             return []
         assert submitted == ["free"]
         grammars["wrong"].set_exception(ParameterError("no grammar", "structured_outputs"))
-        grammars["good"].set_result(None)
+        grammars["good"].set_result(SimpleNamespace(warnings=("not enforced",)))
         return []
 
     done: Future[Any] = Future()
@@ -166,7 +166,7 @@ def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> 
     assert said[0] == wire.Accepted(3), "it waits for nobody"
     assert said[1] == wire.Rejected(2, "the request was aborted", False)
     assert [report for report in said if isinstance(report, wire.Rejected | wire.Accepted)][2:] == [
-        wire.Accepted(0),
+        wire.Accepted(0, ["not enforced"]),
         wire.Rejected(1, "no grammar", False, "structured_outputs"),
     ]
     assert submitted == ["free", "good"]
