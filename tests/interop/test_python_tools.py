@@ -1,4 +1,4 @@
-"""Tools and forms of the answer with Python's unmodified clients: `openai`, `anthropic`, `langchain-openai`, `pydantic-ai`."""
+"""Tools, and answers with a form, in Python's `openai`, `anthropic`, `langchain-openai` and `pydantic-ai`, unmodified."""
 
 import asyncio
 import json
@@ -11,10 +11,6 @@ import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
-from pydantic_ai import Agent, NativeOutput, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
-from pydantic_ai.settings import ModelSettings
 
 from tests.faults.server import KEY
 
@@ -156,8 +152,13 @@ def test_langchains_tools(chat: ChatOpenAI) -> None:
 # ---- pydantic-ai ----
 
 
-@pytest.mark.slow
 def test_pydantic_ai(url: str) -> None:
+    # Imported here: this takes two seconds, which every run would spend that collects this file.
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+    from pydantic_ai.settings import ModelSettings
+
     asked = []
 
     def get_weather(city: Literal["Oslo", "Rome"]) -> dict[str, Any]:
