@@ -18,6 +18,7 @@ DOCUMENTS = (
     "docs/models.md",
     "docs/offline.md",
     "docs/sampling.md",
+    "docs/structured.md",
     "docs/comparison.md",
     "docs/metrics.md",
     "docs/serving.md",

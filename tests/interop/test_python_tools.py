@@ -1,4 +1,4 @@
-"""Tools, and answers with a form, in Python's `openai`, `anthropic`, `langchain-openai` and `pydantic-ai`, unmodified."""
+"""Tools, and forms of the answer, in `openai`, `anthropic`, `langchain-openai` and `pydantic-ai`, unmodified."""
 
 import asyncio
 import json

@@ -22,6 +22,7 @@ class _Outputs:
 
     def __init__(self, outputs: Sequence[RequestOutput]):
         self._outputs = iter(outputs)
+        self.warnings: list[str] = []
 
     async def accepted(self) -> None: ...
 
