@@ -1,7 +1,7 @@
 // What JavaScript clients get from a server: `node clients.mjs URL KEY` prints one JSON object, a key a check.
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, streamText } from "ai";
+import { Output, generateObject, generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
 import OpenAI from "openai";
 
 const [baseURL, apiKey] = process.argv.slice(2);
@@ -36,8 +36,47 @@ const aborted = async () => {
 };
 
 const compatible = createOpenAICompatible({ name: "jaxvllm", baseURL, apiKey })("demo");
+const forms = createOpenAICompatible({ name: "jaxvllm", baseURL, apiKey, supportsStructuredOutputs: true })("demo");
 const provider = createOpenAI({ baseURL, apiKey });
 const sdk = { prompt: messages[0].content, temperature: 0, maxOutputTokens: 20, maxRetries: 0 };
+
+// ---- tools and forms ----
+
+const question = "What is the weather in Oslo?";
+const parameters = {
+  type: "object",
+  properties: { city: { type: "string", enum: ["Oslo", "Rome"] } },
+  required: ["city"],
+  additionalProperties: false,
+};
+const weather = { type: "function", function: { name: "get_weather", description: "The weather.", parameters } };
+const report = {
+  type: "object",
+  properties: { sky: { type: "string", enum: ["sunny", "rainy"] } },
+  required: ["sky"],
+  additionalProperties: false,
+};
+const askedTools = {
+  ...asked, messages: [{ role: "user", content: question }], max_tokens: 60, tools: [weather],
+  tool_choice: "required", parallel_tool_calls: false,
+};
+const sdkAsked = { ...sdk, prompt: question, maxOutputTokens: 300 };
+
+// What the model says at the end, and with what it called its tool.
+const withTool = async (model) => {
+  const called = [];
+  const get_weather = tool({
+    description: "The weather.",
+    inputSchema: jsonSchema(parameters),
+    execute: async (input) => {
+      called.push(input);
+      return { sky: "rainy", degrees: 3 };
+    },
+  });
+  const done = await generateText({ model, ...sdkAsked, tools: { get_weather }, stopWhen: stepCountIs(3) });
+  return { said: done.text, called, steps: done.steps.length };
+};
+const object = async (model) => (await generateObject({ model, ...sdkAsked, schema: jsonSchema(report) })).object;
 
 const checks = {
   models: async () => (await client.models.list()).data.map((model) => model.id),
@@ -67,6 +106,28 @@ const checks = {
   ai_stream: async () => textOf(streamText({ model: compatible, ...sdk }).textStream, (text) => text),
   ai_usage: async () => (await generateText({ model: compatible, ...sdk })).usage,
   ai_openai_chat: async () => (await generateText({ model: provider.chat("demo"), ...sdk })).text,
+  tools: async () => {
+    const calls = (await client.chat.completions.create(askedTools)).choices[0].message.tool_calls;
+    return calls.map((call) => [call.function.name, JSON.parse(call.function.arguments)]);
+  },
+  tools_stream: async () => {
+    const parts = [];
+    for await (const chunk of await client.chat.completions.create({ ...askedTools, stream: true }))
+      parts.push(...(chunk.choices[0]?.delta?.tool_calls ?? []));
+    return [[parts[0].function.name, JSON.parse(parts.map((part) => part.function.arguments ?? "").join(""))]];
+  },
+  tools_helper: async () => {
+    const calls = (await client.chat.completions.stream(askedTools).finalMessage()).tool_calls;
+    return calls.map((call) => [call.function.name, JSON.parse(call.function.arguments)]);
+  },
+  ai_tool: async () => withTool(compatible),
+  ai_openai_chat_tool: async () => withTool(provider.chat("demo")),
+  ai_openai_responses_tool: async () => withTool(provider("demo")),
+  ai_object: async () => object(forms),
+  ai_openai_chat_object: async () => object(provider.chat("demo")),
+  ai_openai_responses_object: async () => object(provider("demo")),
+  ai_output: async () =>
+    (await generateText({ model: forms, ...sdkAsked, output: Output.object({ schema: jsonSchema(report) }) })).output,
   ai_openai_responses: async () => (await generateText({ model: provider("demo"), ...sdk })).text,
 };
 

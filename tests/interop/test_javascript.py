@@ -38,6 +38,23 @@ def test_answers(results: dict[str, Any], check: str) -> None:
     assert results[check] == ANSWER
 
 
+@pytest.mark.parametrize("check", ["tools", "tools_stream", "tools_helper"])
+def test_calls_of_tools(results: dict[str, Any], check: str) -> None:
+    assert results[check] == [["get_weather", {"city": "Oslo"}]]
+
+
+@pytest.mark.parametrize("check", ["ai_tool", "ai_openai_chat_tool", "ai_openai_responses_tool"])
+def test_the_sdk_runs_a_tool_and_answers(results: dict[str, Any], check: str) -> None:
+    result = results[check]
+    assert (result.get("called"), result["steps"]) == ([{"city": "Oslo"}], 2), result
+    assert "rainy" in result["said"]
+
+
+@pytest.mark.parametrize("check", ["ai_object", "ai_openai_chat_object", "ai_openai_responses_object", "ai_output"])
+def test_the_sdk_makes_an_object(results: dict[str, Any], check: str) -> None:
+    assert results[check] in ({"sky": "sunny"}, {"sky": "rainy"})
+
+
 def test_lists_and_counts(results: dict[str, Any]) -> None:
     assert results["models"] == ["demo"]
     assert results["completion"].startswith(" Paris.")

@@ -231,3 +231,15 @@ def test_the_client_of_anthropic(server):
             client.messages.create(**body | {"model": "claude"})
         with pytest.raises(anthropic.BadRequestError, match="thinking"):
             client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_call_that_is_asked_for_has_no_other_form(server, choice):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    tool = {"name": "get_weather", "description": "The weather.", "input_schema": schema}
+    format = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    choice = choice | {"disable_parallel_tool_use": True}
+    answer = message(server, **GREEDY | dict(tools=[tool], tool_choice=choice, output_config={"format": format}))
+    [call] = answer["content"]
+    assert (call["type"], call["name"]) == ("tool_use", "get_weather")
+    assert call["input"] in ({"city": "Oslo"}, {"city": "Rome"})

@@ -294,3 +294,15 @@ def test_the_client_that_awaits(server):
                 return (await events.get_final_response()).output_text
 
     assert "Paris" in asyncio.run(run())
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_call_that_is_asked_for_has_no_other_form(server: Server, choice: Any) -> None:
+    """`text.format` is the form of a text. OpenAI and vLLM take both fields, and instructor sends them."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": schema}
+    format = {"type": "json_schema", "name": "a", "schema": {"type": "integer"}}
+    asked = GREEDY | dict(tools=[tool], tool_choice=choice, parallel_tool_calls=False, text={"format": format})
+    [call] = respond(server, **asked)["output"]
+    assert (call["type"], call["name"]) == ("function_call", "get_weather")
+    assert call["arguments"] in ('{"city": "Oslo"}', '{"city": "Rome"}')

@@ -124,6 +124,20 @@ def test_the_demo_model_calls_a_tool(server: Server) -> None:
     assert len(arguments) > 3, "the arguments come as the model writes them"
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_is_asked_for_has_no_other_form(server: Server, choice: Any) -> None:
+    """`response_format` is the form of a text. OpenAI and vLLM take both fields, and clients send them."""
+    body = BODY | dict(tool_choice=choice, parallel_tool_calls=False)
+    messages = [
+        server.answer(PATH, **body | more)["choices"][0]["message"] for more in ({}, {"response_format": JSON_SCHEMA})
+    ]
+    assert without_ids(messages[0]) == without_ids(messages[1])
+    assert functions(messages[1]) == [("get_weather", {"city": "Oslo"})]
+    bad = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "objekt"}}}]
+    status, error = server.error(PATH, **body | dict(tools=bad, response_format=JSON_SCHEMA))
+    assert (status, error["param"]) == (400, "tools")
+
+
 def test_the_result_of_a_tool_goes_back(server: Server) -> None:
     message = server.answer(PATH, **BODY)["choices"][0]["message"]
     result = {
@@ -399,7 +413,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(response_format={"type": "json_schema"}), "response_format.json_schema"),
     (dict(response_format={"type": "json_schema", "json_schema": {}}), "response_format.json_schema.name"),
     (dict(response_format=JSON_SCHEMA, structured_outputs={"json": SCHEMA}), "response_format"),
-    (dict(response_format=JSON_SCHEMA, tool_choice="required"), "response_format"),
     (dict(structured_outputs={"json": SCHEMA}, tool_choice=NAMED), "structured_outputs"),
 ]
 

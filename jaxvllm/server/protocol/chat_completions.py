@@ -138,17 +138,18 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     @property
     def form_field(self) -> str:
         """The field that says which form the answer must have."""
-        if self.response_format is not None and self.response_format.type != "text":
+        if self.response_format is not None and self.response_format.type != "text" and not self.tool_use().is_forced:
             return "response_format"
         return "structured_outputs" if self.structured_outputs is not None else "tools"
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()
+        call = self.tool_use().structured_outputs()
         form = one_form(
-            response_format=asked,
+            response_format=asked if call is None else None,  # an answer that must be a call has no text of its own
             structured_outputs=self.structured_outputs,
-            tool_choice=self.tool_use().structured_outputs(),
+            tool_choice=call,
         )
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 

@@ -299,10 +299,9 @@ class MessagesRequest(EngineFields, ConversationFields):
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         format = self.output_config.format if self.output_config else None
-        form = one_form(
-            **{"output_config.format": _form(format), "output_format": _form(self.output_format)},
-            tool_choice=self.tool_use().structured_outputs(),
-        )
+        text = one_form(**{"output_config.format": _form(format), "output_format": _form(self.output_format)})
+        call = self.tool_use().structured_outputs()
+        form = text if call is None else call  # an answer that must be a call has no text of its own
         asked = {
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -219,10 +219,13 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         format = self.text.format if self.text else None
+        text = None if format is None else format.structured_outputs()
+        call = self.tool_use().structured_outputs()
         form = one_form(
-            **{"text.format": None if format is None else format.structured_outputs()},
+            # An answer that must be a call has no text of its own.
+            **{"text.format": text if call is None else None},
             structured_outputs=self.structured_outputs,
-            tool_choice=self.tool_use().structured_outputs(),
+            tool_choice=call,
         )
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 
