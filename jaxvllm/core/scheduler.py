@@ -150,7 +150,7 @@ class Scheduler:
         mixes = self.policy.mixes_phases
         num_decode_tokens = len(decode) + sum(extra for _, extra in forced.values())
         budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
-        if budget > 0 and (self._waiting or len(decode) < self.num_running):
+        if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
             budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
                 # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
