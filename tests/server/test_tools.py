@@ -399,9 +399,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(response_format={"type": "json_schema"}), "response_format.json_schema"),
     (dict(response_format={"type": "json_schema", "json_schema": {}}), "response_format.json_schema.name"),
     (dict(response_format=JSON_SCHEMA, structured_outputs={"json": SCHEMA}), "response_format"),
-    (dict(response_format=JSON_SCHEMA, tool_choice="required"), "response_format"),
     (dict(structured_outputs={"json": SCHEMA}, tool_choice=NAMED), "structured_outputs"),
 ]
+
+
+def test_a_call_that_is_forced_has_its_own_form(says: Says) -> None:
+    """As in OpenAI's API: the form of the text does not count where there is none."""
+    script = says(['{"city": "Oslo"}'])
+    response, [request] = script.post(PATH, **BODY, tool_choice=NAMED, response_format=JSON_SCHEMA)
+    assert functions(response.json()["choices"][0]["message"]) == [("get_weather", {"city": "Oslo"})]
+    assert "city" in request.params.structured_outputs.json
 
 
 @pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])

@@ -296,12 +296,19 @@ class MessagesRequest(EngineFields, ConversationFields):
     context_management: dict[str, Any] | None = neutral({})
     mcp_servers: list[Any] | None = neutral([])
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.tool_use().is_forced:
+            return "tools"
+        return "output_format" if self.output_format is not None else "output_config.format"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         format = self.output_config.format if self.output_config else None
-        form = one_form(
-            **{"output_config.format": _form(format), "output_format": _form(self.output_format)},
-            tool_choice=self.tool_use().structured_outputs(),
+        # The form of the text does not count where the answer must be a call.
+        form = self.tool_use().structured_outputs() or one_form(
+            **{"output_config.format": _form(format), "output_format": _form(self.output_format)}
         )
         asked = {
             "temperature": self.temperature,
