@@ -287,11 +287,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(tools=[WEATHER], tool_choice={"type": "tool", "name": "g"}), "tool_choice names 'g'"),
     (dict(tool_choice={"type": "some"}), "tool_choice.type"),
     (dict(thinking={"type": "enabled", "budget_tokens": 0}), "thinking.budget_tokens"),
+    (
+        dict(output_config={"format": {"type": "json_schema", "schema": {"type": "what"}}}),
+        "output_config.format: ",
+    ),
     (dict(output_config={"effort": "huge"}), "output_config.effort"),
     (dict(output_config={"format": {"type": "json_schema"}}), "output_config.format.schema"),
     (
-        dict(tools=[WEATHER], tool_choice={"type": "any"}, output_format={"type": "json_schema", "schema": {}}),
-        "output_format and tool_choice",
+        dict(
+            output_config={"format": {"type": "json_schema", "schema": {}}},
+            output_format={"type": "json_schema", "schema": {}},
+        ),
+        "output_config.format and output_format",
     ),
 ]
 

@@ -417,6 +417,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_a_call_that_is_forced_has_its_own_form(says: Says) -> None:
+    """As in OpenAI's API: the form of the text does not count where there is none."""
+    script = says(['{"city": "Oslo"}'])
+    response, [request] = script.post(PATH, **BODY, tool_choice=NAMED, response_format=JSON_SCHEMA)
+    assert functions(response.json()["choices"][0]["message"]) == [("get_weather", {"city": "Oslo"})]
+    assert "city" in request.params.structured_outputs.json
+
+
 @pytest.mark.parametrize(("body", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
 def test_a_bad_field_is_named(server: Server, body: dict[str, Any], param: str) -> None:
     status, error = server.error(PATH, **BODY | body)

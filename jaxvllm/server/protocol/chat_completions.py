@@ -138,18 +138,19 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     @property
     def form_field(self) -> str:
         """The field that says which form the answer must have."""
-        if self.response_format is not None and self.response_format.type != "text" and not self.tool_use().is_forced:
+        if self.tool_use().is_forced:
+            return "tools"
+        if self.response_format is not None and self.response_format.type != "text":
             return "response_format"
         return "structured_outputs" if self.structured_outputs is not None else "tools"
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+        # As in OpenAI's API, the form of the text does not count where the answer must be a call.
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         call = self.tool_use().structured_outputs()
         form = one_form(
-            response_format=asked if call is None else None,  # an answer that must be a call has no text of its own
-            structured_outputs=self.structured_outputs,
-            tool_choice=call,
+            response_format=None if call else asked, structured_outputs=self.structured_outputs, tool_choice=call
         )
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 

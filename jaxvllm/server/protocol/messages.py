@@ -296,6 +296,13 @@ class MessagesRequest(EngineFields, ConversationFields):
     context_management: dict[str, Any] | None = neutral({})
     mcp_servers: list[Any] | None = neutral([])
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.tool_use().is_forced:
+            return "tools"
+        return "output_format" if self.output_format is not None else "output_config.format"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
         format = self.output_config.format if self.output_config else None

@@ -216,16 +216,20 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
             case choice:
                 return ToolUse(tools, choice or "auto", parallel=parallel)
 
+    @property
+    def form_field(self) -> str:
+        """The field that says which form the answer must have."""
+        if self.tool_use().is_forced:
+            return "tools"
+        return "structured_outputs" if self.structured_outputs is not None else "text.format"
+
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
-        format = self.text.format if self.text else None
-        text = None if format is None else format.structured_outputs()
+        # As in OpenAI's API, the form of the text does not count where the answer must be a call.
         call = self.tool_use().structured_outputs()
+        asked = self.text.format.structured_outputs() if self.text and self.text.format else None
         form = one_form(
-            # An answer that must be a call has no text of its own.
-            **{"text.format": text if call is None else None},
-            structured_outputs=self.structured_outputs,
-            tool_choice=call,
+            **{"text.format": None if call else asked}, structured_outputs=self.structured_outputs, tool_choice=call
         )
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 

@@ -24,6 +24,7 @@ from jaxvllm.server.protocol.messages import (
     ending,
     messages_usage,
 )
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import COMMON, STREAMED, as_anthropic
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AssistantMessage
@@ -52,7 +53,8 @@ def router(service: Service) -> APIRouter:
         answer_id, engine_id = RequestId.of(request).names("msg_")
         asked = body.request(engine_id, prompt, service.with_marks(params, format))
         exchange = _Exchange(body, Answer(format, service, asked.prompt, body.continued), model, answer_id)
-        return await respond(request, service, [asked], exchange.whole, exchange.events, _error_event)
+        with form_given_as(body.form_field):
+            return await respond(request, service, [asked], exchange.whole, exchange.events, _error_event)
 
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
     async def count_tokens(body: CountTokensRequest) -> TokenCount:

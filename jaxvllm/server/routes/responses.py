@@ -15,6 +15,7 @@ from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.output_items import OutputItems
 from jaxvllm.server.protocol.fields import now, params_of
+from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.protocol.response_items import ItemStatus
 from jaxvllm.server.protocol.responses import (
     ResponsesRequest,
@@ -62,7 +63,8 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     asked = body.request(engine_id, prompt, service.with_marks(params, format))
     answer = Answer(format, service, asked.prompt, body.continued)
     exchange = _Exchange(body, answer, model, params, answer_id)
-    return await respond(request, service, [asked], exchange.whole, exchange.events, exchange.error_event)
+    with form_given_as(body.form_field):
+        return await respond(request, service, [asked], exchange.whole, exchange.events, exchange.error_event)
 
 
 class _Exchange:
