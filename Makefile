@@ -54,7 +54,7 @@ bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle
 	$(PY) -m benchmarks.cpu
 	$(PY) -m benchmarks.host_step
 
-fixtures: .oracle/.stamp  ## expected logits and tokens, from transformers in an environment of its own
+fixtures: .oracle/.stamp fixtures-vllm  ## expected logits and tokens, from transformers in an environment of its own
 	.oracle/bin/python tools/make_fixtures.py
 
 fixtures-vllm: .vllm/.stamp  ## what vLLM's build for CPUs answers with the embedded model, for every parameter

@@ -1,4 +1,4 @@
-"""Writes tests/fixtures/vllm/expected.json: what vLLM itself answers with the embedded model, parameter by parameter.
+"""Writes tests/engine/vllm_answers.json: what vLLM itself answers with the embedded model, parameter by parameter.
 
 `make fixtures-vllm` runs it in an environment of its own, with vLLM's build for CPUs. Everything is float32 and
 eager, and every case has only one right answer: it is greedy, or its filters leave one token. `margin` is the least
@@ -38,7 +38,7 @@ from vllm.sampling_params import (  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "jaxvllm" / "assets" / "demo"
-FILE = ROOT / "tests" / "fixtures" / "vllm" / "expected.json"
+FILE = ROOT / "tests" / "engine" / "vllm_answers.json"
 MAX_MODEL_LEN = 512
 # Two tokens whose logits are closer than this could swap by rounding alone.
 MIN_MARGIN = 1e-3
@@ -482,7 +482,7 @@ def beam_records() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="Writes tests/fixtures/vllm from vLLM.").parse_args()
+    argparse.ArgumentParser(description="Writes tests/engine/vllm_answers.json from vLLM.").parse_args()
     wanted = cases()
     least = margins([case for case in wanted if "reasoning" not in case.engine])
     least |= margins([case for case in wanted if "reasoning" in case.engine])

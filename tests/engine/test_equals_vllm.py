@@ -18,7 +18,7 @@ from jaxvllm.engine import build
 from jaxvllm.engine.outputs import BeamSearchOutput, Logprob
 from jaxvllm.text.reasoning import ReasoningFormat
 
-FIXTURE: dict[str, Any] = json.loads((Path(__file__).parent.parent / "fixtures/vllm/expected.json").read_text())
+FIXTURE: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_answers.json").read_text())
 CASES: list[dict[str, Any]] = FIXTURE["cases"]
 SEARCHES: list[dict[str, Any]] = FIXTURE["beam_searches"]
 # Few programs to compile, and fewer rows than cases: most cases begin while others are in the middle.
