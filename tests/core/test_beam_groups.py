@@ -190,9 +190,10 @@ def test_a_prompt_is_computed_beside_beams() -> None:
     rig.add([1, 2], 20, BeamSearchParams(4, 20, ignore_eos=True))
     while not (rig.slots.is_beam.sum() == 4 and not rig.slots.is_held.any()):
         rig.step()
-    long = rig.add([3] * 20, 2)
+    long = rig.add([3] * 40, 2)
     plans = [rig.step() for _ in range(8)]
-    assert any(plan is not None and 0 < plan.num_decode < plan.num_rows for plan in plans)
+    # In the first of these steps the prompt is new, in the others it is continued.
+    assert sum(plan is not None and 0 < plan.num_decode < plan.num_rows for plan in plans) > 1
     rig.drain()
     rig.check(long)
 
