@@ -35,7 +35,7 @@ def run(
             num_new_tokens=1,
             started=(request,) if count == 1 else (),
             emitted=(Emitted(request, 0, token_id),),
-            finished=(Finished(request, reason),) if last else (),
+            finished=(Finished(request, reason, hides_last=reason == FinishReason.STOP),) if last else (),
         )
         top = np.array([[token_id, 5]], np.int32)
         values = TopLogprobs(np.float32([-0.5]), np.int32([1]), top, np.float32([[-0.5, -2.0]]))

@@ -12,6 +12,15 @@ from tools.aot import AOT, ROOT
 
 # XLA:GPU's workspace for cuBLASLt, of a fixed size (compiled HLO, jax 0.11.2).
 WORKSPACE = 32 * 2**20
+# XLA:TPU keeps the small tuples of the sampling's conditionals 16 KiB apart: the arrays of Llama's decode scratch are
+# 0.7 MB, and their offsets reach 2.3 MB (buffer assignment, libtpu 0.0.48.1). Less than any weight looked for here.
+TUPLES = 3 * 2**20
+
+
+def spare_bytes(device: str) -> int:
+    """What a step's scratch holds beside arrays of the model, on a device of this name."""
+    is_gpu = isinstance(deployment("Llama-3.1-8B", device).target.chip, GpuChip)
+    return WORKSPACE if is_gpu else TUPLES
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -28,7 +37,8 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_llama_8b_on_eight(device: str) -> None:
     # So few tokens that activations are smaller than a weight, and a copied weight or page cannot hide among them.
     # Seven slots and the trash slot fill the tiles of eight rows in which a TPU keeps the state of the slots.
-    limits = {"mesh": "1x8", "max_num_seqs": 7, "max_num_batched_tokens": 64}
+    # A half of the model's length keeps the slots' history, 4 MiB at the whole of it, smaller than a weight, too.
+    limits = {"mesh": "1x8", "max_num_seqs": 7, "max_num_batched_tokens": 64, "max_model_len": 65536}
     flags = [part for name, value in limits.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     done = run("--model", "Llama-3.1-8B", "--device", device, *flags, "--json")
     assert done.returncode == 0, done.stderr
@@ -38,8 +48,7 @@ def test_llama_8b_on_eight(device: str) -> None:
     assert planned["memory"]["weights"] == share.weight_bytes
     findings = planned["findings"]
     for step in (findings["largest"], findings["decode"]):
-        spare = WORKSPACE if isinstance(deployment("Llama-3.1-8B", device).target.chip, GpuChip) else 0
-        assert step["step_bytes"] - spare < share.smallest_matrix_bytes < findings["pool_bytes"] // 1000
+        assert step["step_bytes"] - spare_bytes(device) < share.smallest_matrix_bytes < findings["pool_bytes"] // 1000
         # Nor is there a copy in a TPU's VMEM, which temporaries do not count. The largest array there is one of logits:
         # 64 tokens over a device's eighth of the vocabulary, 3.9 MiB.
         assert step["vmem_array_bytes"] < share.smallest_matrix_bytes
@@ -63,8 +72,7 @@ def test_layers_in_periods_copy_nothing(device: str, mesh: str) -> None:
     assert done.returncode == 0, done.stderr
     planned = deployment("gemma-3-27b-it", device, mesh=mesh)
     step = json.loads(done.stdout)["findings"]["decode"]
-    spare = WORKSPACE if isinstance(planned.target.chip, GpuChip) else 0
-    assert step["step_bytes"] - spare < planned.share.smallest_matrix_bytes
+    assert step["step_bytes"] - spare_bytes(device) < planned.share.smallest_matrix_bytes
     assert step["vmem_array_bytes"] < planned.share.smallest_matrix_bytes
 
 
