@@ -170,6 +170,11 @@ class Request:
         return self.sampling_params.prompt_logprobs is not None
 
     @property
+    def wants_wide_scores(self) -> bool:
+        """Whether these are more than the best few of each token. A step computes no more than `SCORE_BATCH` such."""
+        return self.sampling_params.wants_wide_scores
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin behind pages that others have computed."""
         return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache

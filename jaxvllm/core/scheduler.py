@@ -8,7 +8,7 @@ before the output of the last step is known (`slots.py` says how), and `update` 
 
 import heapq
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from jaxvllm.core.request import FinishReason, QueueKey, Request
 from jaxvllm.core.slots import SlotIds, SlotTable
 from jaxvllm.core.step_plan import (
     NOT_SCORED,
+    SCORE_BATCH,
     Admission,
     Emitted,
     Finished,
@@ -429,15 +430,24 @@ class Scheduler:
         for slot in sorted(self.slots.prefilling().tolist(), key=lambda slot: self._tenant(slot).key):
             if budget == 0:
                 break
-            chunks.append(self._next_chunk(slot, budget))
+            chunk = self._next_chunk(slot, budget, chunks)
+            if not chunk.length:  # it waits for room for its scores
+                continue
+            chunks.append(chunk)
             opened.append(self.cache.cover(slot, chunks[-1].end))
             budget -= chunks[-1].length
         return budget
 
-    def _next_chunk(self, slot: int, budget: int) -> _Chunk:
+    def _next_chunk(self, slot: int, budget: int, chunks: Sequence[_Chunk]) -> _Chunk:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.prefill_len[slot])
         length = min(budget, end - start)
+        if self._tenant(slot).wants_wide_scores:
+            length = min(length, self._score_room(chunks))
         return _Chunk(slot, start, length, yields=start + length == end)
+
+    def _score_room(self, chunks: Sequence[_Chunk]) -> int:
+        """How many tokens may still be computed of prompts that want wide scores, beside `chunks`."""
+        return SCORE_BATCH - sum(chunk.length for chunk in chunks if self._tenant(chunk.slot).wants_wide_scores)
 
     def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int) -> None:
         if self._slot_of and not self.policy.joins_running:
@@ -450,7 +460,8 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             prefix = self._cached_prefix(request)
-            if self._soon_cached(request, prefix.num_pages):
+            has_no_room = request.wants_wide_scores and not self._score_room(chunks)
+            if has_no_room or self._soon_cached(request, prefix.num_pages):
                 postponed.append(heapq.heappop(self._waiting))
                 continue
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
@@ -469,7 +480,7 @@ class Scheduler:
             self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
-            chunks.append(self._next_chunk(slot, budget))
+            chunks.append(self._next_chunk(slot, budget, chunks))
             self.cache.cover(slot, chunks[-1].end)
             budget -= chunks[-1].length
             admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached))
@@ -509,11 +520,13 @@ class Scheduler:
         if width > 1:
             max_new[:num_decode] = np.minimum(width, slots.limit[decode] - slots.num_tokens[decode])
         next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
+        wide_scores = np.zeros(num_rows, np.bool_)
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
             max_new[row] = chunk.yields
             if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
+                wide_scores[row] = self._tenant(chunk.slot).wants_wide_scores
         constrained, distributions = slots.is_constrained[rows], slots.wants_distributions[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
@@ -530,6 +543,7 @@ class Scheduler:
             width=width,
             masked=constrained & (max_new > 0) if constrained.any() else None,
             distributions=distributions & (max_new > 0) if distributions.any() else None,
+            wide_scores=wide_scores if wide_scores.any() else None,
             admissions=tuple(admissions),
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new
@@ -544,6 +558,9 @@ class Scheduler:
     def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
         """What `plan` scored of the rows whose tenants are still there."""
         first = np.cumsum(plan.lengths) - plan.lengths
+        if plan.wide_scores is not None:
+            wide_lengths = plan.lengths * plan.wide_scores
+            first = np.where(plan.wide_scores, np.cumsum(wide_lengths) - wide_lengths, first)
         for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
             request = self._tenant(plan.slots[row])
             start = int(plan.starts[row]) + 1  # the first token is behind none

@@ -13,6 +13,9 @@ from jaxvllm.core.request import FinishReason, Request
 type Ints = NDArray[np.int32]
 
 NOT_SCORED = -1
+# The most tokens of prompts of which one step reports more than the best few. Their values, and the copies that sorting
+# makes of them, are hundreds of MB where a vocabulary of 152k tokens is reported.
+SCORE_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class StepPlan:
     width: int = 1  # decode steps in one; more than 1 only where all rows decode
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
     distributions: NDArray[np.bool_] | None = None  # bool[R]: rows that want the values of all tokens; None: no row
+    wide_scores: NDArray[np.bool_] | None = None  # bool[R]: scored rows that want more than the best few; None: no row
     admissions: tuple[Admission, ...] = ()
 
     @property
@@ -102,12 +106,21 @@ class StepPlan:
     @property
     def is_split(self) -> bool:
         """Whether something comes between the forward pass and sampling, so that the two are separate programs."""
-        return self.masked is not None or self.distributions is not None
+        return any(rows is not None for rows in (self.masked, self.distributions, self.wide_scores))
 
     @cached_property
     def scores_prompts(self) -> bool:
         """Whether log-probabilities of prompt tokens are to be computed."""
         return bool((self.next_tokens != NOT_SCORED).any())
+
+    def wide_tokens(self) -> Ints:
+        """Returns i32[2, N <= SCORE_BATCH]: the numbers of the tokens of `wide_scores`, and the tokens behind them."""
+        assert self.wide_scores is not None, "nobody wants more than the best few"
+        following = np.zeros(self.num_tokens, np.int32)
+        following[self.num_decode : -1] = self.token_ids[1:]
+        following[np.cumsum(self.lengths) - 1] = np.maximum(self.next_tokens, 0)
+        tokens = np.flatnonzero(np.repeat(self.wide_scores, self.lengths)).astype(np.int32)
+        return np.stack([tokens, following[tokens]])
 
 
 @dataclass(frozen=True)
@@ -135,8 +148,8 @@ class TopLogprobs:
 
     token: NDArray[np.float32]  # f32[N]
     ranks: Ints  # i32[N], 1 = the most probable
-    top_ids: Ints  # i32[N, MAX_LOGPROBS], most probable first
-    top: NDArray[np.float32]  # f32[N, MAX_LOGPROBS]
+    top_ids: Ints  # i32[N, K], most probable first; K is MAX_LOGPROBS but for wide scores
+    top: NDArray[np.float32]  # f32[N, K]
 
 
 @dataclass(frozen=True)
@@ -145,13 +158,14 @@ class StepOutput:
 
     Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
     The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token behind token t
-    of the plan, t being one of a chunk that is scored.
+    of the plan, t being one of a chunk that is scored. `wide_scores` are those of the tokens of `plan.wide_scores`.
     """
 
     tokens: Ints  # i32[R, W]
     counts: Ints  # i32[R]
     logprobs: TopLogprobs | None = None  # of R * W tokens
     scores: TopLogprobs | None = None  # of T tokens
+    wide_scores: TopLogprobs | None = None  # of N tokens, with more than MAX_LOGPROBS best ones
     distributions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # f32[V] of rows that want them
 
 
@@ -180,7 +194,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens of a request's prompt, by position; `scores` of the StepOutput has theirs from `first` on."""
+    """Tokens of a request's prompt, by position. `scores` of the StepOutput has theirs from `first` on.
+
+    It is `wide_scores` where the request wants these.
+    """
 
     request: Request
     tokens: range

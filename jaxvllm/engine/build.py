@@ -107,13 +107,13 @@ def build(
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with _timed("loading weights"):
         replicas = _load(config, directory, resolved, meshes)
+    max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with _timed("measuring memory"):
-        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes)
+        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling)
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
-
-    sampling = SamplerOptions(config.logprobs_mode, logits_processors)
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
@@ -229,6 +229,7 @@ def _num_pages(
     largest: Bucket,
     backend: Backend,
     meshes: Sequence[Mesh],
+    sampling: SamplerOptions,
 ) -> int:
     """Pages of each replica's first group: as the config says, or what the fullest device of this process has left.
 
@@ -249,7 +250,8 @@ def _num_pages(
         room //= len(devices)  # they are all this host
     else:
         pages = smallest.pages(resolved.spec, backend, meshes[0])
-        room -= StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
+        compiler = StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0], sampling)
+        room -= compiler.compile(largest).step_bytes
     room -= state_bytes(smallest.sizes(resolved.spec))
     return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
 

@@ -249,11 +249,13 @@ class OutputProcessor:
 
     def _take_scores(self, group: _Group, scored: Scored, output: StepOutput) -> None:
         """Stores scores of the prompt. A prompt interrupted by preemption is scored again, and stores them again."""
-        assert output.scores is not None, "a prompt that is scored was planned without"
-        assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
+        scores = output.wide_scores if group.params.wants_wide_scores else output.scores
+        assert scores is not None, "a prompt that is scored was planned without"
+        assert group.prompt_logprobs is not None
+        count = group.params.num_prompt_logprobs(scores.top.shape[1])  # all of a vocabulary are as many as there are
         for row, position in enumerate(scored.tokens, scored.first):
             token_id = group.request.prompt.token_list[position]
-            group.prompt_logprobs[position] = self._ranked(output.scores, row, token_id, group.params.prompt_logprobs)
+            group.prompt_logprobs[position] = self._ranked(scores, row, token_id, count)
 
     def _ranked(self, values: TopLogprobs, row: int, token_id: int, count: int) -> dict[int, Logprob]:
         """Returns the token first, as in vLLM, so that next(iter(...)) is the token; then the `count` best tokens."""

@@ -39,7 +39,7 @@ class RequestRules:
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError with the rule that the request breaks, if any. Its prompt was checked when it was read."""
         self.check_logprobs("logprobs", request.params.logprobs)
-        self.check_logprobs("prompt_logprobs", request.params.prompt_logprobs, MAX_LOGPROBS)
+        self.check_logprobs("prompt_logprobs", request.params.prompt_logprobs)
         if request.params.thinking_token_budget is not None and not self.has_reasoning:
             raise ParameterError(
                 "thinking_token_budget needs an engine that knows the marks of the reasoning: leave it out, or start "
@@ -73,15 +73,15 @@ class RequestRules:
                 "use_beam_search",
             )
 
-    def check_logprobs(self, name: str, asked: int | None, most: int | None = None) -> None:
-        """Raises ValueError for more log-probabilities of a token than the engine reports, `most` if it is given."""
+    def check_logprobs(self, name: str, asked: int | None) -> None:
+        """Raises ValueError for more log-probabilities of a token than the engine reports."""
         limit = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
-        if most is None:
-            way_out = "ask for fewer, or start the engine with a larger max_logprobs"
-        else:
-            limit, way_out = min(limit, most), "ask for fewer"
         if asked is not None and (self.vocab_size if asked == -1 else asked) > limit:
-            raise ParameterError(f"{name} must be an integer from 0 to {limit}, not {asked}: {way_out}", name)
+            raise ParameterError(
+                f"{name} must be an integer from 0 to {limit}, not {asked}: ask for fewer, or start the engine with a "
+                "larger max_logprobs",
+                name,
+            )
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name, token_ids in (

@@ -87,6 +87,8 @@ def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
     columns[4, : plan.num_decode] = 1
     columns[5, count:] = NOT_SCORED
     columns[5, :count] = plan.next_tokens
+    if plan.wide_scores is not None:  # a program of its own scores these
+        columns[5, :count][plan.wide_scores] = NOT_SCORED
     for group, (entries, most) in enumerate(zip(plan.new_pages, max_new_pages(bucket, sizes), strict=True)):
         if count := len(entries):
             pages, at = packed[first : first + 2 * most].reshape(2, most)

@@ -1,11 +1,15 @@
 """Computes the log-probability of each prompt token from the hidden state of the token before it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
-from jaxvllm.core.step_plan import NOT_SCORED
+from jaxvllm.core.step_plan import NOT_SCORED, SCORE_BATCH, StepPlan
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, token_logprobs
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -14,6 +18,23 @@ from sharding.axis import ALONE, ModelAxis
 # The number of tokens whose logits exist at once: 64 MiB with a vocabulary of 128k. With fewer, the LM head is read
 # more often.
 MAX_CHUNK = 128
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["best", "hidden"], meta_fields=[])
+@dataclass(frozen=True)
+class PromptScores:
+    """What `step.forward` leaves of prompts that are scored, T tokens."""
+
+    best: DeviceLogprobs  # [T], of the token behind each, where few are wanted
+    hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may want more
+
+
+def pack_wide(plan: StepPlan) -> NDArray[np.int32]:
+    """i32[2, SCORE_BATCH] for `step.pick_tokens`: which tokens of `plan` are scored widely, and those behind them."""
+    packed = np.zeros((2, SCORE_BATCH), np.int32)
+    tokens = plan.wide_tokens()
+    packed[:, : tokens.shape[1]] = tokens
+    return packed
 
 
 def score(

@@ -34,10 +34,12 @@ from jaxvllm.runtime.multihost.calls import (
     Recount,
     Reset,
     Sample,
+    ScoreWidely,
     Step,
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.programs import Programs
+from jaxvllm.runtime.prompt_scores import PromptScores, pack_wide
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
@@ -61,7 +63,9 @@ from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["output", "scores", "distributions"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["output", "scores", "distributions", "wide_scores"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class StepResult:
     """What a dispatched step will yield: tokens, where a prompt is computed, its scores, and what rows want of all."""
@@ -69,6 +73,7 @@ class StepResult:
     output: DeviceOutput
     scores: DeviceLogprobs | None
     distributions: tuple[jax.Array, ...] = ()  # f32[DISTRIBUTION_BATCH, V] each, of the plan's rows in order
+    wide_scores: DeviceLogprobs | None = None  # [SCORE_BATCH], of the plan's tokens in order
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,9 @@ class Runner:
         self._new_state = _maker(partial(new_state, self._sizes), state)
         self._kv_pages: KVCachePages
         self._state: DeviceState
-        self._unsampled: tuple[Unsampled, DeviceLogprobs] | None = None  # of a step whose second half is held back
+        self._unsampled: tuple[Unsampled, PromptScores] | None = None  # of a step whose second half is held back
         self._distributions: list[jax.Array] = []  # of that step
+        self._wide_scores: DeviceLogprobs | None = None  # of that step
         self.make(Reset())
 
         def packed_struct(packed: NDArray[np.int32]) -> jax.ShapeDtypeStruct:
@@ -202,6 +208,8 @@ class Runner:
                 index = np.zeros(DISTRIBUTION_BATCH, np.int32)
                 index[: len(rows)] = rows
                 self._call(Distribute(bucket, index))
+        if plan.wide_scores is not None:
+            self._call(ScoreWidely(bucket, pack_wide(plan)))
         return self._in_flight(plan, bucket, self._call(Sample(bucket)))
 
     def fork(self, forks: Iterable[Fork]) -> None:
@@ -223,6 +231,7 @@ class Runner:
             yielded[:, 0],
             _by_row(result.output.logprobs, plan) if plan.wants_logprobs else None,
             _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
+            None if plan.wide_scores is None else _on_host(result.wide_scores, int(plan.lengths @ plan.wide_scores)),
             _by_number(result.distributions, plan),
         )
 
@@ -265,7 +274,7 @@ class Runner:
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)
-                return StepResult(output, scores)
+                return StepResult(output, None if scores is None else scores.best)
             case Forward(bucket, packed):
                 begin = self.programs.wait_for(bucket).begin
                 self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
@@ -276,15 +285,21 @@ class Runner:
                 assert program.distributions is not None, "a decode bucket samples in the same program"
                 rows = program.distributions(self._params, self._state, self._unsampled[0], packed)
                 self._distributions.append(rows)
+            case ScoreWidely(bucket, packed):
+                assert self._unsampled is not None, "nothing was forwarded"
+                hidden, scorer = self._unsampled[1].hidden, self.programs.wait_for(bucket).wide_scores
+                assert hidden is not None and scorer is not None, "no request may want wide scores"
+                self._wide_scores = scorer(self._params, hidden, packed)
             case Sample(bucket):
                 assert self._unsampled is not None, "nothing was forwarded"
                 (unsampled, scores), self._unsampled = self._unsampled, None
                 self._state, output = self.programs.wait_for(bucket).finish(self._params, self._state, unsampled)
                 distributions, self._distributions = tuple(self._distributions), []
-                return StepResult(output, scores, distributions)
+                wide_scores, self._wide_scores = self._wide_scores, None
+                return StepResult(output, scores.best, distributions, wide_scores)
             case Reset():
                 self._kv_pages = self._state = self._unsampled = None  # type: ignore[assignment]  # freed before the new
-                self._distributions = []
+                self._distributions, self._wide_scores = [], None
                 self._kv_pages = self._new_pages()
                 self._state = self._new_state()
             case Close():

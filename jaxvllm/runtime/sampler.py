@@ -37,8 +37,8 @@ class DeviceLogprobs:
 
     token: jax.Array  # f32[N]
     ranks: jax.Array  # i32[N]
-    top_ids: jax.Array  # i32[N, <= MAX_LOGPROBS]
-    top: jax.Array  # f32[N, <= MAX_LOGPROBS]
+    top_ids: jax.Array  # i32[N, K], K <= MAX_LOGPROBS but for wide scores
+    top: jax.Array  # f32[N, K]
 
     @classmethod
     def zeros(cls, num_rows: int, vocab_size: int) -> "DeviceLogprobs":
@@ -58,6 +58,12 @@ class SamplerOptions:
 
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    max_logprobs: int = MAX_LOGPROBS  # of a token, that any request may want
+
+    @property
+    def has_wide_scores(self) -> bool:
+        """Whether a request may want more log-probabilities of its prompt's tokens than each step can yield."""
+        return self.max_logprobs > MAX_LOGPROBS
 
 
 DEFAULT_OPTIONS = SamplerOptions()
@@ -125,9 +131,10 @@ def token_logprobs(
     vocab_size: int,
     axis: ModelAxis = ALONE,
     options: SamplerOptions = DEFAULT_OPTIONS,
+    count: int = MAX_LOGPROBS,
 ) -> DeviceLogprobs:
-    """What is reported of `token_ids` and of the best, of the unmodified distribution, as a prompt's always is."""
-    return _rank(_in_units(axis.exchange(logits)[:, :vocab_size], options), token_ids, axis)
+    """What is reported of `token_ids` and of the `count` best, of the unmodified distribution, as always of prompts."""
+    return _rank(_in_units(axis.exchange(logits)[:, :vocab_size], options), token_ids, axis, count)
 
 
 def _in_units(values: jax.Array, options: SamplerOptions) -> jax.Array:
@@ -135,10 +142,10 @@ def _in_units(values: jax.Array, options: SamplerOptions) -> jax.Array:
     return values if options.logprobs_mode in ("raw_logits", "processed_logits") else jax.nn.log_softmax(values, -1)
 
 
-def _rank(values: jax.Array, token_ids: jax.Array, axis: ModelAxis) -> DeviceLogprobs:
-    """Those of `token_ids` i32[R] and of the best tokens, from this device's rows of the values."""
+def _rank(values: jax.Array, token_ids: jax.Array, axis: ModelAxis, count: int = MAX_LOGPROBS) -> DeviceLogprobs:
+    """Those of `token_ids` i32[R] and of the `count` best tokens, from this device's rows of the values."""
     token = jnp.take_along_axis(values, axis.own_rows(token_ids)[:, None], axis=-1)
-    top, top_ids = lax.top_k(values, min(MAX_LOGPROBS, values.shape[-1]))
+    top, top_ids = lax.top_k(values, min(count, values.shape[-1]))
     ranks = (values >= token).sum(axis=-1, dtype=jnp.int32)
     own = DeviceLogprobs(token[:, 0], ranks, top_ids.astype(jnp.int32), top)
     return axis.all_rows(own, len(token_ids))

@@ -23,8 +23,16 @@ from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.penalties import count_tokens
-from jaxvllm.runtime.prompt_scores import score
-from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, distributions, logprobs, sample
+from jaxvllm.runtime.prompt_scores import PromptScores, score
+from jaxvllm.runtime.sampler import (
+    DEFAULT_OPTIONS,
+    DeviceLogprobs,
+    SamplerOptions,
+    distributions,
+    logprobs,
+    sample,
+    token_logprobs,
+)
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
@@ -109,11 +117,8 @@ def decode(
 
 def forward(
     params: Params, kv_pages: KVCachePages, state: DeviceState, packed: jax.Array, *, model: StepModel, bucket: Bucket
-) -> tuple[KVCachePages, DeviceState, Unsampled, DeviceLogprobs]:
-    """Computes the tokens of a packed batch and writes their KV; the rest as `decode`.
-
-    The last result are the log-probabilities of the token behind each of the T tokens, where a prompt is scored.
-    """
+) -> tuple[KVCachePages, DeviceState, Unsampled, PromptScores]:
+    """Computes the tokens of a packed batch and writes their KV; the rest as `decode`."""
     batch = unpack(packed, bucket, model.sizes)
     state = _open_pages(state, batch)
     trash = _trash_slot(state)
@@ -131,7 +136,8 @@ def forward(
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = state | {"history": history.at[at, rows.positions].set(token_ids, mode="drop")}
     project = partial(project_logits, params, _share(model))
-    scores = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
+    best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
+    scores = PromptScores(best, hidden if model.sampling.has_wide_scores else None)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.samples, slots, trash)
@@ -160,6 +166,19 @@ def distribute(head: Params, state: DeviceState, unsampled: Unsampled, *, model:
     logits = project_logits(head, _share(model), unsampled.hidden)
     rows, vocab_size = Rows(state, unsampled.slots), model.spec.vocab_size
     return distributions(logits, rows, unsampled.positions, vocab_size, model.axis, model.sampling)
+
+
+def pick_tokens(hidden: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The hidden states f[SCORE_BATCH, E] of some of T tokens, and the tokens behind them, as `pack_wide` says."""
+    tokens, following = packed
+    return hidden[tokens], following
+
+
+def score_widely(head: Params, hidden: jax.Array, token_ids: jax.Array, *, model: StepModel) -> DeviceLogprobs:
+    """What is reported of `token_ids` i32[N] behind those with `hidden` f[N, E], and of as many as anybody may want."""
+    logits = project_logits(head, _share(model), hidden)
+    count = model.sampling.max_logprobs
+    return token_logprobs(logits, token_ids, model.spec.vocab_size, model.axis, model.sampling, count)
 
 
 def _compute(

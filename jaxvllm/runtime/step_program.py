@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxvllm.core.step_plan import SCORE_BATCH
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.memory import step_bytes
+from jaxvllm.runtime.prompt_scores import PromptScores
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step import (
@@ -25,7 +27,9 @@ from jaxvllm.runtime.step import (
     distribute,
     forward,
     pick_rows,
+    pick_tokens,
     sample_rows,
+    score_widely,
 )
 from pallas_kernels.backend import Backend
 from sharding.axis import ModelAxis
@@ -64,6 +68,19 @@ class DistributionProgram:
 
 
 @dataclass(frozen=True)
+class WideScoreProgram:
+    """The compiled way to the wide scores of some tokens, in two parts as `DistributionProgram` is."""
+
+    pick: jax.stages.Compiled
+    compute: jax.stages.Compiled
+
+    def __call__(self, params: Params, hidden: jax.Array, packed: Any) -> DeviceLogprobs:
+        """Those of the tokens that `pack_wide` names, SCORE_BATCH at most."""
+        result: DeviceLogprobs = self.compute(head_of(params), *self.pick(hidden, packed))
+        return result
+
+
+@dataclass(frozen=True)
 class StepProgram:
     """The compiled step of a bucket: one program for decode rows, and two where prompts are computed.
 
@@ -73,11 +90,13 @@ class StepProgram:
     begin: jax.stages.Compiled
     sample: jax.stages.Compiled | None = None
     distributions: DistributionProgram | None = None  # where there is `sample`, before which it may be called
+    wide_scores: WideScoreProgram | None = None  # the same, if requests may want them
 
     @property
     def parts(self) -> tuple[jax.stages.Compiled, ...]:
         """The programs in the order in which they run."""
-        return (self.begin,) if self.sample is None else (self.begin, self.sample)
+        scores = None if self.wide_scores is None else self.wide_scores.compute
+        return tuple(part for part in (self.begin, scores, self.sample) if part is not None)
 
     @property
     def step_bytes(self) -> int:
@@ -86,7 +105,7 @@ class StepProgram:
 
     def __call__(
         self, params: Params, kv_pages: KVCachePages, state: DeviceState, packed: Any
-    ) -> tuple[KVCachePages, DeviceState, DeviceOutput, DeviceLogprobs | None]:
+    ) -> tuple[KVCachePages, DeviceState, DeviceOutput, PromptScores | None]:
         """Dispatches the whole step, whose last result only a bucket for prompts has. Donates `kv_pages`, `state`."""
         if self.sample is None:
             return (*self.begin(params, kv_pages, state, packed), None)
@@ -118,6 +137,7 @@ class StepCompiler:
     sampling: SamplerOptions = DEFAULT_OPTIONS
     _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
     _distributions: dict[int, DistributionProgram] = field(default_factory=dict)
+    _wide_scores: dict[int, WideScoreProgram] = field(default_factory=dict)
 
     def compile(self, bucket: Bucket) -> StepProgram:
         """The step of `bucket`. Sampling depends on the number of rows alone, so it is compiled once for each."""
@@ -127,7 +147,14 @@ class StepCompiler:
         if bucket.num_rows not in self._samplers:
             self._samplers[bucket.num_rows] = self.compile_sampler(bucket.num_rows)
             self._distributions[bucket.num_rows] = self._compile_distributions(bucket.num_rows)
-        return StepProgram(begin, self._samplers[bucket.num_rows], self._distributions[bucket.num_rows])
+        if self.sampling.has_wide_scores and bucket.num_tokens not in self._wide_scores:
+            self._wide_scores[bucket.num_tokens] = self._compile_wide_scores(bucket.num_tokens)
+        return StepProgram(
+            begin,
+            self._samplers[bucket.num_rows],
+            self._distributions[bucket.num_rows],
+            self._wide_scores.get(bucket.num_tokens),
+        )
 
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
         """`StepProgram.begin` of `bucket`."""
@@ -151,10 +178,21 @@ class StepCompiler:
         arguments = (head_of(self.params), self._state, self._unsampled(DISTRIBUTION_BATCH))
         return DistributionProgram(pick, self._lower(distribute, arguments, PartitionSpec(), donates=()))
 
+    def _compile_wide_scores(self, num_tokens: int) -> WideScoreProgram:
+        packed = self._everywhere((2, SCORE_BATCH), jnp.int32)
+        pick = jax.jit(pick_tokens).lower(self._hidden(num_tokens), packed).compile()
+        if self._wide_scores:
+            return WideScoreProgram(pick, next(iter(self._wide_scores.values())).compute)
+        token_ids = self._everywhere((SCORE_BATCH,), jnp.int32)
+        arguments = (head_of(self.params), self._hidden(SCORE_BATCH), token_ids)
+        return WideScoreProgram(pick, self._lower(score_widely, arguments, PartitionSpec(), donates=()))
+
     def _unsampled(self, num_rows: int) -> Unsampled:
         numbers = self._everywhere((num_rows,), jnp.int32)
-        hidden = self._everywhere((num_rows, self.spec.hidden_size), self.params["embed"].dtype)
-        return Unsampled(hidden, numbers, numbers)
+        return Unsampled(self._hidden(num_rows), numbers, numbers)
+
+    def _hidden(self, count: int) -> Any:
+        return self._everywhere((count, self.spec.hidden_size), self.params["embed"].dtype)
 
     def _lower(
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]

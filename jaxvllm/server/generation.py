@@ -129,7 +129,8 @@ def _bounded(params: SamplingParams, prompts: Sequence[Prompt], reader: PromptRe
     """
     of_prompts = 0
     if params.prompt_logprobs is not None:
-        of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1)
+        of_token = params.num_prompt_logprobs(reader.vocab_size) + 1
+        of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * of_token
     entries = of_prompts
     if params.wants_logprobs and params.output_kind is not RequestOutputKind.DELTA:
         of_each = len(prompts) * params.n * (params.num_logprobs(reader.vocab_size) + 1)  # if all get one token

@@ -139,7 +139,8 @@ class FakeDevice:
             counts[row] = len(got)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
         scores = self._scores(plan, contexts) if plan.scores_prompts else None
-        return StepOutput(tokens, counts, self._logprobs(plan) if plan.wants_logprobs else None, scores)
+        wide = self._take_wide(plan, scores) if plan.wide_scores is not None else None
+        return StepOutput(tokens, counts, self._logprobs(plan) if plan.wants_logprobs else None, scores, wide)
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Makes slots copies of others: of their pages, those that the copies get are filled here."""
@@ -240,6 +241,16 @@ class FakeDevice:
             ranks[at : at + length] = [*inputs[1:], plan.next_tokens[row]]
             top_ids[at : at + length, 0] = [next_token(context[: len(context) - i]) for i in reversed(range(length))]
         return TopLogprobs(np.zeros(plan.num_tokens, np.float32), ranks, top_ids, top_ids.astype(np.float32))
+
+    @staticmethod
+    def _take_wide(plan: StepPlan, scores: TopLogprobs | None) -> TopLogprobs:
+        """Moves the scores of the tokens that are scored widely out of `scores`, which has garbage there then."""
+        assert scores is not None, "no prompt is scored"
+        tokens, following = plan.wide_tokens()
+        assert following.tolist() == scores.ranks[tokens].tolist(), "other tokens follow"
+        wide = TopLogprobs(scores.token[tokens], following, scores.top_ids[tokens], scores.top[tokens])
+        scores.ranks[tokens] = scores.top_ids[tokens] = GARBAGE
+        return wide
 
     def _context(self, slot: int, start: int, length: int) -> list[int]:
         """The tokens up to `length`, of which those from `start` on are computed now, as each group has them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxvllm.core import scheduler
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool
 from jaxvllm.core.policy import POLICIES
@@ -60,7 +61,11 @@ class Job:
     priority: int = 0
     watched: bool = False
     scored: bool = False
+    wide: bool = False  # it wants more of its prompt's tokens than the best few
     script: tuple[int | None, ...] | None = None  # the tokens that a constraint forces; None: there is no constraint
+
+    def __post_init__(self) -> None:
+        assert self.scored or not self.wide
 
     @property
     def limit(self) -> int:
@@ -182,7 +187,7 @@ class Simulation:
             max_tokens=job.max_tokens,
             min_tokens=job.min_tokens,
             stop_token_ids=job.stop_token_ids,
-            prompt_logprobs=0 if job.scored else None,
+            prompt_logprobs=(-1 if job.wide else 0) if job.scored else None,
         )
         request = Request(
             asked=GenerationRequest(f"r{number}", Prompt(None, np.array(job.prompt, np.int32), job.salt), params),
@@ -361,7 +366,7 @@ class Simulation:
             assert self.policy.joins_running or not before, "somebody joined a running batch"
         computed_before = {s: s.computed for s in before}
         admitted = [self._admit(admission, plan) for admission in plan.admissions]
-        self._check_queue_order(admitted, computed_before)
+        self._check_queue_order(admitted, computed_before, plan)
 
         rows = [self._at(slot) for slot in plan.slots.tolist()]
         assert len(set(rows)) == len(rows), "a request has two rows"
@@ -372,7 +377,15 @@ class Simulation:
         else:
             self._forced = {}
             assert not decodes, "two phases in one step"
-        expected_chunks = [*self._forced, *prefilling, *admitted]
+        lengths = dict(zip(chunks, plan.lengths[plan.num_decode :].tolist(), strict=True))
+        room: dict[Shadow, int] = {}  # for the scores of those that want wide ones
+        left = scheduler.SCORE_BATCH
+        for shadow in [*prefilling, *admitted]:
+            if shadow.job.wide:
+                room[shadow] = left
+                left -= lengths.get(shadow, 0)
+        expected_chunks = [*self._forced, *(s for s in [*prefilling, *admitted] if room.get(s, 1))]
+        assert not any(room.get(s) == 0 for s in admitted), "a slot for a request that has to wait"
         assert chunks == expected_chunks[: len(chunks)]
         assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.setup.budget, "budget left unused"
 
@@ -398,7 +411,9 @@ class Simulation:
                 assert 1 <= length <= shadow.prefill_len - start
                 end = start + length
                 assert plan.max_new[row] == (start + length == shadow.prefill_len)
-                assert plan.samples[row] or plan.num_tokens == self.setup.budget, "a chunk cut short for nothing"
+                fits = length == room.get(shadow) or plan.num_tokens == self.setup.budget
+                assert plan.samples[row] or fits, "a chunk cut short for nothing"
+                assert length <= room.get(shadow, length), "more tokens are scored than there is room for"
                 given = plan.token_ids[first : first + length].tolist()
                 assert given == shadow.tokens[start : start + length]
                 first += length
@@ -444,12 +459,16 @@ class Simulation:
             assert shadow.request.num_cached_tokens == min(shadow.computed, len(shadow.job.prompt))
         return shadow
 
-    def _check_queue_order(self, admitted: list[Shadow], computed_before: dict[Shadow, int]) -> None:
-        """Whoever was overtaken shares a page of prefix with a running request that had not computed it."""
+    def _check_queue_order(self, admitted: list[Shadow], computed_before: dict[Shadow, int], plan: StepPlan) -> None:
+        """Whoever was overtaken shares a page of prefix with a running request that had not computed it.
+
+        Or the scores that it wants had no room beside those of others.
+        """
+        num_wide = 0 if plan.wide_scores is None else int(plan.lengths @ plan.wide_scores)
         assert [s.key for s in admitted] == sorted(s.key for s in admitted)
         for waiting in self._waiting():
             for overtaker in admitted:
-                if waiting.key < overtaker.key:
+                if waiting.key < overtaker.key and not (waiting.job.wide and num_wide == scheduler.SCORE_BATCH):
                     assert not waiting.job.scored, "a prompt that is scored takes nothing from others"
                     runners = {**dict.fromkeys(admitted, 0), **computed_before}
                     assert self.setup.caching and any(
@@ -499,7 +518,8 @@ class Simulation:
             if shadow.known == len(shadow.tokens):
                 finished[shadow.request] = shadow
         for scored in update.scored:
-            shadow, values = self.shadows[scored.request.request_id], done.output.scores
+            shadow = self.shadows[scored.request.request_id]
+            values = done.output.wide_scores if shadow.job.wide else done.output.scores
             assert shadow.job.scored and values is not None
             for row, position in enumerate(scored.tokens, scored.first):
                 shadow.scores[position] = (int(values.top_ids[row, 0]), int(values.ranks[row]))

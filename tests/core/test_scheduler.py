@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from jaxvllm.core import scheduler
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
@@ -52,7 +53,7 @@ def jobs(draw: st.DrawFn) -> Job:
         salt=draw(st.sampled_from([None, None, None, "tenant"])),
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         watched=draw(st.booleans()),
-        scored=draw(st.sampled_from([False, False, True])),
+        **draw(st.sampled_from([{}, {}, dict(scored=True), dict(scored=True, wide=True)])),
         script=draw(
             st.one_of(st.none(), st.lists(st.one_of(st.none(), TOKENS, TOKENS, TOKENS), max_size=12).map(tuple))
         ),
@@ -72,7 +73,12 @@ ACTIONS = st.one_of(
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_plan_and_every_end_is_what_the_oracle_predicts(policy: str, data: st.DataObject) -> None:
-    simulation = Simulation(data.draw(setups(policy)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "SCORE_BATCH", data.draw(st.sampled_from([1, 5, 64])))
+        simulate(Simulation(data.draw(setups(policy))), data)
+
+
+def simulate(simulation: Simulation, data: st.DataObject) -> None:
     for name, value in data.draw(st.lists(ACTIONS, min_size=1, max_size=24)):
         match name:
             case "add":

@@ -34,9 +34,8 @@ ENGINE: dict[str, Any] = dict(
 ENGINE_OPTIONS = {json.dumps(case["engine"]): case["engine"] for case in CASES}
 # Logits are about 10 and differ by 3e-6, and some cases divide them by a temperature of 0.01.
 CLOSE = 1e-3
+TIE = 2e-5
 EOS = 1
-# What we refuse, and the parameter that the error names: of a prompt, no more than 20 can be had.
-REFUSED = {"prompt_logprobs-all": "prompt_logprobs"}
 type Result = RequestOutput | BeamSearchOutput | ParameterError | UnsupportedParameterError
 
 
@@ -104,9 +103,6 @@ def results() -> dict[str, Result]:
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_equals_vllm(results: dict[str, Result], case: dict[str, Any]) -> None:
     result = results[case["name"]]
-    if case["name"] in REFUSED:
-        assert isinstance(result, ParameterError) and result.param == REFUSED[case["name"]]
-        return
     assert isinstance(result, RequestOutput), result
     assert list(result.prompt_token_ids) == case["prompt_token_ids"]
     assert len(result.outputs) == len(case["outputs"])
@@ -157,4 +153,7 @@ def compare_ranked(ranked: dict[int, Logprob] | None, wanted: dict[str, Any] | N
             continue
         one = ranked[token]
         assert one.logprob == pytest.approx(value, abs=CLOSE)
-        assert rank is None or one.rank == rank
+        if rank is not None and one.rank != rank:
+            # Far down in a whole vocabulary, tokens are closer to each other than two implementations agree.
+            num_ties = sum(abs(other.logprob - one.logprob) < TIE for other in ranked.values()) - 1
+            assert rank > 1000 and one.rank is not None and abs(one.rank - rank) <= num_ties

@@ -18,6 +18,7 @@ from tests.engine.tiny import (
     MAX_MODEL_LEN,
     Recomputation,
     assert_idle,
+    assert_scores,
     few_pages,
     greedy_tokens,
     random_prompts,
@@ -117,21 +118,6 @@ def test_prompt_logprobs_are_those_of_the_model(llm: LLM, recomputation: Recompu
                 assert output.num_cached_tokens == 0
                 assert_scores(llm, recomputation, output, count)
     assert texts(outputs) == texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-
-
-def assert_scores(llm: LLM, recomputation: Recomputation, output: RequestOutput, count: int) -> None:
-    prompt, scores = output.prompt_token_ids, output.prompt_logprobs
-    assert scores is not None and len(scores) == len(prompt) and scores[0] is None
-    logits = recomputation.logits(prompt[:1], prompt[1:]).astype(np.float64)
-    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    for token_id, row, given in zip(prompt[1:], expected, scores[1:], strict=True):
-        best = np.argsort(-row)
-        assert given is not None and next(iter(given)) == token_id
-        assert set(given) == {token_id, *best[:count].tolist()}
-        for one, logprob in given.items():
-            assert logprob.logprob == pytest.approx(row[one], abs=1e-4)
-            assert logprob.rank == best.tolist().index(one) + 1
-            assert logprob.decoded_token == llm.get_tokenizer().token_text(one)
 
 
 def test_a_prompt_is_scored_once_for_n_completions_and_again_after_a_preemption(

@@ -48,6 +48,7 @@ WAYS = (
     replace(SEEDED, presence_penalty=1.0, logit_bias={3: 2.0, 90: 3.0, 119: -100.0}),
     replace(SEEDED, allowed_token_ids=(5, 40, 80, 110), min_tokens=8, logprobs=2),
     replace(SEEDED, logprob_token_ids=(7, 100)),
+    replace(GREEDY, max_tokens=4, prompt_logprobs=-1),
 )
 PROMPTS = random_prompts(len(WAYS), longest=30, seed=11, vocab_size=120)
 
@@ -149,7 +150,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Answer]:
-    with one_program(), tiny_llm(model) as llm:
+    with one_program(), tiny_llm(model, max_logprobs=-1) as llm:
         return answers(llm)
 
 
@@ -165,7 +166,7 @@ def expected(model: str) -> list[Answer]:
 )
 def test_the_same_tokens_on_every_mesh(model: str, expected: list[Answer], mesh: str) -> None:
     # With the program for decoding alone once too: its rows are its tokens.
-    with quick_compilation() if mesh == "1x2" else one_program(), tiny_llm(model, mesh=mesh) as llm:
+    with quick_compilation() if mesh == "1x2" else one_program(), tiny_llm(model, mesh=mesh, max_logprobs=-1) as llm:
         assert_same(answers(llm), expected)
         assert sum(replica.num_steps > 0 for replica in llm.engine.replicas) == llm.config.mesh_shape.data
 
@@ -223,7 +224,7 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def shared_two(seven: Path) -> Iterator[LLM]:
-    with one_program(), tiny_llm(seven, mesh="2x1") as llm:
+    with one_program(), tiny_llm(seven, mesh="2x1", max_logprobs=-1) as llm:
         yield llm
 
 

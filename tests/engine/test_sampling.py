@@ -1,5 +1,6 @@
 """Sampling parameters in an engine: each way to draw gives the same tokens alone, batched, in bursts and preempted."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.engine import Engine
 from jaxvllm.runtime.logits_processors import run_processors
 from jaxvllm.text.bad_words import read_bad_words
-from tests.engine.tiny import GREEDY, Recomputation, assert_idle, few_pages, random_prompts, tiny_llm
+from tests.engine.tiny import (
+    GREEDY,
+    MAX_MODEL_LEN,
+    Recomputation,
+    assert_idle,
+    assert_scores,
+    few_pages,
+    random_prompts,
+    tiny_llm,
+)
 from tests.runtime.test_sampler import Row, processed
 
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
@@ -135,6 +145,8 @@ def test_greedy_tokens_are_those_of_the_documented_operations(
         (dict(bad_words=["abcdefgh" * 20] * 10), "bad_words have 3200 tokens together, the limit is 1024"),
         (dict(logprobs=21), "logprobs must be an integer from 0 to 20, not 21: .*max_logprobs"),
         (dict(logprobs=-1), "logprobs must be an integer from 0 to 20, not -1"),
+        (dict(prompt_logprobs=21), "prompt_logprobs must be an integer from 0 to 20, not 21: .*max_logprobs"),
+        (dict(prompt_logprobs=-1), "prompt_logprobs must be an integer from 0 to 20, not -1"),
     ],
 )
 def test_what_is_refused(llm: LLM, options: dict[str, Any], message: str) -> None:
@@ -174,6 +186,14 @@ def unlimited(tiny_checkpoint: Path) -> Any:
         assert_idle(llm)
 
 
+@pytest.fixture(scope="module")
+def roomy(tiny_checkpoint: Path) -> Any:
+    """Its steps hold more tokens than are scored widely at once."""
+    with tiny_llm(tiny_checkpoint, max_logprobs=100, max_num_batched_tokens=256, token_buckets=(256,)) as llm:
+        yield llm
+        assert_idle(llm)
+
+
 def never_twice(logits: jax.Array, tokens: TokensSoFar) -> jax.Array:
     rows = jnp.arange(len(logits))
     last = tokens.token_ids[rows, tokens.num_tokens - 1]
@@ -202,6 +222,42 @@ def test_processed_log_probabilities_are_of_what_is_drawn_from(
         for token, logprob in ranked.items():
             assert logprob.logprob == pytest.approx(expected[token], abs=1e-3)
         assert sorted(logprob.rank or 0 for logprob in ranked.values())[:most] == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize("width", ["unlimited", "roomy"])
+def test_wide_scores_are_those_of_the_model(
+    request: pytest.FixtureRequest, width: str, recomputation: Recomputation
+) -> None:
+    """Steps of 16 tokens cut the prompts anywhere, and in others there is no room for the scores of all tokens."""
+    llm: LLM = request.getfixturevalue(width)
+    counts = (-1 if width == "unlimited" else 60, 21, None, 3, 100)
+    prompts = [*random_prompts(4, longest=60, seed=5), list(range(50, 90)), list(range(50, 90))]
+    prompts = [one * 3 for one in prompts] if width == "roomy" else prompts
+    prompts = [one[: MAX_MODEL_LEN - 21] for one in prompts]
+    few = 10 if width == "unlimited" else 14
+    params = [
+        replace(GREEDY, prompt_logprobs=counts[i % len(counts)], logprobs=(None, 30, 2)[i % 3], max_tokens=20)
+        for i in range(len(prompts))
+    ]
+    plain = tokens(llm, prompts, [replace(GREEDY, max_tokens=20)] * len(prompts))
+    for num_pages in (None, few):  # then also preempted, and scored again
+        with few_pages(llm, num_pages) if num_pages else nullcontext():
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output, one in zip(outputs, params, strict=True):
+            if one.prompt_logprobs is None:
+                assert output.prompt_logprobs is None
+            else:
+                assert_scores(llm, recomputation, output, one.prompt_logprobs, near=1e-5)
+        assert [[one.token_ids for one in output.outputs] for output in outputs] == plain
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+
+
+def test_wide_scores_have_room_in_each_step(roomy: LLM) -> None:
+    roomy.engine.take_reports()
+    score = SamplingParams(max_tokens=0, prompt_logprobs=30)
+    roomy.generate([[7] * 100] * 3 + [[5] * 50], [score] * 3 + [replace(score, prompt_logprobs=20)], use_tqdm=False)
+    # 300 tokens, 64 in a step at most, and the other prompt beside them.
+    assert [report.num_prefill for report in roomy.engine.take_reports()] == [114, 64, 64, 64, 44]
 
 
 def test_logits_processors_are_part_of_every_step(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm import LLM, SamplingParams
+from jaxvllm import LLM, RequestOutput, SamplingParams
 from jaxvllm.core.page_pool import Pages
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
@@ -109,3 +109,26 @@ def random_prompts(count: int, longest: int, seed: int, vocab_size: int = 256) -
     """Prompts of random tokens, 1 to `longest` of them. Ids below 2 are special."""
     random = np.random.default_rng(seed)
     return [random.integers(2, vocab_size, random.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def assert_scores(llm: LLM, recomputation: Recomputation, output: RequestOutput, count: int, near: float = 0.0) -> None:
+    """Asserts that the tokens of the prompt have the `count` best log-probabilities of the model, and -1 means all.
+
+    Two tokens that are as `near` as that to each other may come in either order.
+    """
+    prompt, scores = output.prompt_token_ids, output.prompt_logprobs
+    assert scores is not None and len(scores) == len(prompt) and scores[0] is None
+    logits = recomputation.logits(prompt[:1], prompt[1:]).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for token_id, row, given in zip(prompt[1:], expected, scores[1:], strict=True):
+        assert given is not None and next(iter(given)) == token_id
+        most = len(row) if count == -1 else count
+        ranks = {one: logprob.rank or 0 for one, logprob in given.items()}
+        assert sorted(ranks.values()) == sorted({*range(1, most + 1), ranks[token_id]})
+        told = np.array([logprob.logprob for logprob in given.values()])
+        values, places = row[list(given)], np.array(list(ranks.values()))
+        np.testing.assert_allclose(told, values, atol=1e-4)
+        assert ((row > values[:, None] + near).sum(1) < places).all()
+        assert (places <= (row >= values[:, None] - near).sum(1)).all()
+        text_of = llm.get_tokenizer().token_text
+        assert all(logprob.decoded_token == text_of(one) for one, logprob in given.items())

@@ -139,7 +139,7 @@ VALUES = [
     value("stream options of 10,000 names", stream=True, stream_options=NAMES, param="stream_options"),
     value("300,000 lists in lists", path=CHAT, tools=[[[]]] * 100_000, param="tools"),
     value("a priority of 100 bits", priority=2**100, param="priority"),
-    value("prompt_logprobs of the whole vocabulary", prompt_logprobs=-1, param="prompt_logprobs"),
+    value("prompt_logprobs of a whole vocabulary, and 20 are the most", prompt_logprobs=-1, param="prompt_logprobs"),
     value("a field that nobody knows", frobnicate=1, param="frobnicate"),
     value("a field that is not supported", suffix="the end", param="suffix"),
     value("a penalty that is too high", presence_penalty=2.5, param="presence_penalty"),

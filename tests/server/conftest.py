@@ -22,7 +22,13 @@ from tests.waiting import PATIENCE, PAUSE
 
 # Small shapes: few programs to compile. 200 pages hold six of the longest requests.
 ENGINE: dict[str, Any] = dict(
-    max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512, row_buckets=(8,), token_buckets=(64,), num_pages=200
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=512,
+    row_buckets=(8,),
+    token_buckets=(64,),
+    num_pages=200,
+    max_logprobs=25,
 )
 
 

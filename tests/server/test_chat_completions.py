@@ -246,7 +246,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(max_completion_tokens=0), "max_completion_tokens"),
     (dict(max_tokens=0), "max_tokens"),
     (dict(top_logprobs=1), "top_logprobs"),
-    (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (dict(logprobs=True, top_logprobs=26), "top_logprobs"),
     (dict(logprobs=5), "logprobs"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
     (dict(add_generation_prompt=True, continue_final_message=True), "add_generation_prompt"),

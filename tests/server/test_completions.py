@@ -311,7 +311,7 @@ def test_floats_too_small_for_the_device(server, tiny):
     assert complete(server, **free, min_p=tiny)["choices"] == complete(server, **free)["choices"]
 
 
-@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("count", [0, 3, 25])
 def test_prompt_logprobs(server, count):
     tokens = server.answer("/tokenize", prompt=PROMPT)["tokens"]
     for _ in range(2):  # what is cached is scored all the same
@@ -322,6 +322,9 @@ def test_prompt_logprobs(server, count):
             assert next(iter(told)) == str(token) and len(told) in (max(count, 1), count + 1)
             assert set(told[str(token)]) == {"logprob", "rank", "decoded_token"}
             assert {entry["rank"] for entry in told.values()} >= set(range(1, count + 1))
+    [same] = scored(server, **GREEDY | dict(max_tokens=0), logprobs=count, echo=True)["choices"]
+    told = [{entry["logprob"] for entry in ranked.values()} for ranked in scores]
+    assert [set(ranked.values()) for ranked in same["logprobs"]["top_logprobs"][1:]] == told
     echoed = scored(server, **GREEDY, prompt_logprobs=count, echo=True, logprobs=1)["choices"][0]
     assert [len(told) for told in echoed["prompt_logprobs"][1:]] == [len(told) for told in scores]
 
@@ -411,7 +414,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(min_tokens=-1), "min_tokens"),
     (dict(min_tokens=20), "min_tokens"),
     (dict(logprobs=-1), "logprobs"),
-    (dict(logprobs=21), "logprobs"),
+    (dict(logprobs=26), "logprobs"),
     (dict(logprobs=True), "logprobs"),
     (dict(stream="yes"), "stream"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
@@ -449,8 +452,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(use_beam_search=True, prompt_logprobs=1), "prompt_logprobs"),
     (dict(use_beam_search=True, n=11), "n"),
     (dict(use_beam_search=True, length_penalty=99.0), "length_penalty"),
-    (dict(prompt_logprobs=21), "prompt_logprobs"),
+    (dict(prompt_logprobs=26), "prompt_logprobs"),
     (dict(prompt_logprobs=-1), "prompt_logprobs"),
+    (dict(prompt_logprobs=-2), "prompt_logprobs"),
     (dict(prompt_logprobs=1, stream=True), "prompt_logprobs"),
     (dict(truncate_prompt_tokens=10**6), "truncate_prompt_tokens"),
     (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),

@@ -61,5 +61,9 @@ def test_prompts_count_too() -> None:
     assert _bounded(scored, [SHORT] * 24, READER) is scored
     with pytest.raises(ValueError, match="logprobs of up to 525000 tokens"):
         _bounded(scored, [SHORT] * 25, READER)
+    whole = replace(scored, prompt_logprobs=-1)
+    assert _bounded(whole, [replace(SHORT, token_ids=SHORT.token_ids[:500])], READER) is not None
+    with pytest.raises(ValueError, match="prompt_logprobs of up to 1001000 tokens"):
+        _bounded(whole, [SHORT], READER)
     both = _bounded(replace(WHOLE, prompt_logprobs=20, logprobs=20), [SHORT] * 24, READER)
     assert both.max_tokens == (MAX_LOGPROB_ENTRIES - 24 * 21_000) // (24 * 21)

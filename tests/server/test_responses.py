@@ -226,7 +226,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(include=["file_search_call.results"]), "include[0]"),
     (dict(include=LOGPROBS), "include"),
     (dict(top_logprobs=2), "top_logprobs"),
-    (dict(include=[LOGPROBS], top_logprobs=21), "top_logprobs"),
+    (dict(include=[LOGPROBS], top_logprobs=26), "top_logprobs"),
     (dict(text={"format": {"type": "yaml"}}), "text.format.type"),
     (dict(text={"format": {"type": "json_schema", "name": "a"}}), "text.format.schema"),
     (dict(text={"verbosity": "low"}), "text.verbosity"),

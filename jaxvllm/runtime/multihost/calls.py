@@ -49,6 +49,14 @@ class Distribute:
 
 
 @dataclass(frozen=True)
+class ScoreWidely:
+    """Computes the wide scores of some tokens of a step whose first half is computed."""
+
+    bucket: Bucket
+    packed: NDArray[np.int32]  # [2, SCORE_BATCH], made by `pack_wide`
+
+
+@dataclass(frozen=True)
 class Sample:
     """Computes the second half of a step."""
 
@@ -99,7 +107,19 @@ class Abandon:
 
 
 type Call = (
-    Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | Sample | ForkSlots | Reset | Close
+    Admit
+    | AdmitRare
+    | Recall
+    | Recount
+    | Step
+    | Forward
+    | Mask
+    | Distribute
+    | ScoreWidely
+    | Sample
+    | ForkSlots
+    | Reset
+    | Close
 )
 type Message = Call | Abandon
 
@@ -117,6 +137,7 @@ _KINDS: tuple[type[Message], ...] = (
     Forward,
     Mask,
     Distribute,
+    ScoreWidely,
     Sample,
     ForkSlots,
 )

@@ -6,6 +6,7 @@ from pydantic import FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.server.protocol.fields import (
+    ALL_LOGPROBS,
     EngineFields,
     FinishReason,
     Reply,
@@ -51,7 +52,8 @@ class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
         """
         echoed = self.logprobs if self.logprobs is not None or self.max_tokens != 0 else 0
         asked = [self.prompt_logprobs, echoed if self.echo else None]
-        return max((count for count in asked if count is not None), default=None)
+        counts = [count for count in asked if count is not None]
+        return ALL_LOGPROBS if ALL_LOGPROBS in counts else max(counts, default=None)
 
     @property
     def form_field(self) -> str:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, FailF
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
-from jaxvllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.errors import UNKNOWN_TYPE
@@ -103,9 +103,6 @@ type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_vari
 # The most tokens to generate, in a field that is not called max_tokens. It is checked here, so that an error names the
 # field that was given.
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
-
-
-type PromptLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 # How much a model that reasons should do of it, for templates that know such a variable.
@@ -272,7 +269,8 @@ class RequestFields(Strict):
 class ScoringFields(RequestFields):
     """The fields of a request that may also score its prompt."""
 
-    prompt_logprobs: PromptLogprobs | None = None  # best of each prompt token; not in a stream
+    # The best of each prompt token, up to the server's --max-logprobs; -1: the vocabulary. Not in a stream.
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
 
     def check_stream(self) -> None:
         super().check_stream()

@@ -38,6 +38,7 @@ from jaxvllm.runtime.multihost.calls import (
     Recount,
     Reset,
     Sample,
+    ScoreWidely,
     Step,
     read_message,
     to_bytes,
@@ -58,12 +59,13 @@ CALLS: tuple[Call, ...] = (
     Forward(Bucket(4, 4, width=8), np.arange(5, dtype=np.int32)),
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
     Distribute(Bucket(16, 4), np.arange(8, dtype=np.int32)),
+    ScoreWidely(Bucket(16, 4), np.arange(14, dtype=np.int32).reshape(2, 7)),
     Sample(Bucket(16, 4)),
     ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | ForkSlots
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | ScoreWidely | ForkSlots
 
 
 def same(one: Message | None, other: Message | None) -> bool:
