@@ -24,6 +24,7 @@ from jaxvllm.models.checkpoint import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.sampler import DEFAULT_OPTIONS
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import COMPILER_OPTIONS
 from pallas_kernels.backend import Backend
@@ -216,7 +217,7 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
     meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
     state = state_bytes(resolved.cache_shape(num_pages=2).sizes(spec)) * sum(one.size for one in meshes)
     monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes + state)
-    assert build._num_pages(config, resolved, {}, Bucket(16, 8), Backend(), meshes) == pages
+    assert build._num_pages(config, resolved, {}, Bucket(16, 8), Backend(), meshes, DEFAULT_OPTIONS) == pages
 
 
 # Two replicas.
