@@ -89,6 +89,15 @@ class Candidates:
     token_ids: NDArray[np.int32]  # i32[N]
     logprobs: NDArray[np.float32]  # f32[N]
 
+    @classmethod
+    def best(cls, logprobs: NDArray[np.float32], count: int) -> "Candidates":
+        """Returns the `count` most likely of all tokens, or all of fewer. Of equal ones the earlier token is better."""
+        at = np.arange(len(logprobs))
+        if count < len(at):  # sorting these alone is ten times as fast, with 152k tokens
+            at = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
+        best = at[np.argsort(-logprobs[at], kind="stable")][:count].astype(np.int32)
+        return cls(best, logprobs[best])
+
 
 @dataclass(frozen=True, eq=False)
 class Beam:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
-from jaxvllm.core.beam_groups import BeamGroups
+from jaxvllm.core.beam_groups import BeamGroup, BeamGroups
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
@@ -264,10 +264,7 @@ class Scheduler:
             group = self._beams.of(request)
             if group is None:  # preempted by another group
                 continue
-            assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
-            top_ids, top = output.logprobs.top_ids, output.logprobs.top
-            proposed = [Candidates(top_ids[row], top[row]) for row in (row_of[slot] for slot in group.slots)]
-            survivors = group.search.advance(proposed)
+            survivors = group.search.advance([_proposed(group, output, row_of[slot]) for slot in group.slots])
             if group.search.is_over:
                 finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
                 self.finish(request_id)
@@ -624,6 +621,14 @@ class Scheduler:
         if not self._slot_of:
             assert self.cache.is_empty, "an idle scheduler holds pages"
             assert not self._computing, "an idle scheduler computes pages"
+
+
+def _proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
+    """The next tokens that the beam of `row` proposes."""
+    if group.request.sampling_params.wants_distributions:
+        return Candidates.best(output.distributions[row], group.search.params.num_candidates)
+    assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
+    return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
 
 
 def _ended(request: Request, last_token: int, stopped: bool) -> Finished:

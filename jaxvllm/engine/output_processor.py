@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.beam import Beam
+from jaxvllm.core.beam import Beam, Candidates
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
@@ -268,8 +268,7 @@ class OutputProcessor:
     def _chosen(self, values: NDArray[np.float32], token_id: int, params: SamplingParams) -> dict[int, Logprob]:
         """Returns the token first, then those that the caller named, or the best ones, of the values f32[V] of all."""
         if params.logprob_token_ids is None:
-            # Of equal values the earlier token is better, as on the device.
-            best = np.argsort(-values, kind="stable")[: params.num_logprobs(len(values))]
+            best = Candidates.best(values, params.num_logprobs(len(values))).token_ids
             ranks = dict(zip(best.tolist(), range(1, len(best) + 1), strict=True))
         else:
             ranks = {one: int((values >= values[one]).sum()) for one in params.logprob_token_ids}

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
@@ -48,7 +47,7 @@ class RequestRules:
             )
         self._check_token_ids(request.params)
         if request.beam_search is not None:
-            self._check_beams(request.beam_search)
+            self._check_beams()
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
@@ -59,13 +58,7 @@ class RequestRules:
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
 
-    def _check_beams(self, beams: BeamSearchParams) -> None:
-        if beams.num_candidates > MAX_LOGPROBS:
-            raise ParameterError(
-                f"beam_width (n over HTTP) {beams.beam_width} needs the {beams.num_candidates} most likely next tokens "
-                f"of each beam, and {MAX_LOGPROBS} are the most: lower it to {MAX_LOGPROBS // 2}",
-                "n",
-            )
+    def _check_beams(self) -> None:
         if self.logprobs_mode != "raw_logprobs":
             raise ParameterError(
                 f"a beam search needs logprobs_mode raw_logprobs, and this engine has {self.logprobs_mode}: leave "

@@ -107,8 +107,7 @@ def logprobs(
     """The values of a step's tokens and of the best, computed only if a row asks. `rows` are as they were sampled."""
 
     def report() -> DeviceLogprobs:
-        divided = logits / rows["logit_divisor"][:, None]  # 1 but for beams, which have a temperature and draw nothing
-        return _rank(_reported(divided, rows, positions, vocab_size, axis, options), token_ids, axis)
+        return _rank(_reported(_divided(logits, rows), rows, positions, vocab_size, axis, options), token_ids, axis)
 
     return lax.cond(jnp.any(rows["num_logprobs"] >= 0), report, lambda: DeviceLogprobs.zeros(len(logits), vocab_size))
 
@@ -122,7 +121,7 @@ def distributions(
     options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> jax.Array:
     """f32[R, vocab_size]: what is reported of every token, for rows that are yet to be sampled."""
-    return axis.all_rows(_reported(logits, rows, positions, vocab_size, axis, options), len(logits))
+    return axis.all_rows(_reported(_divided(logits, rows), rows, positions, vocab_size, axis, options), len(logits))
 
 
 def token_logprobs(
@@ -135,6 +134,11 @@ def token_logprobs(
 ) -> DeviceLogprobs:
     """What is reported of `token_ids` and of the `count` best, of the unmodified distribution, as always of prompts."""
     return _rank(_in_units(axis.exchange(logits)[:, :vocab_size], options), token_ids, axis, count)
+
+
+def _divided(logits: jax.Array, rows: Rows) -> jax.Array:
+    """By 1 but for beams, which have a temperature and draw nothing."""
+    return logits / rows["logit_divisor"][:, None]
 
 
 def _in_units(values: jax.Array, options: SamplerOptions) -> jax.Array:

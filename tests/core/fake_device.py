@@ -140,7 +140,10 @@ class FakeDevice:
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
         scores = self._scores(plan, contexts) if plan.scores_prompts else None
         wide = self._take_wide(plan, scores) if plan.wide_scores is not None else None
-        return StepOutput(tokens, counts, self._logprobs(plan) if plan.wants_logprobs else None, scores, wide)
+        wanted = () if plan.distributions is None else np.flatnonzero(plan.distributions).tolist()
+        distributions = {row: next_logprobs(self.tokens[plan.slots[row]][:-1]) for row in wanted}
+        logprobs = self._logprobs(plan) if plan.wants_logprobs else None
+        return StepOutput(tokens, counts, logprobs, scores, wide, distributions)
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Makes slots copies of others: of their pages, those that the copies get are filled here."""

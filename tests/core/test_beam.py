@@ -107,6 +107,14 @@ def test_a_token_without_probability_is_no_candidate() -> None:
     assert [one.token_id for one in search.advance([proposed])] == [2, 1]
 
 
+@given(st.lists(st.sampled_from([0.0, -1.0, -2.5, -np.inf]), min_size=1, max_size=30), st.integers(1, 40))
+def test_the_best_of_all_tokens_are_the_first_of_equal_ones(values: list[float], count: int) -> None:
+    logprobs = np.array(values, np.float32)
+    best = Candidates.best(logprobs, count)
+    assert best.token_ids.tolist() == sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
+    assert best.logprobs.tolist() == [values[token] for token in best.token_ids]
+
+
 def test_a_restart_forgets_everything() -> None:
     search = BeamSearch(BeamSearchParams(2, 4), 1, 5, (EOS,))
     search.advance([Candidates(np.array([0, 1], np.int32), np.array([-1, -1], np.float32))])

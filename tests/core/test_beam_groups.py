@@ -43,9 +43,13 @@ class Rig:
         self.requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
 
-    def add(self, prompt: list[int], max_tokens: int, beams: BeamSearchParams | None = None) -> Request:
+    def add(
+        self, prompt: list[int], max_tokens: int, beams: BeamSearchParams | None = None, wide: bool = False
+    ) -> Request:
+        """Queues a request. With `wide`, its beams get the values of all tokens, as more of them than here would."""
         number, limit = len(self.requests), len(prompt) + max_tokens
-        params = SamplingParams(max_tokens=max_tokens, logprobs=None if beams is None else beams.num_candidates)
+        num_logprobs = None if beams is None else -1 if wide else beams.num_candidates
+        params = SamplingParams(max_tokens=max_tokens, logprobs=num_logprobs)
         request = Request(
             asked=GenerationRequest(f"r{number}", Prompt(None, np.array(prompt, np.int32)), params),
             seed=0,
@@ -128,7 +132,7 @@ def test_beams_find_the_same_in_any_company(policy: str, data: st.DataObject) ->
             )
         )
         try:
-            rig.add(prompt, max_tokens, beams)
+            rig.add(prompt, max_tokens, beams, wide=data.draw(st.booleans()))
         except ParameterError:
             rig.scheduler.check_invariants()
         for _ in range(data.draw(st.integers(0, 4))):

@@ -38,6 +38,14 @@ def model(recomputation: Recomputation) -> Model:
     return lambda tokens: logprobs(tuple(tokens))
 
 
+def cooled(model: Model, temperature: float) -> Model:
+    def logprobs(tokens: Sequence[int]) -> np.ndarray:
+        logits = model(tokens) / np.float32(temperature)
+        return np.asarray(logits - np.logaddexp.reduce(logits), np.float32)
+
+    return logprobs
+
+
 def eos_of(llm: LLM) -> int:
     [eos] = llm.engine.eos_token_ids
     return eos
@@ -110,6 +118,23 @@ def test_a_long_prompt_is_computed_in_chunks_and_found_again(llm: LLM, model: Mo
         assert [completion.token_ids for completion in outputs[-1].outputs] == [list(found.output) for found in best]
 
 
+@pytest.mark.parametrize(
+    "params", [BeamSearchParams(12, 6), BeamSearchParams(15, 7, True, temperature=0.5)], ids=["12", "15-cooled"]
+)
+def test_more_beams_than_a_step_reports_candidates_for(wide_llm: LLM, model: Model, params: BeamSearchParams) -> None:
+    at = cooled(model, params.logit_divisor)
+    prompts = [LONG[:28], LONG[5:33]]  # the third page is opened behind 32 tokens, by each beam
+    best = [expected(at, prompt, params, eos_of(wide_llm)) for prompt in prompts]
+    for num_pages in (256, 33):  # then also preempted
+        before = wide_llm.engine.stats().num_preemptions
+        with few_pages(wide_llm, num_pages):
+            outputs = wide_llm.beam_search(prompts, params)
+        for prompt, output, of_one in zip(prompts, outputs, best, strict=True):
+            check(output, prompt, of_one)
+            assert all(len(ranked) == params.num_candidates for one in output.sequences for ranked in one.logprobs)
+    assert wide_llm.engine.stats().num_preemptions > before
+
+
 def test_other_requests_run_beside_it(wide_llm: LLM, llm: LLM, model: Model) -> None:
     beams, prompts = BeamSearchParams(4, 10, ignore_eos=True), random_prompts(12, longest=40, seed=8)
     params = [replace(GREEDY, temperature=i % 2, seed=i, max_tokens=20) for i in range(12)]
@@ -142,13 +167,9 @@ def test_a_search_without_pages_starts_again(llm: LLM, model: Model) -> None:
 
 
 def test_the_temperature_divides_the_logits(llm: LLM, model: Model) -> None:
-    def cooler(tokens: Sequence[int]) -> np.ndarray:
-        logits = model(tokens) / np.float32(0.5)
-        return np.asarray(logits - np.logaddexp.reduce(logits), np.float32)
-
     params = BeamSearchParams(3, 5, temperature=0.5)
     [output] = llm.beam_search([PROMPTS[0]], params)
-    check(output, PROMPTS[0], expected(cooler, PROMPTS[0], params, eos_of(llm)))
+    check(output, PROMPTS[0], expected(cooled(model, 0.5), PROMPTS[0], params, eos_of(llm)))
 
 
 def test_a_sequence_tells_all_about_itself(llm: LLM) -> None:
@@ -186,8 +207,6 @@ def test_an_abort_leaves_nothing(llm: LLM) -> None:
 
 
 def test_what_is_refused(llm: LLM) -> None:
-    with pytest.raises(ParameterError, match="11 needs the 22 most likely next tokens .* lower it to 10"):
-        llm.beam_search(PROMPTS, BeamSearchParams(11, 4))
     with pytest.raises(ParameterError, match="9 exceeds the 8 sequences that run at once"):
         llm.beam_search(PROMPTS, BeamSearchParams(9, 4))
     with pytest.raises(ValueError, match="params must be BeamSearchParams, not SamplingParams"):
