@@ -119,7 +119,7 @@ class SamplingParams:
     max_tokens: int | None = 16  # of the output, at most; None = all that fit the model, 0 = only score the prompt
     min_tokens: int = 0  # EOS and stop tokens are not drawn before; stop strings are not looked for
     logprobs: int | None = None  # best tokens to report beside the chosen one; 0 = the chosen one alone, -1 = all
-    prompt_logprobs: int | None = None  # the same for each token of the prompt; no prefix cache then
+    prompt_logprobs: int | None = None  # best tokens to report beside each of the prompt's; no prefix cache then
     logprob_token_ids: tuple[int, ...] | None = None  # report exactly these beside the chosen one
     truncate_prompt_tokens: int | None = None  # keep only the prompt's last tokens; -1 = as many as fit the model
     skip_reading_prefix_cache: bool | None = None  # compute the whole prompt

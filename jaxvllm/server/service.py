@@ -188,15 +188,16 @@ class Service:
         if tools.is_free:
             if not self.config.enable_auto_tool_choice:
                 raise ParameterError(
-                    'this server does not leave the choice of tools to the model: set tool_choice to "required", to '
-                    '"none" or to one tool, or start it without --no-enable-auto-tool-choice',
-                    "tool_choice",
+                    f"this server does not leave the choice of {tools.tools_field} to the model: set "
+                    f'{tools.choice_field} to one of them or to "none", or start it without '
+                    "--no-enable-auto-tool-choice",
+                    tools.choice_field,
                 )
             if self.tool_calls is None:
                 raise ParameterError(
                     "the model's chat template does not show how it writes tool calls: start the server with "
-                    '--tool-call-parser, or set tool_choice to "required", to "none" or to one tool',
-                    "tools",
+                    f'--tool-call-parser, or set {tools.choice_field} to one of the {tools.tools_field} or to "none"',
+                    tools.tools_field,
                 )
         return tools.answer_format(self.reasoning, self.tool_calls if tools.is_free else None)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxvllm.core.errors import ParameterError
 
-# The common roles, and "ipython", which is Llama 3.1's role for tool results.
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+# The common roles, "function", the older name of "tool", and "ipython", which is Llama 3.1's role for tool results.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 type Message = dict[str, Any]
 
@@ -15,18 +15,57 @@ type Message = dict[str, Any]
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Returns copies of the messages in which content is text and the arguments of tool calls are objects.
 
-    The parts of a multi-part content are joined by newlines. Keys that only a template knows are kept.
+    The parts of a multi-part content are joined by newlines. Keys that only a template knows are kept. The older form
+    of tool calls, a `function_call` and then a message of role "function", becomes the form that templates know.
     """
     if not isinstance(messages, list | tuple):
         raise ParameterError(f"messages must be a list of messages, not a {type(messages).__name__}", "messages")
     if not messages:
         raise ParameterError("messages is empty: give at least one", "messages")
-    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    checked: list[Message] = []
+    call_id = _call_id(0)  # of the function that was called last
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if isinstance(message, Mapping) and message.get("function_call") is not None:
+            call_id = _call_id(i)
+        checked.append(_checked(where, _with_tools(where, message, call_id)))
+    return checked
 
 
 def ends_with(message: Message, mark: str) -> Message:
     """Returns a copy of a checked message with `mark` after its content."""
     return message | {"content": (message["content"] or "") + mark}
+
+
+def _call_id(index: int) -> str:
+    """Returns the id of a call that came without one. Some templates want nine characters."""
+    return f"call{index:05}"
+
+
+def _with_tools(where: str, message: object, call_id: str) -> object:
+    """Returns a message without the older form of tool calls. What `_checked` checks is not checked here."""
+    if not isinstance(message, Mapping):
+        return message
+    changed = {name: value for name, value in message.items() if name != "function_call"}
+    if (call := message.get("function_call")) is not None:
+        if message.get("tool_calls"):
+            raise ParameterError(
+                f"{where} has tool_calls and a function_call: leave the second out", f"{where}.function_call"
+            )
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise ParameterError(
+                f"{where}.function_call must have a name and arguments, not {_shown(call)}", f"{where}.function_call"
+            )
+        function = _with_arguments(f"{where}.function_call", call)
+        changed["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+    if message.get("role") == "function":
+        if not isinstance(message.get("name"), str):
+            raise ParameterError(
+                f"{where}.name must be the name of the function, not {_shown(message.get('name'))}", f"{where}.name"
+            )
+        content = message.get("content")
+        changed |= {"role": "tool", "tool_call_id": call_id, "content": "" if content is None else content}
+    return changed
 
 
 def _checked(where: str, message: object) -> Message:
@@ -73,15 +112,20 @@ def _text(where: str, content: object) -> str:
 
 
 def _checked_call(where: str, call: object) -> dict[str, Any]:
-    """Returns a copy of a tool call with an object as its arguments.
-
-    Templates print the arguments as JSON themselves, so a string would be quoted twice.
-    """
+    """Returns a copy of a tool call with an object as its arguments."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or "name" not in function:
         raise ParameterError(f"{where} must have a function with a name, not {_shown(call)}", where)
+    return dict(call) | {"function": _with_arguments(f"{where}.function", function)}
+
+
+def _with_arguments(where: str, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a call's function with an object as its arguments.
+
+    Templates print the arguments as JSON themselves, so a string would be quoted twice.
+    """
     arguments = function.get("arguments") or {}
-    where = f"{where}.function.arguments"
+    where = f"{where}.arguments"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -89,7 +133,7 @@ def _checked_call(where: str, call: object) -> dict[str, Any]:
             raise ParameterError(f"{where} is not valid JSON: {error}", where) from error
     if not isinstance(arguments, Mapping):
         raise ParameterError(f"{where} must be a JSON object, not {_shown(arguments)}", where)
-    return dict(call) | {"function": dict(function) | {"arguments": dict(arguments)}}
+    return dict(function) | {"arguments": dict(arguments)}
 
 
 def _shown(value: object) -> str:

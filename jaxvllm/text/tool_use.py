@@ -43,13 +43,17 @@ class ToolUse:
     choice: Literal["auto", "none", "required", "named"] = "auto"
     name: str | None = None
     parallel: bool = True  # False: only the first call counts
+    # The fields in which the caller gave them, for errors.
+    tools_field: str = "tools"
+    choice_field: str = "tool_choice"
 
     def __post_init__(self) -> None:
+        tools, choice = self.tools_field, self.choice_field
         if self.choice in ("required", "named") and not self.tools:
-            raise ParameterError("tool_choice needs tools: give some, or leave it out", "tool_choice")
+            raise ParameterError(f"{choice} needs {tools}: give some, or leave it out", choice)
         if self.choice == "named" and self.name not in (names := [tool.name for tool in self.tools]):
             shown = ", ".join(names[:20])
-            raise ParameterError(f"tool_choice names {self.name!r:.60}, and the tools are {shown}", "tool_choice")
+            raise ParameterError(f"{choice} names {self.name!r:.60}, and the {tools} are {shown}", choice)
 
     @property
     def is_forced(self) -> bool:
@@ -72,7 +76,7 @@ class ToolUse:
         try:
             return StructuredOutputsParams(json=json.dumps(self._schema(), ensure_ascii=False))
         except ParameterError as error:  # the schema is too large
-            raise ParameterError(f"tools: {error}", "tools") from error
+            raise ParameterError(f"{self.tools_field}: {error}", self.tools_field) from error
 
     def answer_format(self, reasoning: ReasoningFormat | None, calls: ToolCallFormat | None) -> AnswerFormat:
         """Returns how an answer is read. `calls` is the model's own format of calls."""

@@ -288,6 +288,111 @@ def test_special_tokens_are_seen_where_they_are_marks(says: Says) -> None:
         assert request.params.skip_special_tokens is skips
 
 
+# ---- the older form: functions ----
+
+FUNCTIONS: dict[str, Any] = dict(messages=ASKED, functions=[WEATHER["function"], CLOCK["function"]], temperature=0)
+
+
+def joined_function(chunks: list[Any]) -> tuple[dict[str, Any], str]:
+    """The message that chunks amount to, and the finish_reason."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for chunk in chunks:
+        ChatChunk.model_validate(chunk)
+        ChatCompletionChunk.model_validate(chunk)
+        [choice] = chunk["choices"]
+        delta = choice["delta"]
+        assert "tool_calls" not in delta
+        if delta.get("content") is not None:
+            message["content"] = (message["content"] or "") + delta["content"]
+        if (part := delta.get("function_call")) is None:
+            continue
+        if "function_call" in message:
+            assert part.keys() == {"arguments"}
+            message["function_call"]["arguments"] += part["arguments"]
+        else:
+            message["function_call"] = dict(part)
+    return message, choice["finish_reason"]
+
+
+def test_the_demo_model_calls_a_function(server: Server) -> None:
+    answer = server.answer(PATH, **FUNCTIONS)
+    ChatResponse.model_validate(answer)
+    ChatCompletion.model_validate(answer)
+    [choice] = answer["choices"]
+    message, call = choice["message"], choice["message"]["function_call"]
+    assert (call["name"], json.loads(call["arguments"])) == ("get_weather", {"city": "Oslo"})
+    assert (message["content"], choice["finish_reason"]) == (None, "function_call")
+    assert "tool_calls" not in message
+    # It is the call that the same tools get.
+    [as_tool] = server.answer(PATH, **BODY)["choices"][0]["message"]["tool_calls"]
+    assert as_tool["function"] == call
+    chunks = [event.data for event in server.events(PATH, **FUNCTIONS)][:-1]
+    streamed, reason = joined_function(chunks)
+    assert streamed == {name: value for name, value in message.items() if name != "refusal"}
+    assert reason == "function_call"
+    result = {"role": "function", "name": "get_weather", "content": '{"sky":"rainy","degrees":3}'}
+    last = server.answer(PATH, **FUNCTIONS | {"messages": [*ASKED, message, result]})["choices"][0]
+    assert last["finish_reason"] == "stop" and "rainy" in last["message"]["content"]
+
+
+def test_functions_are_tools_of_which_one_is_called(says: Says) -> None:
+    script = says(letters(TWO_CALLS))
+    [prompt, same] = [script.post(PATH, **body)[1][0].prompt.text for body in (FUNCTIONS, BODY)]
+    assert prompt == same
+    call = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    whole = script.choice(PATH, **FUNCTIONS)
+    assert json.loads(whole["message"]["function_call"]["arguments"]) == json.loads(call["arguments"])
+    assert (whole["message"]["content"], whole["finish_reason"]) == ("I look.", "function_call")
+    streamed, reason = joined_function(script.chunks(PATH, **FUNCTIONS))
+    assert streamed | {"refusal": None} == whole["message"] and reason == "function_call"
+    assert script.choice(PATH, **FUNCTIONS, function_call="none")["message"]["content"] == TWO_CALLS
+    with_auto = script.choice(PATH, **FUNCTIONS, function_call="auto")
+    assert with_auto["message"]["function_call"] == whole["message"]["function_call"]
+
+
+def test_a_named_function(says: Says) -> None:
+    script = says(letters('{"city": "Oslo"}'))
+    body = FUNCTIONS | dict(function_call={"name": "get_weather"})
+    response, [request] = script.post(PATH, **body, response_format=JSON_SCHEMA)
+    [choice] = response.json()["choices"]
+    assert choice["message"]["function_call"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert choice["finish_reason"] == "function_call"
+    assert json.loads(request.params.structured_outputs.json) == WEATHER["function"]["parameters"]
+    assert joined_function(script.chunks(PATH, **body))[0]["function_call"] == choice["message"]["function_call"]
+
+
+def test_the_client_of_openai_knows_functions(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        [choice] = client.chat.completions.create(model="demo", **FUNCTIONS).choices
+        assert json.loads(choice.message.function_call.arguments) == {"city": "Oslo"}
+
+
+OBJEKT = [{"name": "f", "parameters": {"type": "objekt"}}]
+BAD_FUNCTIONS: list[tuple[dict[str, Any], str]] = [
+    (dict(tools=[CLOCK]), "functions"),
+    (dict(tool_choice="auto"), "functions"),
+    (dict(functions=None, function_call="auto", tools=[CLOCK]), "function_call"),
+    (dict(functions=None, function_call={"name": "get_time"}), "function_call"),
+    (dict(function_call={"name": "get_rain"}), "function_call"),
+    (dict(function_call="required"), "function_call"),
+    (dict(function_call={}), "function_call"),
+    (dict(functions=[CLOCK]), "functions[0].name"),
+    (dict(functions=[{"name": "f"}] * 1025), "functions"),
+    (dict(functions=OBJEKT, function_call={"name": "f"}), "functions"),
+    (dict(function_call={"name": "get_time"}, structured_outputs={"json": SCHEMA}), "structured_outputs"),
+    (dict(messages=[*ASKED, {"role": "function", "content": "3"}]), "messages[1].name"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), BAD_FUNCTIONS, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD_FUNCTIONS)]
+)
+def test_a_bad_field_of_the_older_form_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    status, error = server.error(PATH, **FUNCTIONS | body)
+    assert (status, error["param"]) == (400, param)
+    assert param in error["message"]
+
+
 # ---- answers that must be a call ----
 
 

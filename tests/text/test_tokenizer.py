@@ -263,10 +263,42 @@ def test_an_answer_may_be_sent_back_as_it_came() -> None:
     assert message == {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}
 
 
+def test_the_older_form_of_calls_becomes_the_one_that_templates_know() -> None:
+    call = {"name": "f", "arguments": '{"x": [1]}'}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "function_call": call, "tool_calls": None},
+        {"role": "function", "name": "f", "content": None},
+        {"role": "assistant", "content": "a", "function_call": None},
+        {"role": "assistant", "function_call": {"name": "g"}},
+        {"role": "function", "name": "g", "content": [{"type": "text", "text": "3"}]},
+    ]
+    _, first, result, plain, second, other = checked_messages(messages)
+    [f], [g] = first["tool_calls"], second["tool_calls"]
+    assert (f["type"], f["function"]) == ("function", {"name": "f", "arguments": {"x": [1]}})
+    assert g["function"] == {"name": "g", "arguments": {}}
+    assert f["id"] != g["id"] and all(len(one["id"]) == 9 and one["id"].isalnum() for one in (f, g))
+    assert result == {"role": "tool", "name": "f", "content": "", "tool_call_id": f["id"]}
+    assert other == {"role": "tool", "name": "g", "content": "3", "tool_call_id": g["id"]}
+    assert plain == {"role": "assistant", "content": "a"}
+    assert not any("function_call" in message for message in (first, second))
+    assert call["arguments"] == '{"x": [1]}'
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([], "messages is empty"),
+        ([{"role": "function", "content": "3"}], r"messages\[0\].name must be the name of the function, not None"),
+        ([{"role": "assistant", "function_call": "f"}], "function_call must have a name and arguments, not 'f'"),
+        (
+            [{"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}],
+            r"messages\[0\].function_call.arguments is not valid JSON",
+        ),
+        (
+            [{"role": "assistant", "function_call": {"name": "f"}, "tool_calls": [{"function": {"name": "f"}}]}],
+            r"messages\[0\] has tool_calls and a function_call",
+        ),
         ("hi", "messages must be a list of messages, not a str"),
         (["hi"], r"messages\[0\] must be an object with role and content, not 'hi'"),
         ([{"content": "x"}], r"messages\[0\].role must be one of .*, not None"),

@@ -1,6 +1,7 @@
 """The bodies of `/v1/chat/completions`, compatible with OpenAI's and vLLM's clients."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
@@ -39,6 +40,10 @@ class FunctionDefinition(Strict):
     parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
     strict: bool | None = None  # has no effect: only tool_choice "required" and named tools force the schema
 
+    def tool(self) -> Tool:
+        """Returns the function in the form that does not depend on the endpoint."""
+        return Tool(self.name, self.parameters, self.description)
+
 
 class ChatTool(Strict):
     """A tool that the model may use."""
@@ -48,7 +53,7 @@ class ChatTool(Strict):
 
     def tool(self) -> Tool:
         """Returns the tool in the form that does not depend on the endpoint."""
-        return Tool(self.function.name, self.function.parameters, self.function.description)
+        return self.function.tool()
 
 
 type Tools = Annotated[list[ChatTool], FailFast(), Field(max_length=MAX_TOOLS)]
@@ -58,6 +63,9 @@ class FunctionChoice(Strict):
     """The name of a function."""
 
     name: FunctionName
+
+
+type Functions = Annotated[list[FunctionDefinition], FailFast(), Field(max_length=MAX_TOOLS)]
 
 
 class NamedToolChoice(Strict):
@@ -91,8 +99,9 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
     # A variable of the chat template. "none" also means include_reasoning false and enable_thinking false.
     reasoning_effort: ReasoningEffort | None = None
 
-    functions: list[Any] | None = neutral([])
-    function_call: Any | None = neutral("none", "auto")
+    functions: Functions | None = None  # the older form of tools; an answer calls one of them at most
+    function_call: Literal["auto", "none"] | FunctionChoice | None = None  # the older form of tool_choice
+
     modalities: Strings | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral()
     prediction: dict[str, Any] | None = neutral()
@@ -127,19 +136,38 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
         """The variables of the chat template."""
         return effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
+    @property
+    def has_functions(self) -> bool:
+        """Whether the tools are given in their older form."""
+        return bool(self.functions) or self.function_call is not None
+
     def tool_use(self) -> ToolUse:
-        """Returns the tools. Raises ParameterError for a choice that they do not allow."""
+        """Returns the tools. Raises ParameterError for a choice that they do not allow, and for two forms of them."""
+        if self.has_functions:
+            return self._function_use()
         tools = tuple(tool.tool() for tool in self.tools or ())
         parallel = self.parallel_tool_calls is not False
         if isinstance(self.tool_choice, NamedToolChoice):
             return ToolUse(tools, "named", self.tool_choice.function.name, parallel)
         return ToolUse(tools, self.tool_choice or "auto", parallel=parallel)
 
+    def _function_use(self) -> ToolUse:
+        if self.tools or self.tool_choice is not None:
+            older = "functions" if self.functions else "function_call"
+            newer = "tools" if self.tools else "tool_choice"
+            raise ParameterError(f"{older} is the older form of {newer}: leave one of them out", older)
+        functions = tuple(function.tool() for function in self.functions or ())
+        use = partial(ToolUse, functions, parallel=False, tools_field="functions", choice_field="function_call")
+        if isinstance(self.function_call, FunctionChoice):
+            return use(choice="named", name=self.function_call.name)
+        return use(choice=self.function_call or "auto")
+
     @property
     def form_field(self) -> str:
         """The field that says which form the answer must have."""
-        if self.tool_use().is_forced:
-            return "tools"
+        tools = self.tool_use()
+        if tools.is_forced:
+            return tools.tools_field
         if self.response_format is not None and self.response_format.type != "text":
             return "response_format"
         return "structured_outputs" if self.structured_outputs is not None else "tools"
@@ -150,12 +178,14 @@ class ChatRequest(EngineFields, SamplingFields, ScoringFields):
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         call = self.tool_use().structured_outputs()
         form = one_form(
-            response_format=None if call else asked, structured_outputs=self.structured_outputs, tool_choice=call
+            response_format=None if call else asked,
+            structured_outputs=self.structured_outputs,
+            **{self.tool_use().choice_field: call},
         )
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 
 
-type ChatFinishReason = Literal["stop", "length", "tool_calls"]
+type ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class FunctionCall(Reply):
@@ -180,6 +210,7 @@ class ChatMessage(Reply):
     content: str | None  # null where the answer has tool calls or reasoning, and nothing else
     refusal: None = None
     tool_calls: list[ChatToolCall] | None = None
+    function_call: FunctionCall | None = None  # in place of tool_calls, where the request has functions
     reasoning: str | None = None  # what the model wrote for itself; only with --reasoning-parser
     reasoning_content: str | None = None  # the same under its older name
 
@@ -232,6 +263,7 @@ class ChatDelta(Reply):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ChatToolCallDelta] | None = None
+    function_call: FunctionDelta | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -264,12 +296,13 @@ class ChatChunk(Reply):
 def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -> dict[str, Any]:
     """Returns the fields that a choice has both in a response and in a chunk of a stream."""
     calls_tools = has_calls and completion.finish_reason == "stop"
+    called = "function_call" if request.has_functions else "tool_calls"
     made: dict[str, Any] = {
         "index": completion.index,
         "logprobs": chat_logprobs(
             completion, request.shown_logprobs(request.num_logprobs), request.return_tokens_as_token_ids
         ),
-        "finish_reason": "tool_calls" if calls_tools else completion.finish_reason,
+        "finish_reason": called if calls_tools else completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if request.return_token_ids:
@@ -277,7 +310,7 @@ def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -
     return made
 
 
-def message_of(answer: AssistantMessage, echo: str) -> dict[str, Any]:
+def message_of(request: ChatRequest, answer: AssistantMessage, echo: str) -> dict[str, Any]:
     """Returns a `ChatMessage` as it is encoded. Its content begins with `echo`."""
     content = echo + answer.content
     made: dict[str, Any] = {
@@ -285,17 +318,20 @@ def message_of(answer: AssistantMessage, echo: str) -> dict[str, Any]:
         "content": content if content or not (answer.calls or answer.reasoning) else None,
         "refusal": None,
     }
-    if answer.calls:
+    calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+    if calls and request.has_functions:
+        [made["function_call"]] = calls
+    elif calls:
         made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(answer.calls, calls, strict=True)
         ]
     if answer.reasoning:
         made["reasoning"] = made["reasoning_content"] = answer.reasoning
     return made
 
 
-def delta_of(events: Iterable[Event]) -> dict[str, Any]:
+def delta_of(request: ChatRequest, events: Iterable[Event]) -> dict[str, Any]:
     """Returns all `events` as one `ChatDelta`, with one entry for each call. It is empty if nothing is to be shown."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
@@ -311,4 +347,7 @@ def delta_of(events: Iterable[Event]) -> dict[str, Any]:
             case Arguments(index, text):
                 entry = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 entry["function"]["arguments"] += text
+    if calls and request.has_functions:
+        [call] = calls.values()
+        return delta | {"function_call": call["function"]}
     return delta | ({"tool_calls": list(calls.values())} if calls else {})

@@ -269,8 +269,7 @@ class RequestFields(Strict):
 class ScoringFields(RequestFields):
     """The fields of a request that may also score its prompt."""
 
-    # The best of each prompt token, up to the server's --max-logprobs; -1: the vocabulary. Not in a stream.
-    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None  # best of each prompt token; -1: all; not in a stream
 
     def check_stream(self) -> None:
         super().check_stream()

@@ -82,7 +82,7 @@ class _Exchange:
         for answer, completion in zip(answers, output.outputs, strict=True):
             message = AssistantMessage.of(self._shown(answer.read(completion)))
             made = parts(self._body, completion, bool(message.calls))
-            choices.append(made | {"message": message_of(message, self._echo)})
+            choices.append(made | {"message": message_of(self._body, message, self._echo)})
         head = self._head | {"object": "chat.completion"} | self._prompt_ids
         if output.prompt_logprobs is not None:
             head["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs or 0)
@@ -101,7 +101,7 @@ class _Exchange:
                 if is_first:
                     answers[completion.index] = Answer(self._format, self._service, self._prompt, self._continued)
                 answer = answers[completion.index]
-                delta = delta_of(self._shown(answer.read(completion)))
+                delta = delta_of(self._body, self._shown(answer.read(completion)))
                 shown: dict[str, Any] = {}
                 if options.continuous_usage_stats:
                     num_reasoning = self._num_reasoning(answers.values())
