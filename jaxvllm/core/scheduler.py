@@ -517,13 +517,14 @@ class Scheduler:
         if width > 1:
             max_new[:num_decode] = np.minimum(width, slots.limit[decode] - slots.num_tokens[decode])
         next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
-        wide_scores = np.zeros(num_rows, np.bool_)
+        wide_rows: list[int] = []
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
             max_new[row] = chunk.yields
             if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-                wide_scores[row] = self._tenant(chunk.slot).wants_wide_scores
+                if self._tenant(chunk.slot).wants_wide_scores:
+                    wide_rows.append(row)
         constrained, distributions = slots.is_constrained[rows], slots.wants_distributions[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
@@ -540,7 +541,7 @@ class Scheduler:
             width=width,
             masked=constrained & (max_new > 0) if constrained.any() else None,
             distributions=distributions & (max_new > 0) if distributions.any() else None,
-            wide_scores=wide_scores if wide_scores.any() else None,
+            wide_scores=np.isin(np.arange(num_rows), wide_rows) if wide_rows else None,
             admissions=tuple(admissions),
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new

@@ -239,7 +239,9 @@ def test_wide_scores_are_those_of_the_model(
         replace(GREEDY, prompt_logprobs=counts[i % len(counts)], logprobs=(None, 30, 2)[i % 3], max_tokens=20)
         for i in range(len(prompts))
     ]
-    plain = tokens(llm, prompts, [replace(GREEDY, max_tokens=20)] * len(prompts))
+    # One whose tokens wait for masks, between the scores and the sampling.
+    params[1] = replace(params[1], structured_outputs={"regex": "(ab|cd)+"})
+    plain = tokens(llm, prompts, [replace(one, prompt_logprobs=None, logprobs=None) for one in params])
     for num_pages in (None, few):  # then also preempted, and scored again
         with few_pages(llm, num_pages) if num_pages else nullcontext():
             outputs = llm.generate(prompts, params, use_tqdm=False)
