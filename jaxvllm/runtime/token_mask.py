@@ -43,7 +43,7 @@ def pack_masks(rows: Sequence[tuple[int, NDArray[np.int32]]], sizes: SlotSizes) 
 
 
 def store_masks(state: DeviceState, packed: jax.Array) -> DeviceState:
-    """Stores the masks of some slots (`pack_masks`). They hold until the slot's next mask or next tenant."""
+    """Stores the masks of some slots (`pack_masks`). They hold for the slot's next token."""
     slots = packed[:, 0]
     return state | {
         IS_MASKED.name: state[IS_MASKED.name].at[slots].set(1, mode="drop"),

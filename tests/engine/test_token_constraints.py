@@ -24,8 +24,12 @@ class Rising:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        self.seen += token_ids
+    def advance(self, token_ids: Sequence[int]) -> int:
+        for index, token in enumerate(token_ids):
+            if token >= VOCAB or not self.allowed(self.seen)[token]:
+                return index
+            self.seen.append(token)
+        return len(token_ids)
 
     def forced(self) -> Sequence[int]:
         return ()
