@@ -37,8 +37,19 @@ def test_an_agent_must_call_its_tool_and_then_answers(results: dict[str, Any], c
     assert "rainy" in result["said"]
 
 
+MODES = ["TOOLS", "JSON_SCHEMA", "MD_JSON", "RESPONSES_TOOLS"]
+OLD_MODES = ["TOOLS_STRICT", "FUNCTIONS", "JSON_O1", "RESPONSES_TOOLS_WITH_INBUILT_TOOLS"]
+
+
+def test_no_mode_of_instructor_is_left_out(results: dict[str, Any]) -> None:
+    assert set(results["instructor_modes"]) == {*MODES, *OLD_MODES, "JSON", "PARALLEL_TOOLS"}
+
+
 @pytest.mark.parametrize(
-    "check", ["agent_report", "instructor_TOOLS", "instructor_JSON_SCHEMA", "instructor_RESPONSES_TOOLS"]
+    "check",
+    ["agent_report", "instructor_strict"]
+    + [f"instructor_{mode}" for mode in (*MODES, *OLD_MODES)]
+    + [f"instructor_{mode}_stream" for mode in MODES],
 )
 def test_an_answer_has_its_class(results: dict[str, Any], check: str) -> None:
     result = results[check]
@@ -48,3 +59,7 @@ def test_an_answer_has_its_class(results: dict[str, Any], check: str) -> None:
 
 def test_any_object_in_json_mode(results: dict[str, Any]) -> None:
     assert results["instructor_JSON"] == {}
+
+
+def test_the_model_chooses_the_calls(results: dict[str, Any]) -> None:
+    assert results["instructor_PARALLEL_TOOLS"] == [["get_weather", {"city": "Oslo"}]]
