@@ -82,11 +82,11 @@ venv: .venv/.stamp
 	  --build-constraints constraints.txt --editable '.[aot]'
 	@touch $@
 
-# Clients of the server that cannot be installed beside those of .venv: 80 MB.
+# Clients of the server that cannot be installed beside those of .venv: 180 MB.
 .clients/.stamp: tools/clients_constraints.txt | .venv/.stamp
 	@test -x .clients/bin/python || $(UV) venv --quiet --python $(PY) .clients
 	$(UV) pip install --quiet --python .clients/bin/python --constraint tools/clients_constraints.txt \
-	  openai-agents instructor
+	  openai-agents instructor litellm
 	@touch $@
 
 # Public suites of JSON schemas, 4 MB: the official tests, which only the source of jsonschema has, and SchemaStore's real
