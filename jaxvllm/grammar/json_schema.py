@@ -77,6 +77,11 @@ def check_schema(schema: Any, name: str) -> dict[str, Any]:
         raise ParameterError(
             f"{name} is nested more than {MAX_DEPTH} levels deep, which is the limit: make it flatter", name
         )
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = json.dumps(error.object[error.start])
+        raise ParameterError(f"{name} has {half}, which is half a character: give both surrogates", name) from error
     _check_size(schema, name)
     return schema
 

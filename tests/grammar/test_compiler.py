@@ -132,6 +132,10 @@ def chain(length: int) -> dict[str, Any]:
         (dict(json={"anyOf": [{"pattern": "a" * 100}] * 200}), "bytes of patterns"),
         (dict(json={"anyOf": [{}] * 11_000}), "11001 schemas within it"),
         (dict(json={"properties": []}), "not an object"),
+        *[
+            (dict(json=text), r'json has "\\ud800", which is half a character')
+            for text in (r'{"const": "\ud800"}', r'{"pattern": "\ud800"}', r'{"$ref": "#/\ud800"}')
+        ],
         (dict(regex="["), "unclosed"),
         (dict(regex="(?=a)b"), "look-around"),
         (dict(regex="(a|b)?" * 20_000), "the limit is 16384"),
