@@ -30,13 +30,13 @@ _SINGLE = (
 WHITESPACE = r" |\r?\n[ \t]{0,64}"
 # Keywords of the oldest draft that restrict values. llguidance does not know them, and takes them for annotations.
 FORGOTTEN = ("extends", "disallow", "divisibleBy")
+# The characters that stay as they are in a `$ref`; "%" escapes others.
+_IN_REFERENCES = "#%/:?@!$&'()*+,;="
 # llguidance takes a 29 February of every year and a 60th second of every minute. The first need not exist. The second
 # exists at the end of some years, but most of what reads a time cannot read it, Python for one: it is left out.
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _EXISTING_DAY = f"(?:{_LEAP_YEAR}|[0-9]{{4}}-(?:0[13-9]|1|02-(?:[01]|2[0-8])))"
 _NO_LEAP_SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
-# The characters that a `$ref` may have unescaped, and those with which it escapes others.
-_IN_REFERENCES = "#%/:?@!$&'()*+,;="
 # What a string of these formats has to match besides what llguidance knows of the format.
 STRICTER_FORMATS = {
     "date": f"^{_EXISTING_DAY}",
