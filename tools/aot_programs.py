@@ -62,13 +62,19 @@ class StepModel:
 
     @property
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
-        """What the engine runs of it: a decode step, several in one program, and the halves of a step with prompts."""
+        """What the engine runs of it.
+
+        A decode step, several in one program, the first half of one whose rows wait for masks, the halves of a step
+        with prompts, and the forks of beam search.
+        """
         rows = 8
         return {
             "decode": lambda step: step.compile_begin(Bucket(rows, rows)),
             "burst": lambda step: step.compile_begin(Bucket(rows, rows, width=EngineConfig.max_decode_burst)),
+            "split": lambda step: step.compile_begin(Bucket(rows, rows, is_split=True)),
             "mixed": lambda step: step.compile_begin(Bucket(self.mixed_tokens, rows)),
             "sample": lambda step: step.compile_sampler(rows),
+            "fork": lambda step: step.compile_fork(),
         }
 
     @property

@@ -100,16 +100,16 @@ class QueueKey:
 class TokenConstraint(Protocol):
     """Decides on the host which tokens may come next in a request, as a grammar does.
 
-    Steps with such a request sample in a separate program, which waits for `fill`. An exception ends the request and
-    no other. A constraint that raised may be asked again, and must raise again in `fill`.
+    Where a token waits for `fill`, its step samples in a separate program. An exception ends the request and no other.
+    A constraint that raised may be asked again, and must raise again in `fill`.
     """
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow, except EOS."""
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Takes note of tokens that were added to the request, in order."""
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Takes tokens that follow, in order, up to the first that is not allowed. Returns how many it has taken."""
 
     def forced(self) -> Sequence[int]:
         """Returns the tokens that must come next whatever the model says, as many as are known, or none."""
@@ -139,6 +139,7 @@ class Request:
     search: BeamSearch | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
+    masks_commute: bool = True  # with what the engine does to all logits: see `guesses`
     num_cached_tokens: int | None = None  # of the prompt; None until first admitted
     num_preemptions: int = 0
     num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
@@ -187,6 +188,25 @@ class Request:
             self.constraint is not None
             and self.repetition is None
             and params.logprobs is None
+            and params.repetition_penalty == 1.0
+            and params.presence_penalty == params.frequency_penalty == 0.0
+        )
+
+    @property
+    def guesses(self) -> bool:
+        """Whether a token that is sampled without a mask is what it would be with the mask, if the mask allows it.
+
+        The largest value is still the largest when others are gone: greedy rows take the largest logit, and random rows
+        the largest sum of logit and noise. Filters look at the other tokens, penalties count what was sampled, and
+        log-probabilities are those of the tokens that a mask leaves.
+        """
+        params = self.sampling_params
+        has_filters = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+        return (
+            self.constraint is not None
+            and self.masks_commute
+            and not params.wants_logprobs
+            and (params.greedy or not has_filters)
             and params.repetition_penalty == 1.0
             and params.presence_penalty == params.frequency_penalty == 0.0
         )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
 from jaxvllm.core.beam_groups import BeamGroup, BeamGroups
+from jaxvllm.core.constrained_rows import ConstrainedRows, advance
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
@@ -71,6 +72,7 @@ class Scheduler:
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
         self._beams = BeamGroups(slots, cache)
+        self._constrained = ConstrainedRows(slots)
         self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
@@ -129,15 +131,16 @@ class Scheduler:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
-        policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row is constrained, the step is
-        `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint forces
-        are computed at once, if the budget and the free pages have room for them.
+        policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row waits for the host, the step
+        is `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint
+        forces are computed at once, if the budget and the free pages have room for them.
         """
         self._free_unseen()
         decode = self.slots.decoding()
         if width > 1 and not self._may_burst(decode):
             width = 1
-        forced = self._forced(decode)
+        forced = self._constrained.forced(decode, self.max_num_batched_tokens - len(decode))
+        width = 1 if forced else self._constrained.width(decode, width)
         new_pages = self._grow(decode, width, forced)
         if new_pages is None and (width > 1 or forced):
             width, forced = 1, {}
@@ -149,7 +152,7 @@ class Scheduler:
         opened: list[Opened] = []  # by chunks of running prompts
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
-        num_decode_tokens = len(decode) + sum(extra for _, extra in forced.values())
+        num_decode_tokens = len(decode) + sum(self._num_extra(slot, tokens) for slot, tokens in forced.items())
         budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
             budget = self._continue_prefills(chunks, opened, budget)
@@ -163,45 +166,27 @@ class Scheduler:
             return None
         if opened:
             new_pages = tuple(map(PageEntries.joined, zip(new_pages, *opened, strict=True)))
-        if forced:
-            decode = decode[[slot not in forced for slot in decode.tolist()]]
-            chunks = [*(self._take_forced(slot, tokens) for slot, (tokens, _) in forced.items()), *chunks]
+        given = {slot: forced.get(slot, []) for slot in sorted({*forced, *self._constrained.starting_again(decode)})}
+        if given:
+            decode = decode[[slot not in given for slot in decode.tolist()]]
+            chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
         return self._plan(decode, new_pages, chunks, admissions, width)
 
-    def _forced(self, decode: SlotIds) -> dict[int, tuple[list[int], int]]:
-        """The tokens that constraints force behind the known ones of `decode` slots, and how many more are computed.
-
-        Those that are in flight cost nothing more. There is one left to sample behind them.
-        """
-        slots = self.slots
-        found: dict[int, tuple[list[int], int]] = {}
-        room = self.max_num_batched_tokens - len(decode)
-        for slot in decode[slots.is_constrained[decode]].tolist():
-            num_in_flight = int(slots.num_tokens[slot] - slots.num_known[slot])
-            most = min(num_in_flight + room, int(slots.limit[slot] - slots.num_known[slot]) - 1)
-            tokens = self._tenant(slot).forced(most)
-            extra = len(tokens) - num_in_flight
-            if extra > 0:
-                found[slot] = tokens, extra
-                room -= extra
-        return found
+    def _num_extra(self, slot: int, forced: list[int]) -> int:
+        """How many tokens more than one the row of `slot` computes if the `forced` ones are known."""
+        known = int(self.slots.num_known[slot])
+        return known + len(forced) - min(int(self.slots.num_computed[slot]), known) - 1
 
     def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
         """Makes `tokens` known, so that the row computes them as it would compute a prompt."""
-        start = int(self.slots.num_computed[slot])
-        self.slots.append_forced(slot, tokens)
-        self._advance(self._tenant(slot), tokens)
-        return _Chunk(slot, start, int(self.slots.num_known[slot]) - start, yields=True, of_prompt=False)
+        self._constrained.take_forced(slot, tokens)
+        start, end = int(self.slots.num_computed[slot]), int(self.slots.num_known[slot])
+        return _Chunk(slot, start, end - start, yields=True, of_prompt=False)
 
     def _may_burst(self, decode: SlotIds) -> bool:
-        """Whether nothing but the next tokens of `decode` is to be computed, and none of them needs the host."""
+        """Whether nothing but the next tokens of `decode` is to be computed, and nobody wants more of each."""
         slots = self.slots
-        if (
-            self._waiting_ids
-            or self._beams
-            or slots.is_constrained[decode].any()
-            or slots.wants_distributions[decode].any()
-        ):
+        if self._waiting_ids or self._beams or slots.wants_distributions[decode].any():
             return False
         # Rows whose last token is in flight are neither decoding nor prefilling.
         return len(decode) == self.num_running or not len(self.slots.prefilling())
@@ -217,12 +202,17 @@ class Scheduler:
         rows = np.flatnonzero(is_present & plan.samples)
         at = plan.slots[rows]
         tokens, counts = output.tokens[rows], output.counts[rows]  # copies
+        refused: dict[int, Finished] = {}
+        if is_constrained := bool(slots.is_constrained[at].any()):
+            refused = self._constrained.take(plan, rows, at, tokens, counts)
         missing = plan.max_new[rows] - counts
         if missing.any():
             slots.num_tokens[at] -= missing
             slots.num_computed[at] -= missing
         num_outputs = slots.num_known[at] - slots.num_prompt[at]
         slots.append_tokens(at, tokens, counts)
+        if is_constrained:
+            self._constrained.rewind(at)
         # The device ends a row behind its first stop id, so only the last token can be one.
         last = tokens[:, 0] if plan.width == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
         yields = counts > 0
@@ -244,8 +234,7 @@ class Scheduler:
             _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
             for i in np.flatnonzero(ends | repeats)
         ]
-        if plan.is_masked:
-            finished += self._advance_constraints(at, tokens, counts, ends | repeats)
+        finished += [end for index, end in refused.items() if not (ends | repeats)[index]]
         for end in finished:
             self.finish(end.request.request_id)
         searched, forks = self._search(rows, at, output) if self._beams else ((), ())
@@ -284,53 +273,11 @@ class Scheduler:
 
         A request whose constraint fails ends, and the next update says so.
         """
-        if plan.masked is None:
-            return []
-        is_present = self.slots.epoch[plan.slots] == plan.epochs
-        masks: list[tuple[int, Ints]] = []
-        for slot in plan.slots[plan.masked & is_present].tolist():
-            request = self._tenant(slot)
-            assert request.constraint is not None
-            words = np.zeros(num_words, np.int32)
-            try:
-                request.constraint.fill(words)
-            except Exception as error:
-                self.finish(request.request_id)
-                self._failed[request.request_id] = _failure(request, error)
-            else:
-                masks.append((slot, words))
+        masks, failed = self._constrained.masks(plan, num_words)
+        for end in failed:
+            self.finish(end.request.request_id)
+            self._failed[end.request.request_id] = end
         return masks
-
-    def _advance_constraints(
-        self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]
-    ) -> Iterator[Finished]:
-        """Tells constraints what came. Yields the requests that end because of that."""
-        for index in np.flatnonzero(self.slots.is_constrained[at] & (counts > 0)):
-            slot = at[index]
-            request = self._tenant(slot)
-            assert request.constraint is not None
-            was_complete = request.constraint.is_complete
-            error = self._advance(request, tokens[index, : counts[index]].tolist())
-            if ends[index]:
-                continue
-            if error is not None:
-                yield _failure(request, error)
-            elif request.constraint.is_complete:
-                # Otherwise only EOS may come, which ends the request like any other.
-                params = request.sampling_params
-                is_short = self.slots.num_known[slot] - self.slots.num_prompt[slot] < params.min_tokens
-                if was_complete or params.ignore_eos or is_short:
-                    yield Finished(request, FinishReason.STOP)
-
-    @staticmethod
-    def _advance(request: Request, tokens: list[int]) -> Exception | None:
-        """Tells the constraint of `request` about new tokens. Returns the error if it fails."""
-        assert request.constraint is not None
-        try:
-            request.constraint.advance(tokens)
-        except Exception as error:
-            return error
-        return None
 
     def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which rows repeat themselves, bool[len(at)]. Those rows have no tokens, in `counts` neither, behind that.
@@ -387,15 +334,17 @@ class Scheduler:
         at = np.flatnonzero(slots.active)
         self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
-    def _grow(
-        self, decode: SlotIds, width: int, forced: Mapping[int, tuple[list[int], int]] | None = None
-    ) -> Opened | None:
-        """The pages that decoding slots may open in `width` steps, or None when there are not enough."""
+    def _grow(self, decode: SlotIds, width: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
+        """The pages that decoding slots may open in `width` steps, or None when there are not enough.
+
+        A row with `forced` tokens opens what it needs to compute them.
+        """
         slots = self.slots
         # The last token's KV is not computed by the step that yields it.
         ends = np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1)
-        if forced:
-            ends += np.array([forced[slot][1] if slot in forced else 0 for slot in decode.tolist()], np.int32)
+        for index, slot in enumerate(decode.tolist() if forced else ()):
+            if forced and slot in forced:
+                ends[index] = slots.num_known[slot] + len(forced[slot])
         return self.cache.grow(decode, ends)
 
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
@@ -472,6 +421,8 @@ class Scheduler:
             slot = self.slots.occupy(request, num_cached, watched)
             self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
+            if request.constraint is not None:
+                self._constrained.open(slot)
             if request.search is not None:
                 self._beams.open(request, request.search, slot)
             self._computing.update(self._uncomputed_hashes(slot))
@@ -525,7 +476,7 @@ class Scheduler:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
                 if self._tenant(chunk.slot).wants_wide_scores:
                     wide_rows.append(row)
-        constrained, distributions = slots.is_constrained[rows], slots.wants_distributions[rows]
+        distributions = slots.wants_distributions[rows]
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
             slots=rows,
@@ -539,7 +490,7 @@ class Scheduler:
             next_tokens=next_tokens,
             wants_logprobs=bool(slots.wants_logprobs[rows].any()),
             width=width,
-            masked=constrained & (max_new > 0) if constrained.any() else None,
+            masked=self._constrained.masked(rows, num_decode, max_new),
             distributions=distributions & (max_new > 0) if distributions.any() else None,
             wide_scores=np.isin(np.arange(num_rows), wide_rows) if wide_rows else None,
             admissions=tuple(admissions),
@@ -594,7 +545,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request, watched: bool) -> None:
         if forced := request.forced(request.limit - request.num_tokens - 1):
-            self._advance(request, forced)
+            advance(request, forced)
             request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
             request.num_unreported += len(forced)
         self._waiting_ids[request.request_id] = request
@@ -640,12 +591,6 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
     is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
     asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
     return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
-
-
-def _failure(request: Request, error: Exception) -> Finished:
-    """The end of `request` by an error of its constraint."""
-    logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
-    return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
 
 
 def _repeated(request: Request) -> Finished:

@@ -34,7 +34,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.tenants: list[Request | None] = [None] * num_slots
         self.active = np.zeros(num_slots, np.bool_)
-        # + 1 where outputs in flight are to be ignored: at every release, and when the tokens in them became known.
+        # + 1 where outputs in flight are to be ignored: at every release, and when their tokens became known, or wrong.
         self.epoch = np.zeros(num_slots, np.int32)
         self.watched = np.zeros(num_slots, np.bool_)  # somebody wants each token as it comes
         self.wants_logprobs = np.zeros(num_slots, np.bool_)  # those that every step can yield
@@ -142,14 +142,21 @@ class SlotTable:
         self.num_known[slots] = known + counts
 
     def append_forced(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Stores the tokens that follow those that are known, whether or not some of them are in flight."""
+        """Stores the tokens that follow those that are known, whatever is in flight. They are computed next."""
         known = int(self.num_known[slot])
         if self.num_tokens[slot] > known:
             self.epoch[slot] += 1
+            self.num_computed[slot] = min(self.num_computed[slot], known)  # what is in flight may be other tokens
         end = known + len(token_ids)
         self.token_ids[slot, known:end] = token_ids
         self.num_known[slot] = self.num_tokens[slot] = end
         self.num_unreported[slot] += len(token_ids)
+
+    def rewind(self, slot: int) -> None:
+        """Forgets all tokens of `slot` that are in flight. Its last known one is to be computed again."""
+        self.epoch[slot] += 1
+        self.num_tokens[slot] = self.num_known[slot]
+        self.num_computed[slot] = self.num_known[slot] - 1
 
     def check_invariants(self) -> None:
         active = np.flatnonzero(self.active)

@@ -48,6 +48,7 @@ class Engine:
         `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
         """
         parts = lead(config, logits_processors)
+        self._masks_commute = not logits_processors  # which may look at other tokens
         self.config = config
         self.tokenizer = parts.tokenizer
         self.tokenizer_directory = parts.tokenizer_directory
@@ -266,6 +267,7 @@ class Engine:
             limit=limit,
             key=QueueKey(sequence.priority, next(self._arrivals)),
             eos_token_ids=self._rules.eos_token_ids,
+            masks_commute=self._masks_commute,
             constraint=None if self._constraints is None else self._constraints.constraint(sequence, grammar),
             bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),

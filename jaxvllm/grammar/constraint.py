@@ -43,17 +43,25 @@ class GrammarConstraint:
         """Whether the text is over: nothing may follow, or EOS came."""
         return self._is_complete
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Takes note of new tokens. Raises GrammarError when the grammar gives up."""
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Takes tokens up to the first that is not allowed. Raises GrammarError when the grammar gives up."""
         if not token_ids:
-            return
+            return 0
+        if self._is_complete:  # the matcher takes no more
+            return next((i for i, token in enumerate(token_ids) if not self._allows(token)), len(token_ids))
         if self._matcher is None:
             self._matcher = self._grammar.matcher.deep_copy()
-        self._matcher.consume_tokens(list(token_ids))
+        count: int = self._matcher.try_consume_tokens(list(token_ids))
         self._check(self._matcher)
         self._is_complete = self._matcher.is_stopped()
         self._forced = () if self._is_complete else self._matcher.compute_ff_tokens()
         self._check(self._matcher)
+        return count + (self.advance(token_ids[count:]) if self._is_complete else 0)
+
+    def _allows(self, token: int) -> bool:
+        words = np.zeros(len(self._grammar.first_mask), np.int32)
+        self.fill(words)
+        return bool(words.view(np.uint32)[token // 32] >> token % 32 & 1)
 
     def forced(self) -> Sequence[int]:
         """Returns the tokens that must come next, as far as they are known."""

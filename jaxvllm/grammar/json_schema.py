@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote, unquote
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
@@ -29,6 +30,19 @@ _SINGLE = (
 WHITESPACE = r" |\r?\n[ \t]{0,64}"
 # Keywords of the oldest draft that restrict values. llguidance does not know them, and takes them for annotations.
 FORGOTTEN = ("extends", "disallow", "divisibleBy")
+# The characters that stay as they are in a `$ref`; "%" escapes others.
+_IN_REFERENCES = "#%/:?@!$&'()*+,;="
+# llguidance takes a 29 February of every year and a 60th second of every minute. The first need not exist. The second
+# exists at the end of some years, but most of what reads a time cannot read it, Python for one: it is left out.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_EXISTING_DAY = f"(?:{_LEAP_YEAR}|[0-9]{{4}}-(?:0[13-9]|1|02-(?:[01]|2[0-8])))"
+_NO_LEAP_SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
+# What a string of these formats has to match besides what llguidance knows of the format.
+STRICTER_FORMATS = {
+    "date": f"^{_EXISTING_DAY}",
+    "time": f"^{_NO_LEAP_SECOND}",
+    "date-time": f"^{_EXISTING_DAY}.*[tT]{_NO_LEAP_SECOND}",
+}
 # Objects within objects of a schema; llguidance parses by recursion and stops at 128.
 MAX_DEPTH = 64
 # Compiling takes more than linear time: 2000 properties of an object took 0.5 s and 9000 took 27 s, and a pattern of
@@ -63,6 +77,11 @@ def check_schema(schema: Any, name: str) -> dict[str, Any]:
         raise ParameterError(
             f"{name} is nested more than {MAX_DEPTH} levels deep, which is the limit: make it flatter", name
         )
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = json.dumps(error.object[error.start])
+        raise ParameterError(f"{name} has {half}, which is half a character: give both surrogates", name) from error
     _check_size(schema, name)
     return schema
 
@@ -74,22 +93,33 @@ def guided(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str,
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
-    if params.disable_additional_properties:
-        schema = json.loads(json.dumps(schema))  # a copy
-        for _, part in subschemas(schema):
-            if "properties" in part or "patternProperties" in part:
-                part.setdefault("additionalProperties", False)
+    schema = json.loads(json.dumps(schema))  # a copy
+    for _, part in list(subschemas(schema)):
+        if params.disable_additional_properties and ("properties" in part or "patternProperties" in part):
+            part.setdefault("additionalProperties", False)
+        stricter = [{"pattern": pattern} for name, pattern in STRICTER_FORMATS.items() if part.get("format") == name]
+        if stricter and isinstance(others := part.get("allOf", []), list):
+            part["allOf"] = [*others, *stricter]
+        if isinstance(reference := part.get("$ref"), str):  # schemas made from types have "#/$defs/List<Item>"
+            part["$ref"] = quote(reference, safe=_IN_REFERENCES)
     return schema | {"x-guidance": options}
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields `schema` and every schema within it, each with its place as a JSON pointer."""
+    """Yields `schema` and every schema within it, each once and with its place as a JSON pointer.
+
+    What a `$ref` points to is a schema wherever it is, as in `{"$ref": "#/components/x", "components": {"x": {}}}`.
+    """
     found: list[tuple[str, Any]] = [("#", schema)]
+    seen: set[int] = set()
     while found:
         place, part = found.pop()
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or id(part) in seen:
             continue
+        seen.add(id(part))
         yield place, part
+        if isinstance(reference := part.get("$ref"), str) and reference.startswith("#/"):
+            found.append((pointer := unquote(reference), _pointed_to(pointer, schema)))
         for name, value in part.items():
             below = f"{place}/{_escaped(name)}"
             if name in _BY_NAME and isinstance(value, dict):
@@ -122,8 +152,13 @@ def unenforced(message: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def forgotten(schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the `FORGOTTEN` keywords of `schema`, each with the place of the first schema that has it."""
-    return [(keyword, place) for keyword in FORGOTTEN if (place := place_of(keyword, schema)) is not None]
+    """Returns the keywords of `schema` that llguidance forgets, each with the place of the first schema that has it.
+
+    They are the `FORGOTTEN` ones, and `required` where it is said of a property, as the oldest draft did.
+    """
+    found = [(keyword, place) for keyword in FORGOTTEN if (place := place_of(keyword, schema)) is not None]
+    old = [place for place, part in subschemas(schema) if part.get("required") is True]
+    return found + [("required", min(old, key=len))] if old else found
 
 
 def _check_size(schema: dict[str, Any], name: str) -> None:
@@ -156,6 +191,18 @@ def _depth(value: Any) -> int:
             return depth
         level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
     return depth
+
+
+def _pointed_to(pointer: str, schema: dict[str, Any]) -> Any:
+    """What is at `pointer`, which begins with `#/`, or None."""
+    part: Any = schema
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        try:
+            part = part[int(name) if isinstance(part, list) else name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None
+    return part
 
 
 def _escaped(name: str) -> str:

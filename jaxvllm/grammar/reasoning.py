@@ -75,21 +75,23 @@ class ReasoningConstraint:
         """Whether the answer is complete."""
         return not self._is_inside and self._answer is not None and self._answer.is_complete
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Takes note of new tokens."""
-        of_answer: list[int] = []
-        for token in token_ids:
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Takes tokens up to the first that is not allowed."""
+        for index, token in enumerate(token_ids):
             if self._is_inside:
+                if self._forced and token != self._forced[0]:
+                    return index
                 self._reason(token)
             elif self._may_open and token == self._marks.start:
                 self._is_inside, self._may_open = True, False
                 self._force_end()
+            elif self._answer is None:
+                self._may_open = True  # without a form the answer is free, and may think again
+            elif self._answer.advance([token]):
+                self._may_open = False
             else:
-                # Without a form the answer is free, and may think again.
-                self._may_open = self._answer is None
-                of_answer.append(token)
-        if self._answer is not None and of_answer:
-            self._answer.advance(of_answer)
+                return index
+        return len(token_ids)
 
     def forced(self) -> Sequence[int]:
         """Returns the rest of an end mark that is forced, or what the answer must continue with."""

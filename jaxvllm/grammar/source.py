@@ -9,7 +9,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
-from jaxvllm.grammar.json_schema import MAX_PATTERN_BYTES, check_schema, guided, read_schema
+from jaxvllm.grammar.json_schema import MAX_PATTERN_BYTES, check_schema, forgotten, guided, read_schema
 from jaxvllm.grammar.structural_tag import structural_tag_grammar
 
 # Converting 80 KB of GBNF takes 0.2 s, and compiling 870 KB 6 s.
@@ -55,8 +55,15 @@ class _Parts:
         self._params = params
 
     def schema(self, schema: Any) -> str:
-        text = json.dumps(guided(check_schema(schema, "structural_tag"), self._params), ensure_ascii=False)
-        return f"%json {text}"
+        checked = check_schema(schema, "structural_tag")
+        if not self._params.lenient and (found := forgotten(checked)):
+            listed = ", ".join(f"the keyword {json.dumps(keyword)} at {place}" for keyword, place in found)
+            raise ParameterError(
+                f"structural_tag has a schema with {listed}, which cannot be enforced: leave it out, or set lenient to "
+                "ignore it",
+                "structural_tag",
+            )
+        return f"%json {json.dumps(guided(checked, self._params), ensure_ascii=False)}"
 
     def regex(self, pattern: Any) -> str:
         if not isinstance(pattern, str):

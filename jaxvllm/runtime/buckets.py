@@ -11,22 +11,27 @@ from jaxvllm.core.step_plan import StepPlan
 class Bucket:
     """A compiled shape. With `num_tokens == num_rows` it is a decode bucket: every row has exactly one token.
 
-    A decode bucket takes up to `width` decode steps in one call.
+    A decode bucket takes up to `width` decode steps in one call. One that is split samples in a second program, as
+    buckets with more tokens than rows do, so that something may come between: masks, which rows wait for.
     """
 
     num_tokens: int
     num_rows: int
     width: int = 1
+    is_split: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
             raise ValueError(f"a bucket needs 0 < rows <= tokens, got {self.num_rows} rows, {self.num_tokens} tokens")
         if self.width < 1 or (self.width > 1 and not self.is_decode):
             raise ValueError(f"a bucket needs a width of 1, or more for decode rows alone, got {self.width} for {self}")
+        if self.is_split and self.num_tokens != self.num_rows:
+            raise ValueError(f"every bucket with more tokens than rows is split: do not say so, got it for {self}")
 
     @property
     def is_decode(self) -> bool:
-        return self.num_tokens == self.num_rows
+        """Whether it is one program, from the rows' last tokens to the next ones."""
+        return self.num_tokens == self.num_rows and not self.is_split
 
     def holds(self, plan: StepPlan) -> bool:
         """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
@@ -34,15 +39,22 @@ class Bucket:
         A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program.
         """
         fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens and plan.width <= self.width
+        if self.is_split:
+            return fits and plan.num_tokens == plan.num_rows
         return fits and (not self.is_decode or (plan.num_decode == plan.num_rows and not plan.is_split))
 
     def __str__(self) -> str:
-        return f"decode {self.num_rows}" if self.is_decode else f"{self.num_tokens} tokens x {self.num_rows} rows"
+        if self.num_tokens > self.num_rows:
+            return f"{self.num_tokens} tokens x {self.num_rows} rows"
+        return f"decode {self.num_rows}{' in two programs' if self.is_split else ''}"
 
 
 @dataclass(frozen=True)
 class BucketLadder:
-    """All buckets of an engine, smallest first. The last one holds every plan that the scheduler can make."""
+    """The buckets of an engine, smallest first. The last one holds every plan that the scheduler can make.
+
+    Beside them there is a `split` one for every decode bucket, which few plans need.
+    """
 
     buckets: tuple[Bucket, ...]
 
@@ -73,6 +85,12 @@ class BucketLadder:
         rows = self.largest.num_rows
         return next((b for b in self.buckets if b.is_decode and b.num_rows == rows), None)
 
+    @cached_property
+    def split(self) -> tuple[Bucket, ...]:
+        """For every decode bucket one that samples in a second program, the largest first, which holds what all do."""
+        largest, *others = (Bucket(b.num_rows, b.num_rows, is_split=True) for b in self.buckets[::-1] if b.is_decode)
+        return (largest, *reversed(others))
+
     def compile_order(self) -> tuple[Bucket, ...]:
         """Returns the largest bucket first, which holds every plan, then the largest decode bucket, then the others."""
         first = (self.largest, *([] if self.widest is None else [self.widest]))
@@ -80,7 +98,8 @@ class BucketLadder:
 
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """Returns the cheapest bucket of `ready` that holds `plan`, or None."""
-        return min((bucket for bucket in ready if bucket.holds(plan)), default=None)
+        fitting = (bucket for bucket in ready if bucket.holds(plan))
+        return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows, bucket.is_split), default=None)
 
 
 def _last(counts: list[int], most: int) -> int:

@@ -55,7 +55,7 @@ def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share)
     """Repetition concerns tokens of prompt and output; frequency and presence, which follow, only the output's."""
     counts = share.take(rows[OUTPUT_COUNTS.name])
     in_output = counts > 0
-    is_repeated = in_output | share.take(unpack_bits(rows[PROMPT_TOKENS.name]))
+    is_repeated = in_output | unpack_bits(rows[PROMPT_TOKENS.name], share)
     repetition = rows[REPETITION.name][:, None]
     penalized = jnp.where(is_repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     penalized -= rows[FREQUENCY.name][:, None] * counts.astype(jnp.float32)

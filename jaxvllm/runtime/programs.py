@@ -1,4 +1,7 @@
-"""Compiled programs, one for each bucket. The largest is compiled first, the others while the engine serves."""
+"""Compiled programs, one for each bucket. The largest is compiled first, the others while the engine serves.
+
+Split buckets are compiled when the first plan could use one: most engines never meet such a plan.
+"""
 
 import logging
 import os
@@ -42,6 +45,7 @@ class Programs[Program]:
         # The thread is no daemon, because XLA must not compile while the interpreter shuts down. Then the thread ends
         # after the bucket at hand.
         self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
+        self._split_thread: threading.Thread | None = None
         self._thread.start()
 
     @property
@@ -61,6 +65,8 @@ class Programs[Program]:
 
     def choose(self, plan: StepPlan) -> Bucket:
         """Returns the cheapest compiled bucket that holds `plan`."""
+        if plan.is_split and self._split_thread is None and self.ladder.split[0].holds(plan):
+            self._compile_split()
         ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
         bucket = self.ladder.choose(plan, ready)
         assert bucket is not None, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
@@ -71,28 +77,46 @@ class Programs[Program]:
 
         Raises RuntimeError when it does not compile.
         """
+        if bucket.is_split and self._split_thread is None:
+            self._compile_split()
+        thread = self._split_thread if bucket.is_split and self._split_thread is not None else self._thread
         while True:
-            compiling = self._thread.is_alive()
+            compiling = thread.is_alive()
             if bucket in self._ready:
                 return self._ready[bucket]
             if not compiling:
                 raise RuntimeError(f"bucket {bucket} did not compile here, and process 0 uses it: see the log above")
-            self._thread.join(WAIT_SECONDS)
+            thread.join(WAIT_SECONDS)
 
     def wait(self) -> None:
-        """Blocks until every bucket is compiled. Nothing compiles afterwards."""
+        """Blocks until every bucket is compiled that was asked for. Only split ones may be asked for later."""
         self._thread.join()
+        if self._split_thread is not None:
+            self._split_thread.join()
 
     def close(self) -> None:
         """Stops compiling after the bucket at hand."""
         self._closed.set()
-        self._thread.join()
+        self.wait()
 
-    def _compile_rest(self) -> None:
+    def _compile_split(self) -> None:
+        """Begins to compile the split buckets, behind the others."""
+
+        def compile_them() -> None:
+            self._thread.join()
+            self._give_way()
+            self._compile_all(self.ladder.split)
+
+        self._split_thread = threading.Thread(target=compile_them, name="jaxvllm-compile-split")
+        self._split_thread.start()
+
+    def _give_way(self) -> None:
         if self._yields and sys.platform == "linux":  # on other systems this would change the whole process
             # Steps have priority: on 2 cores they ran at 609 tokens per second instead of 496 while this compiled.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
-        for bucket in self.ladder.compile_order():
+
+    def _compile_all(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
             if self._must_end:
                 return
             if bucket not in self._ready:
@@ -101,6 +125,9 @@ class Programs[Program]:
                 except Exception:  # a larger bucket serves its plans, only slower
                     logger.exception("bucket %s did not compile; its steps run padded in a larger one", bucket)
 
+    def _compile_rest(self) -> None:
+        self._give_way()
+        self._compile_all(self.ladder.compile_order())
         for compile_it in self._afterwards:
             if self._must_end:
                 return

@@ -19,7 +19,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
-from jaxvllm.runtime.forks import FORK_BATCH, fork_slots, pack_forks
+from jaxvllm.runtime.forks import FORK_BATCH, pack_forks
 from jaxvllm.runtime.memory import MemoryUse
 from jaxvllm.runtime.multihost.calls import (
     Admit,
@@ -151,19 +151,12 @@ class Runner:
         self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
         self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
 
-        @cache
-        def compiled_fork() -> Callable[..., tuple[KVCachePages, DeviceState]]:
-            struct = packed_struct(pack_forks((), self._sizes))
-            where = jax.tree.map(lambda x: x.sharding, (pages, state))
-            run = partial(fork_slots, sizes=self._sizes)
-            return jax.jit(run, donate_argnums=(0, 1), out_shardings=where).lower(pages, state, struct).compile()
-
-        self._compiled_fork = compiled_fork
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling)
         # Only beam search forks. So the first request of another kind does not wait for it.
-        self.programs = Programs(ladder, compiler.compile, yields, afterwards=(compiled_fork,))
+        self._compiled_fork = cache(compiler.compile_fork)
+        self.programs = Programs(ladder, compiler.compile, yields, afterwards=(self._compiled_fork,))
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""

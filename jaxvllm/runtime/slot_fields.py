@@ -97,8 +97,8 @@ def _num_logprobs(params: SamplingParams) -> int:
 
 # How far a row got, and where it ends. The host sends the bounds; the device counts.
 LENGTH = SlotField("length", np.int32, 0, lambda a: 0)  # tokens of a decoding row, 0 before its prompt is computed
-# A row is alive while it is shorter. The step that samples a stop id sets it to the length.
-LIMIT = SlotField("limit", np.int32, 0, lambda a: a.request.limit)
+LIMIT = SlotField("limit", np.int32, 0, lambda a: a.request.limit)  # a row is alive while it is shorter
+IS_OVER = SlotField("is_over", np.int32, 0, lambda a: 0)  # its last token is a stop id
 HISTORY = SlotField("history", np.int32, 0, None, lambda sizes: (sizes.max_tokens,))  # its tokens, prompt first
 PAGE_TABLES = SlotField(
     "page_tables", np.int32, 0, lambda a: a.pages, lambda sizes: (sizes.num_groups, sizes.max_pages)
@@ -110,7 +110,7 @@ MIN_LENGTH = SlotField(
 STOP_IDS = SlotField("stop_ids", np.int32, NO_TOKEN, lambda a: a.request.stop_token_ids, lambda sizes: (MAX_STOP_IDS,))
 NUM_PROMPT = SlotField("num_prompt", np.int32, 0, lambda a: a.request.num_prompt_tokens)
 LATE_IDS = SlotField("late_ids", np.int32, NO_TOKEN, lambda a: a.request.late_token_ids, lambda sizes: (MAX_STOP_IDS,))
-PROGRESS = (LENGTH, LIMIT, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, LATE_IDS, NUM_PROMPT)
+PROGRESS = (LENGTH, LIMIT, IS_OVER, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, LATE_IDS, NUM_PROMPT)
 
 # What sampling needs of every row. Temperature 0 is greedy.
 TEMPERATURE = SlotField(

@@ -34,6 +34,7 @@ from jaxvllm.runtime.sampler import (
     token_logprobs,
 )
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
+from jaxvllm.runtime.token_mask import IS_MASKED
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
 from sharding.axis import ALONE, ModelAxis
@@ -153,6 +154,8 @@ def sample_rows(
     counts = (slots != _trash_slot(state)).astype(jnp.int32)
     yielded = jnp.stack([counts, tokens], axis=1)
     best = jax.tree.map(lambda x: x[None], best)
+    # A mask is for one token: the row's next step may sample without.
+    state = state | {IS_MASKED.name: state[IS_MASKED.name].at[slots].set(0)}
     return state, DeviceOutput(yielded, best)
 
 
@@ -248,7 +251,7 @@ def _sample(
         progress = {
             "history": state["history"].at[at, positions].set(tokens, mode="drop"),
             "length": state["length"].at[at].set(positions + 1, mode="drop"),
-            "limit": state["limit"].at[at].set(jnp.where(is_stop, positions + 1, rows["limit"]), mode="drop"),
+            "is_over": state["is_over"].at[at].set(is_stop.astype(jnp.int32), mode="drop"),
         }
         return count_tokens(state, rows, tokens) | progress, tokens, best
 
@@ -260,7 +263,7 @@ def _share(model: StepModel) -> ModelSpec:
 
 def _alive(state: DeviceState, slots: jax.Array) -> jax.Array:
     """bool[R]: decode rows with a token to come."""
-    return state["length"][slots] < state["limit"][slots]
+    return (state["length"][slots] < state["limit"][slots]) & (state["is_over"][slots] == 0)
 
 
 def _trash_slot(state: DeviceState) -> int:

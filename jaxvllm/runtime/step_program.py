@@ -15,6 +15,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.prompt_scores import PromptScores
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
@@ -169,6 +170,15 @@ class StepCompiler:
         """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""
         arguments = (head_of(self.params), self._state, self._unsampled(num_rows))
         return self._lower(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
+
+    def compile_fork(self) -> jax.stages.Compiled:
+        """`forks.fork_slots`, which only beam search needs. It donates pages and state."""
+        sizes = self.shape.sizes(self.spec)
+        packed = pack_forks((), sizes)
+        arguments = (self.kv, self._state, self._everywhere(packed.shape, packed.dtype))
+        where = jax.tree.map(lambda x: x.sharding, arguments[:2])
+        run = jax.jit(partial(fork_slots, sizes=sizes), donate_argnums=(0, 1), out_shardings=where)
+        return run.lower(*arguments).compile()
 
     def _compile_distributions(self, num_rows: int) -> DistributionProgram:
         index = self._everywhere((DISTRIBUTION_BATCH,), jnp.int32)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
 from jaxvllm.runtime.slot_fields import DeviceState, SlotField, SlotSizes
@@ -42,7 +43,7 @@ def pack_masks(rows: Sequence[tuple[int, NDArray[np.int32]]], sizes: SlotSizes) 
 
 
 def store_masks(state: DeviceState, packed: jax.Array) -> DeviceState:
-    """Stores the masks of some slots (`pack_masks`). They hold until the slot's next mask or next tenant."""
+    """Stores the masks of some slots (`pack_masks`). They hold for the slot's next token."""
     slots = packed[:, 0]
     return state | {
         IS_MASKED.name: state[IS_MASKED.name].at[slots].set(1, mode="drop"),
@@ -57,15 +58,26 @@ def pack_bits(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-def unpack_bits(words: jax.Array) -> jax.Array:
-    """bool[R, words * BITS] of i32[R, words], without a gather: each word is read once."""
+def unpack_bits(words: jax.Array, share: Share) -> jax.Array:
+    """bool[R, columns of `share`] of i32[R, words], without a gather. A device unpacks only the words of its share."""
+    if share.axis.size == 1:
+        return _unpack(words)[:, : share.size]
+    # A share may begin and end within a word.
+    count = mask_words(share.size) + 1
+    padded = jnp.pad(words, ((0, 0), (0, count)))
+    own = lax.dynamic_slice_in_dim(padded, share.first // BITS, count, axis=1)
+    return lax.dynamic_slice_in_dim(_unpack(own), share.first % BITS, share.size, axis=1)
+
+
+def _unpack(words: jax.Array) -> jax.Array:
+    """bool[R, words * BITS] of i32[R, words]."""
     bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.int32)) & 1
     return bits.reshape(len(words), -1) == 1
 
 
 def mask_logits(logits: jax.Array, is_masked: jax.Array, words: jax.Array, share: Share) -> jax.Array:
     """`logits` of the tokens whose bits are set in i32[R, words], and of the rows that are not masked (bool[R])."""
-    return jnp.where(share.take(unpack_bits(words)) | ~is_masked[:, None], logits, -jnp.inf)
+    return jnp.where(unpack_bits(words, share) | ~is_masked[:, None], logits, -jnp.inf)
 
 
 TOKEN_MASK = Stage(

@@ -26,7 +26,10 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 class Script:
-    """A constraint that forces the outputs at some indices, and has no say in the others (None, or beyond its end)."""
+    """A constraint that says which token outputs must be, at some indices, and nothing at others (None, or at its end).
+
+    It knows a token before the one in front of it came, and forces it. `unforeseen(token)` it knows only then.
+    """
 
     is_complete = False
 
@@ -34,16 +37,17 @@ class Script:
         self.tokens = tokens
         self.num_seen = 0
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
-            assert self.at(self.num_seen) in (None, token), "another token than the one that was forced"
+    def advance(self, token_ids: Sequence[int]) -> int:
+        for index, token in enumerate(token_ids):
+            if self.at(self.num_seen) not in (None, token):
+                return index
             self.num_seen += 1
+        return len(token_ids)
 
     def forced(self) -> list[int]:
+        ahead = self.tokens[self.num_seen :]
         return [
-            token
-            for token in takewhile(lambda token: token is not None, self.tokens[self.num_seen :])
-            if token is not None
+            token for token in takewhile(lambda token: token is not None and token >= 0, ahead) if token is not None
         ]
 
     def fill(self, words: NDArray[np.int32]) -> None:
@@ -51,7 +55,13 @@ class Script:
 
     def at(self, index: int) -> int | None:
         """The token that output number `index` must be, if any."""
-        return self.tokens[index] if index < len(self.tokens) else None
+        token = self.tokens[index] if index < len(self.tokens) else None
+        return token if token is None or token >= 0 else unforeseen(token)
+
+
+def unforeseen(token: int) -> int:
+    """`token` as one that a script does not force, and back."""
+    return -1 - token
 
 
 def next_logprobs(token_ids: Sequence[int]) -> np.ndarray:
@@ -127,13 +137,15 @@ class FakeDevice:
                 first += length
                 self._write(slot, start, inputs, written)
                 if self.tokens[slot]:  # tokens of its own that the host knows already
-                    mine = self.tokens[slot][start:]
-                    assert mine == inputs[: len(mine)], "the host knows other tokens than the device"
+                    request, mine = self.requests[slot], self.tokens[slot][start:]
+                    assert request is not None
+                    is_same = mine == inputs[: len(mine)]
+                    assert is_same or request.constraint is not None, "the host knows other tokens than the device"
                     self.tokens[slot] = self.tokens[slot][:start] + inputs
                 contexts.append(self._context(slot, start, start + length))
                 got = []
                 if plan.samples[row]:
-                    got = [self._next_token(slot, contexts[row])]
+                    got = [self._next_token(plan, row, contexts[row])]
                     self.tokens[slot] = contexts[row] + got
             tokens[row, : len(got)] = got
             counts[row] = len(got)
@@ -186,7 +198,7 @@ class FakeDevice:
         count = most
         request = self.requests[slot]
         assert request is not None
-        if self._rng is not None and request.constraint is None:
+        if self._rng is not None and not self._is_masked(plan, row):
             count = int(self._rng.integers(self._num_idle[slot] >= 2, most + 1))
             self._num_idle[slot] = 0 if count else self._num_idle[slot] + 1
         if self._has_ended(slot):
@@ -200,19 +212,24 @@ class FakeDevice:
             ):  # a row that yields nothing writes its token's KV too
                 self._write(slot, start + step, tokens[-1:], written)
                 if step < count:
-                    got.append(self._next_token(slot, self._context(slot, start + step, start + step + 1)))
+                    got.append(self._next_token(plan, row, self._context(slot, start + step, start + step + 1)))
                     tokens.append(got[-1])
             elif self._rng is not None:  # a draft that was not accepted
                 self._write(slot, start + step, [GARBAGE], written, valid=False)
         return got
 
-    def _next_token(self, slot: int, context: Sequence[int]) -> int:
-        request = self.requests[slot]
+    def _next_token(self, plan: StepPlan, row: int, context: Sequence[int]) -> int:
+        request = self.requests[plan.slots[row]]
         assert request is not None
-        forced = None
-        if isinstance(request.constraint, Script):
-            forced = request.constraint.at(len(context) - request.num_prompt_tokens)
-        return next_token(context) if forced is None else forced
+        only = None
+        if self._is_masked(plan, row):
+            assert isinstance(request.constraint, Script), "a free row waits for a mask"
+            only = request.constraint.at(len(context) - request.num_prompt_tokens)
+        return next_token(context) if only is None else only
+
+    @staticmethod
+    def _is_masked(plan: StepPlan, row: int) -> bool:
+        return plan.masked is not None and bool(plan.masked[row])
 
     def _has_ended(self, slot: int) -> bool:
         request, tokens = self.requests[slot], self.tokens[slot]

@@ -6,6 +6,7 @@ and each update from its own counters. It raises where the two differ.
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Job:
     watched: bool = False
     scored: bool = False
     wide: bool = False  # it wants more of its prompt's tokens than the best few
-    script: tuple[int | None, ...] | None = None  # the tokens that a constraint forces; None: there is no constraint
+    script: tuple[int | None, ...] | None = None  # of its constraint; None: there is no constraint
 
     def __post_init__(self) -> None:
         assert self.scored or not self.wide
@@ -106,6 +107,7 @@ class Shadow:
     planned: int = 0  # the most tokens it may have, those in flight included
     known: int = 0
     unreported: int = 0  # the last of the known ones, which were forced
+    starts_again: bool = False  # behind a guess that its constraint did not allow
     emitted: list[int] = field(default_factory=list)
     num_started: int = 0
     scores: dict[int, tuple[int, int]] = field(default_factory=dict)  # by position: what was likely, what came
@@ -124,14 +126,18 @@ class Shadow:
 
     def forced(self, most: int) -> int:
         """How many of the tokens behind the known ones are forced, `most` at most, none of which may end it."""
-        script = Script(self.job.script or ())
-        count = 0
-        while count < most:
-            token = script.at(self.known + count - len(self.job.prompt))
-            if token is None or token in self.job.stops:
+        count, first = 0, self.known - len(self.job.prompt)
+        for token in (self.job.script or ())[first:]:
+            if count >= most or token is None or token < 0 or token in self.job.stops:
                 break
             count += 1
         return count
+
+    def forget_flights(self) -> None:
+        """What is in flight is known, or wrong."""
+        self.tenancy += self.planned > self.known
+        self.computed = min(self.computed, self.known)
+        self.planned = self.known
 
     def take_forced(self, count: int) -> None:
         self.known += count
@@ -139,7 +145,7 @@ class Shadow:
         self.planned = self.known
 
     def leave(self, state: str) -> None:
-        self.state, self.slot, self.pages = state, None, []
+        self.state, self.slot, self.pages, self.starts_again = state, None, [], False
         self.tenancy += 1
         self.planned = self.known
 
@@ -239,6 +245,8 @@ class Simulation:
         patience = 20 + sum(4 * s.job.limit + 10 for s in unfinished)
         if self.setup.seed is not None:
             patience *= 3  # a row yields nothing twice in a row at most
+        if any(shadow.job.script is not None for shadow in unfinished):
+            patience *= 2  # and guesses wrong
         while self.scheduler.has_work or self._in_flight:
             self.step()
             patience -= 1
@@ -295,23 +303,26 @@ class Simulation:
         return victims, False
 
     def _predict_forced(self) -> dict[Shadow, tuple[int, int]]:
-        """What decoding rows take at once of the tokens that are forced: all do, or none for want of pages."""
+        """What decoding rows take at once of the tokens that are forced: all do, or none for want of pages.
+
+        They compute what they take, and the last known token if its KV is not in flight.
+        """
         decoding = sorted((s for s in self._running() if s.decoding), key=lambda s: s.slot or 0)
         room = self.setup.budget - len(decoding)
         forced: dict[Shadow, tuple[int, int]] = {}
         for shadow in decoding:
-            num_in_flight = shadow.planned - shadow.known
-            count = shadow.forced(min(num_in_flight + room, shadow.job.limit - shadow.known - 1))
-            if count > num_in_flight:
-                forced[shadow] = count, count - num_in_flight
-                room -= count - num_in_flight
+            before = shadow.known - min(shadow.computed, shadow.known)
+            count = shadow.forced(min(room + 1 - before, shadow.job.limit - shadow.known - 1))
+            if count > shadow.planned - shadow.known:
+                forced[shadow] = count, before + count - 1
+                room -= before + count - 1
         return forced if self._can_grow(self._running(), 1, forced) else {}
 
     def _can_grow(self, running: list[Shadow], width: int, forced: dict[Shadow, tuple[int, int]] | None = None) -> bool:
         """Whether every group has the pages for `width` more tokens of each, and for those that are `forced`."""
-        more = {s: extra for s, (_, extra) in (forced or {}).items()}
+        counts = {s: count for s, (count, _) in (forced or {}).items()}
         return all(
-            self._demand(number, running, {s: self._opens(s, number, width + more.get(s, 0)) for s in running})
+            self._demand(number, running, {s: self._opens(s, number, width, counts.get(s)) for s in running})
             <= group.num_pages - 1
             for number, group in enumerate(self.setup.groups)
         )
@@ -338,18 +349,19 @@ class Simulation:
         groups = enumerate(self.setup.groups)
         return all(self._most(number, job.limit - 1) <= group.num_pages - 1 for number, group in groups)
 
-    def _opens(self, shadow: Shadow, number: int, width: int) -> int:
-        """Pages that `shadow` lacks in a group for `width` more tokens, of which the last needs none."""
+    def _opens(self, shadow: Shadow, number: int, width: int, forced: int | None = None) -> int:
+        """Pages that `shadow` lacks in a group for `width` more tokens, whose last needs none, or for `forced` ones."""
         if not shadow.decoding:
             return 0
-        wanted = self._pages_for(min(shadow.computed + width, shadow.job.limit - 1))
+        end = min(shadow.computed + width, shadow.job.limit - 1) if forced is None else shadow.known + forced
+        wanted = self._pages_for(end)
         return max(0, wanted - len(shadow.pages[number]))
 
     def _width(self, running: list[Shadow], preempted: bool) -> int:
         """Several tokens a row where nothing waits or is prefilled, and the pages for them are free."""
         if self._waiting() or preempted or any(s.prefilling for s in running):
             return 1
-        if any(s.decoding and s.job.script is not None for s in running):
+        if self._forced or any(s.starts_again for s in running):
             return 1
         return self.setup.width if self._can_grow(running, self.setup.width) else 1
 
@@ -357,7 +369,12 @@ class Simulation:
         assert 0 < plan.num_tokens <= self.setup.budget
         before = self._running()
         joined = {admission.request.request_id for admission in plan.admissions}
-        assert joined or plan.width == self._width(before, preempted)
+        if any(s.decoding and s.job.script is not None for s in before):
+            # How much a constrained row guesses is its own affair, and a narrower step may have the pages.
+            assert 1 <= plan.width <= self.setup.width
+            assert plan.width == 1 or not (self._forced or preempted or any(s.starts_again for s in before))
+        else:
+            assert joined or plan.width == self._width(before, preempted)
         assert plan.width == 1 or not joined
         decoding = {s for s in before if s.decoding}
         prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
@@ -372,10 +389,12 @@ class Simulation:
         assert len(set(rows)) == len(rows), "a request has two rows"
         assert plan.epochs.tolist() == self.slots.epoch[plan.slots].tolist()
         decodes, chunks = rows[: plan.num_decode], rows[plan.num_decode :]
+        given = {s: self._forced.get(s, (0, 0)) for s in decoding if s in self._forced or s.starts_again}
+        given = dict(sorted(given.items(), key=lambda item: item[0].slot or 0))
         if self.policy.mixes_phases or not (prefilling or admitted):
-            assert {*decodes, *self._forced} == decoding and not {*decodes} & {*self._forced}, "decode starves"
+            assert {*decodes, *given} == decoding and not {*decodes} & {*given}, "decode starves"
         else:
-            self._forced = {}
+            given = {}
             assert not decodes, "two phases in one step"
         lengths = dict(zip(chunks, plan.lengths[plan.num_decode :].tolist(), strict=True))
         room: dict[Shadow, int] = {}  # for the scores of those that want wide ones
@@ -384,7 +403,7 @@ class Simulation:
             if shadow.job.wide:
                 room[shadow] = left
                 left -= lengths.get(shadow, 0)
-        expected_chunks = [*self._forced, *(s for s in [*prefilling, *admitted] if room.get(s, 1))]
+        expected_chunks = [*given, *(s for s in [*prefilling, *admitted] if room.get(s, 1))]
         assert not any(room.get(s) == 0 for s in admitted), "a slot for a request that has to wait"
         assert chunks == expected_chunks[: len(chunks)]
         assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.setup.budget, "budget left unused"
@@ -392,15 +411,21 @@ class Simulation:
         first = 0
         for row, shadow in enumerate(rows):
             start, length = int(plan.starts[row]), int(plan.lengths[row])
+            is_masked = plan.masked is not None and bool(plan.masked[row])
+            assert not is_masked or (shadow.job.script is not None and plan.samples[row]), "a free row waits"
+            if row >= plan.num_decode and shadow.job.script is not None:
+                assert is_masked == plan.samples[row], "a token behind known ones is a guess"
+            if shadow in given:
+                shadow.forget_flights()
+                shadow.starts_again = False
             assert start == shadow.computed
             if row < plan.num_decode:
                 assert length == 1
                 assert plan.max_new[row] == min(plan.width, shadow.job.limit - shadow.planned)
                 end = min(start + plan.width, shadow.job.limit - 1)
                 length = int(plan.max_new[row])
-            elif shadow in self._forced:
-                count, extra = self._forced[shadow]
-                shadow.tenancy += shadow.planned > shadow.known  # what is in flight is known now
+            elif shadow in given:
+                count, extra = given[shadow]
                 shadow.take_forced(count)
                 assert (length, plan.max_new[row]) == (extra + 1, 1)
                 end = start + length
@@ -492,22 +517,26 @@ class Simulation:
             for row, (shadow, tenancy) in enumerate(done.rows)
             if done.plan.samples[row] and shadow.tenancy == tenancy
         ]
+        taken = {row: self._taken(done, row, shadow) for row, shadow in live}
         update = self.scheduler.update(done.plan, done.output)
-        assert update.num_new_tokens == sum(int(done.output.counts[row]) + s.unreported for row, s in live)
+        assert update.num_new_tokens == sum(
+            taken[row] + (shadow.unreported if taken[row] else 0) for row, shadow in live
+        )
         emitted, started, finished = [], [], {}
         for row, shadow in live:
-            count, most = int(done.output.counts[row]), int(done.plan.max_new[row])
+            count, most = taken[row], int(done.plan.max_new[row])
+            is_wrong = count < int(done.output.counts[row])
             shadow.planned -= most - count
             shadow.computed -= most - count
             first_reported = shadow.known - shadow.unreported
             if count and first_reported == len(shadow.job.prompt):
                 started.append(shadow.request)
                 shadow.num_started += 1
-            if shadow.unreported and shadow.job.watched:
+            if count and shadow.unreported and shadow.job.watched:
                 for token in shadow.tokens[first_reported : shadow.known]:
                     emitted.append((shadow.request, row * done.plan.width, token))
                     shadow.emitted.append(token)
-            shadow.unreported = 0
+            shadow.unreported = 0 if count else shadow.unreported
             for index, got in enumerate(done.output.tokens[row, :count].tolist()):
                 token = shadow.tokens[shadow.known]
                 assert got == token, "a token that the request alone would not get"
@@ -515,6 +544,9 @@ class Simulation:
                 if shadow.job.watched:
                     emitted.append((shadow.request, row * done.plan.width + index, token))
                     shadow.emitted.append(token)
+            if is_wrong:
+                shadow.tenancy += 1
+                shadow.planned, shadow.computed, shadow.starts_again = shadow.known, shadow.known - 1, True
             if shadow.known == len(shadow.tokens):
                 finished[shadow.request] = shadow
         for scored in update.scored:
@@ -527,6 +559,14 @@ class Simulation:
         assert [(e.request, e.at, e.token_id) for e in update.emitted] == emitted
         self._check_finished(update, finished)
         self._check_state()
+
+    def _taken(self, done: InFlight, row: int, shadow: Shadow) -> int:
+        """How many tokens of a row are right: all, unless it guessed."""
+        count, plan = int(done.output.counts[row]), done.plan
+        if shadow.job.script is None or (plan.masked is not None and plan.masked[row]):
+            return count
+        pairs = zip(shadow.tokens[shadow.known :], done.output.tokens[row, :count].tolist(), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _check_finished(self, update: StepUpdate, expected: dict[Request, Shadow]) -> None:
         assert {end.request for end in update.finished} == expected.keys()

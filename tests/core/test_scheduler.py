@@ -14,7 +14,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
-from tests.core.fake_device import VOCAB_SIZE, next_token
+from tests.core.fake_device import VOCAB_SIZE, next_token, unforeseen
 from tests.core.simulation import EOS, Job, Setup, Simulation
 
 # Few stems and few tokens, so that prompts often share pages and answers often stop.
@@ -55,7 +55,10 @@ def jobs(draw: st.DrawFn) -> Job:
         watched=draw(st.booleans()),
         **draw(st.sampled_from([{}, {}, dict(scored=True), dict(scored=True, wide=True)])),
         script=draw(
-            st.one_of(st.none(), st.lists(st.one_of(st.none(), TOKENS, TOKENS, TOKENS), max_size=12).map(tuple))
+            st.one_of(
+                st.none(),
+                st.lists(st.one_of(st.none(), TOKENS, TOKENS, TOKENS.map(unforeseen)), max_size=12).map(tuple),
+            )
         ),
     )
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from jaxvllm import LLM
 from jaxvllm.core.request import TokenConstraint
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.step_plan import StepPlan
 from tests.engine.tiny import GREEDY, Recomputation, few_pages, random_prompts
 
 VOCAB = 256
@@ -24,8 +25,12 @@ class Rising:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        self.seen += token_ids
+    def advance(self, token_ids: Sequence[int]) -> int:
+        for index, token in enumerate(token_ids):
+            if token >= VOCAB or not self.allowed(self.seen)[token]:
+                return index
+            self.seen.append(token)
+        return len(token_ids)
 
     def forced(self) -> Sequence[int]:
         return ()
@@ -39,7 +44,14 @@ class Rising:
         words[: len(bits)] = bits
 
 
-def generate(llm: LLM, params: SamplingParams, constraints: dict[int, Rising]) -> list[list[int]]:
+class Anything(Rising):
+    """Allows every token of the mask's form."""
+
+    def allowed(self, before: Sequence[int]) -> NDArray[np.bool_]:
+        return np.ones(VOCAB, np.bool_)
+
+
+def generate(llm: LLM, params: SamplingParams, constraints: dict[int, Rising], guesses: bool = True) -> list[list[int]]:
     """The tokens after each of PROMPTS; those with a number in `constraints` are constrained."""
     engine = llm.engine
     scheduler = engine.replicas[0].scheduler
@@ -47,7 +59,8 @@ def generate(llm: LLM, params: SamplingParams, constraints: dict[int, Rising]) -
     for index, prompt in enumerate(PROMPTS):
         engine.submit(engine.check(str(index), prompt, replace(params, seed=index)))
         constraint: TokenConstraint | None = constraints.get(index)
-        scheduler._waiting_ids[str(index)].constraint = constraint
+        request = scheduler._waiting_ids[str(index)]
+        request.constraint, request.masks_commute = constraint, guesses
     while engine.has_work:
         outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
         scheduler.slots.check_invariants()
@@ -90,6 +103,39 @@ def test_sampled_tokens_are_allowed_and_the_free_ones_unchanged(wide_llm: LLM) -
     assert [got[i] for i in (0, 2, 3, 4, 5)] == [free[i] for i in (0, 2, 3, 4, 5)]
     # Nobody is constrained any more: the slot's next tenant samples freely.
     assert generate(wide_llm, params, {}) == free
+
+
+@pytest.mark.parametrize("rule", [Rising, Anything])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_give_the_tokens_that_masks_give(bursting: LLM, rule: type[Rising], temperature: float) -> None:
+    # `allowed_token_ids` keep the guesses within what the rules know.
+    params = SamplingParams(
+        temperature=temperature, max_tokens=40, ignore_eos=True, allowed_token_ids=list(range(VOCAB))
+    )
+    indices = range(len(PROMPTS))
+    masked = generate(bursting, params, {index: rule() for index in indices}, guesses=False)
+    rules = {index: rule() for index in indices}
+    assert generate(bursting, params, rules) == masked
+    assert [rules[index].seen for index in indices] == masked, "every token was taken in, once and in order"
+    if rule is Rising:  # it allows two thirds of the tokens, so some guesses were wrong
+        assert masked != generate(bursting, params, {})
+
+
+def test_a_row_whose_guesses_are_right_decodes_in_bursts(bursting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = bursting.engine.replicas[0].runner
+    plans: list[StepPlan] = []
+    dispatch = runner.dispatch
+
+    def watch(plan: StepPlan) -> object:
+        plans.append(plan)
+        return dispatch(plan)
+
+    monkeypatch.setattr(runner, "dispatch", watch)
+    params = replace(GREEDY, max_tokens=40, ignore_eos=True, allowed_token_ids=tuple(range(VOCAB)))
+    generate(bursting, params, {index: Anything() for index in range(len(PROMPTS))})
+    assert max(plan.width for plan in plans) > 1
+    # A mask is there for the token behind a prompt, and for no other.
+    assert not any(plan.masked[: plan.num_decode].any() for plan in plans if plan.masked is not None)
 
 
 def test_a_request_that_leaves_while_its_step_is_held_back_waits_for_nothing(llm: LLM) -> None:

@@ -100,6 +100,7 @@ def test_special_tokens_are_tokens_and_not_their_text() -> None:
         ({"structures": [{"begin": 1, "schema": {}, "end": ""}], "triggers": ["a"]}, "begin is not a text"),
         ({"structures": [{"begin": "a", "schema": "{", "end": ""}], "triggers": ["a"]}, "not valid JSON"),
         ({"structures": [{"begin": "a", "schema": {"not": {}}, "end": ""}], "triggers": ["a"]}, "not"),
+        (of_format({"type": "json_schema", "json_schema": {"items": {"divisibleBy": 3}}}), '"divisibleBy" at #/items'),
         (of_format({"type": "bogus"}), "part of type 'bogus'"),
         (of_format({"type": "regex", "pattern": 1}), "regex that is not a string"),
         (of_format({"type": "regex", "pattern": "["}), "unclosed"),
@@ -112,6 +113,11 @@ def test_what_is_no_tag_is_an_error(tag: Any, rule: str) -> None:
     with pytest.raises(ParameterError, match=rule) as raised:
         compiled(structural_tag=tag)
     assert raised.value.param == "structured_outputs"
+
+
+def test_a_lenient_tag_ignores_keywords_that_cannot_be_enforced() -> None:
+    tag = of_format({"type": "json_schema", "json_schema": {"type": "integer", "divisibleBy": 3}})
+    assert takes(compiled(structural_tag=tag, lenient=True), "4")
 
 
 def test_deep_tags_are_refused() -> None:

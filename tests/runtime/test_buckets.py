@@ -1,5 +1,8 @@
 """The ladder holds every plan that the scheduler can make, and a plan gets the smallest bucket that holds it."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +68,17 @@ def test_chooses_the_cheapest_that_holds(drawn: tuple[BucketLadder, StepPlan]) -
 
 
 @given(ladders_and_plans())
+def test_a_plan_with_masks_gets_as_many_tokens_as_rows_where_it_can(drawn: tuple[BucketLadder, StepPlan]) -> None:
+    ladder, plan = drawn
+    masked = replace(plan, masked=np.ones(plan.num_rows, np.bool_))
+    chosen = ladder.choose(masked, (*ladder.buckets, *ladder.split))
+    assert chosen is not None and not chosen.is_decode
+    assert ladder.split[0].holds(masked) == chosen.is_split == (plan.num_tokens == plan.num_rows)
+    if chosen.is_split:
+        assert chosen.num_rows == min(bucket.num_rows for bucket in ladder.split if bucket.holds(masked))
+
+
+@given(ladders_and_plans())
 def test_a_plan_runs_padded_while_smaller_ones_are_not_ready(drawn: tuple[BucketLadder, StepPlan]) -> None:
     ladder, plan = drawn
     assert ladder.choose(plan, [ladder.largest]) == ladder.largest
@@ -83,6 +97,9 @@ def test_a_plan_runs_padded_while_smaller_ones_are_not_ready(drawn: tuple[Bucket
         (Bucket(5, 4), 3, [2], True),
         (Bucket(5, 4), 3, [3], False),
         (Bucket(16, 2), 1, [1, 1], False),
+        (Bucket(4, 4, is_split=True), 2, [1, 1], True),
+        (Bucket(4, 4, is_split=True), 1, [2], False),  # its rows own one token each
+        (Bucket(4, 4, is_split=True), 5, [], False),
     ],
 )
 def test_what_a_bucket_holds(bucket: Bucket, num_decode: int, chunks: list[int], fits: bool) -> None:
@@ -125,6 +142,13 @@ def test_powers_of_two(smallest: int, more: int) -> None:
 def test_a_bucket_that_cannot_be(tokens: int, rows: int) -> None:
     with pytest.raises(ValueError, match="a bucket needs 0 < rows <= tokens"):
         Bucket(tokens, rows)
+
+
+def test_a_split_bucket_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="do not say so"):
+        Bucket(8, 4, is_split=True)
+    with pytest.raises(ValueError, match="a bucket needs a width of 1"):
+        Bucket(4, 4, width=2, is_split=True)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [([], [4]), ([4], []), ([8], [4]), ([4, 8], [7, 4])])

@@ -5,7 +5,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
@@ -92,6 +94,28 @@ def test_who_needs_a_bucket_that_is_not_ready_waits_for_it(compiler: Compiler) -
     assert not waiting.is_alive()
     compiler.compile(100)
     programs.wait()
+
+
+def test_split_buckets_compile_when_the_first_plan_could_use_one(compiler: Compiler) -> None:
+    compiler.compile(100)
+    programs = Programs(LADDER, compiler)
+    programs.wait()
+    masked = replace(make_plan(1), masked=np.ones(1, np.bool_))
+    with_prompt = replace(make_plan(1, [5]), masked=np.ones(2, np.bool_))
+    assert programs.choose(with_prompt) == Bucket(8, 4)
+    programs.wait()
+    assert programs.num_compiled == len(LADDER.buckets)
+    assert programs.choose(masked) in (Bucket(8, 4), Bucket(1, 1, is_split=True), Bucket(4, 4, is_split=True))
+    programs.wait()
+    assert sorted(compiler.asked) == sorted((*LADDER.buckets, *LADDER.split))
+    assert programs.choose(masked) == Bucket(1, 1, is_split=True)
+    assert programs.choose(make_plan(1)) == Bucket(1, 1)
+
+
+def test_a_process_that_follows_compiles_a_split_bucket_for_the_first_step_with_one(compiler: Compiler) -> None:
+    compiler.compile(100)
+    programs = Programs(LADDER, compiler)
+    assert programs.wait_for(Bucket(1, 1, is_split=True))() == Bucket(1, 1, is_split=True)
 
 
 def test_each_bucket_compiles_once(compiler: Compiler) -> None:

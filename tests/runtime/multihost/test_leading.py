@@ -61,6 +61,7 @@ CALLS: tuple[Call, ...] = (
     Distribute(Bucket(16, 4), np.arange(8, dtype=np.int32)),
     ScoreWidely(Bucket(16, 4), np.arange(14, dtype=np.int32).reshape(2, 7)),
     Sample(Bucket(16, 4)),
+    Sample(Bucket(4, 4, is_split=True)),
     ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     Reset(),
     Close(),
@@ -91,7 +92,7 @@ def test_half_a_call_is_none() -> None:
 
 def test_what_is_no_message_is_an_error() -> None:
     with pytest.raises(ValueError, match="a message of kind 77"):
-        read_message(io.BytesIO(struct.pack("<7I", 77, 0, 0, 0, 0, 0, 0)))
+        read_message(io.BytesIO(struct.pack("<8I", 77, 0, 0, 0, 0, 0, 0, 0)))
 
 
 def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +281,7 @@ def test_a_step_that_fails_ends_its_process(group: Group) -> None:
 
 
 def test_a_message_that_nobody_knows_ends_the_follower(group: Group) -> None:
-    next(iter(group.leader._wires.values())).sendall(struct.pack("<7I", 77, 0, 0, 0, 0, 0, 0))
+    next(iter(group.leader._wires.values())).sendall(struct.pack("<8I", 77, 0, 0, 0, 0, 0, 0, 0))
     group.wait_for_ends(2)
     assert any(" cannot follow process 0: a message of kind 77" in reason for reason in group.ended)
 

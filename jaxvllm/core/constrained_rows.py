@@ -1,0 +1,202 @@
+"""Constrained rows: running requests whose tokens a constraint on the host decides, such as a grammar.
+
+A token under a mask has a price: its step waits between the forward pass and sampling until the host knows all tokens
+before it, and no row of that step takes more than one token. But most tokens of a model that does what it is asked are
+allowed anyhow. So a row guesses where `Request.guesses` permits it: it decodes like a free row, in bursts too, and
+`take` looks at its tokens when they arrive. Up to the first one that is not allowed they are what masks would have
+given. From there on the row starts again, with masks for a while.
+
+How many tokens a row guesses at once, and for how long it uses masks after a wrong guess, follows its own success: a
+model that does not do what it is asked soon guesses hardly ever.
+"""
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.slots import SlotIds, SlotTable
+from jaxvllm.core.step_plan import Finished, Ints, StepPlan
+
+logger = logging.getLogger(__name__)
+
+# Masks after a wrong guess: a wrong guess costs about two steps, and four masked steps cost about one more than free
+# ones would. Every further wrong guess makes the pause four times longer, every right one halves it.
+FIRST_PAUSE = 4
+LONGEST_PAUSE = 256
+MOST_GUESSES = 64
+
+
+class ConstrainedRows:
+    """What the scheduler does about constraints: tokens that they force, masks, and guesses that it checks."""
+
+    def __init__(self, slots: SlotTable):
+        self._slots = slots
+        # Of slots whose tenant is constrained.
+        self._num_guesses = np.zeros(slots.num_slots, np.int32)  # in the next step, at most; 0: it waits for a mask
+        self._masks_left = np.zeros(slots.num_slots, np.int32)  # tokens before it guesses again
+        self._pause = np.zeros(slots.num_slots, np.int32)  # tokens that a wrong guess would make wait for masks
+        self._starts_again = np.zeros(slots.num_slots, np.bool_)  # from its last known token, behind a wrong guess
+
+    def open(self, slot: int) -> None:
+        """Takes note of the new tenant of `slot`."""
+        request = self._tenant(slot)
+        self._num_guesses[slot] = request.guesses
+        self._pause[slot] = FIRST_PAUSE
+        self._masks_left[slot] = 0
+        self._starts_again[slot] = False
+
+    def width(self, decode: SlotIds, width: int) -> int:
+        """How many tokens, `width` at most, all rows of `decode` may take in one step."""
+        at = decode[self._slots.is_constrained[decode]]
+        if width == 1 or not len(at):
+            return width
+        return 1 if self._starts_again[at].any() else max(1, min(width, int(self._num_guesses[at].min())))
+
+    def forced(self, decode: SlotIds, room: int) -> dict[int, list[int]]:
+        """The tokens behind the known ones of `decode` slots that are to be computed at once, by slot.
+
+        Constraints force them, they are more than what is in flight anyhow, and each of them leaves one token to
+        sample. Together the rows compute at most `room` tokens more than one each.
+        """
+        slots = self._slots
+        found: dict[int, list[int]] = {}
+        for slot in decode[slots.is_constrained[decode]].tolist():
+            known = int(slots.num_known[slot])
+            ahead = int(slots.num_tokens[slot]) - known
+            # The row computes them from `start` on: with nothing in flight, its last known token comes first.
+            before = known - min(int(slots.num_computed[slot]), known)
+            tokens = self._tenant(slot).forced(min(room + 1 - before, int(slots.limit[slot]) - known - 1))
+            if len(tokens) > ahead:
+                found[slot] = tokens
+                room -= before + len(tokens) - 1
+        return found
+
+    def starting_again(self, decode: SlotIds) -> list[int]:
+        """The slots of `decode` whose last known token must be computed again, since a guess behind it was wrong."""
+        at = decode[self._slots.is_constrained[decode]]
+        result: list[int] = at[self._starts_again[at]].tolist()
+        return result
+
+    def take_forced(self, slot: int, tokens: list[int]) -> None:
+        """Makes `tokens`, or none, known behind the known ones of `slot`, which computes from there on."""
+        self._starts_again[slot] = False
+        self._slots.append_forced(slot, tokens)
+        advance(self._tenant(slot), tokens)
+
+    def masked(self, rows: Ints, num_decode: int, max_new: Ints) -> NDArray[np.bool_] | None:
+        """Which `rows` of a plan, decode rows first, wait for a mask, bool[R]. None: none of them does."""
+        waits = self._slots.is_constrained[rows] & (max_new > 0)
+        if not waits.any():
+            return None
+        waits[:num_decode] &= self._num_guesses[rows[:num_decode]] == 0
+        return waits if waits.any() else None
+
+    def masks(self, plan: StepPlan, num_words: int) -> tuple[list[tuple[int, Ints]], list[Finished]]:
+        """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].
+
+        Also the ends of requests whose constraint fails.
+        """
+        masks: list[tuple[int, Ints]] = []
+        failed: list[Finished] = []
+        if plan.masked is None:
+            return masks, failed
+        is_present = self._slots.epoch[plan.slots] == plan.epochs
+        for slot in plan.slots[plan.masked & is_present].tolist():
+            request = self._tenant(slot)
+            assert request.constraint is not None
+            words = np.zeros(num_words, np.int32)
+            try:
+                request.constraint.fill(words)
+            except Exception as error:
+                failed.append(_failure(request, error))
+            else:
+                masks.append((slot, words))
+        return masks, failed
+
+    def take(self, plan: StepPlan, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> dict[int, Finished]:
+        """Tells the constraints of the slots `at` what came in `rows` of `plan`, `counts[i]` of `tokens[i]`.
+
+        Lowers the counts of rows with a wrong guess to the tokens before it: these rows start again. Returns the ends
+        of the requests that end because of what came, by their index in `at`; a request that its last token ends
+        anyhow may be among them.
+        """
+        ended: dict[int, Finished] = {}
+        for index in np.flatnonzero(self._slots.is_constrained[at] & (counts > 0)).tolist():
+            slot, came = int(at[index]), tokens[index, : counts[index]].tolist()
+            is_guess = plan.masked is None or not plan.masked[rows[index]]
+            num_taken, end = self._take_row(slot, came, is_guess)
+            if end is not None:
+                ended[index] = end
+            elif num_taken < len(came):
+                self._starts_again[slot] = True
+            counts[index] = num_taken
+            self._learn(slot, is_guess, is_right=num_taken == len(came))
+        return ended
+
+    def rewind(self, at: SlotIds) -> None:
+        """Forgets what is in flight of those slots of `at` that have to start again."""
+        for slot in at[self._slots.is_constrained[at] & self._starts_again[at]].tolist():
+            self._slots.rewind(slot)
+
+    def _take_row(self, slot: int, tokens: list[int], is_guess: bool) -> tuple[int, Finished | None]:
+        """How many of `tokens` the constraint of `slot` takes, and the end of its request if that follows."""
+        request, known = self._tenant(slot), int(self._slots.num_known[slot])
+        constraint, params = request.constraint, request.sampling_params
+        assert constraint is not None
+        for index, token in enumerate(tokens):
+            # What is forced comes whatever the model says: a guess must not depend on when the host learns of it.
+            forced = request.forced(min(1, request.limit - known - index - 1)) if is_guess else []
+            was_complete = constraint.is_complete
+            if forced and token != forced[0]:
+                return index, None
+            try:
+                is_taken = constraint.advance([token]) == 1
+            except Exception as error:
+                return index + 1, _failure(request, error)
+            if not is_taken:
+                if is_guess:
+                    return index, None
+                return index + 1, _failure(request, RuntimeError("nothing that its form allows is allowed otherwise"))
+            if constraint.is_complete:
+                # Otherwise only EOS may come, which ends the request like any other.
+                is_short = known + index + 1 - request.num_prompt_tokens < params.min_tokens
+                if was_complete or params.ignore_eos or is_short:
+                    return index + 1, Finished(request, FinishReason.STOP)
+        return len(tokens), None
+
+    def _learn(self, slot: int, is_guess: bool, is_right: bool) -> None:
+        if not is_guess:
+            self._masks_left[slot] -= 1
+            if self._masks_left[slot] <= 0 and self._tenant(slot).guesses:
+                self._num_guesses[slot] = 1
+        elif is_right:
+            self._num_guesses[slot] = min(2 * self._num_guesses[slot], MOST_GUESSES)
+            self._pause[slot] = max(self._pause[slot] // 2, FIRST_PAUSE)
+        else:
+            self._num_guesses[slot] = 0
+            self._masks_left[slot] = self._pause[slot]
+            self._pause[slot] = min(4 * self._pause[slot], LONGEST_PAUSE)
+
+    def _tenant(self, slot: int) -> Request:
+        tenant = self._slots.tenants[slot]
+        assert tenant is not None, f"slot {slot} is vacant"
+        return tenant
+
+
+def advance(request: Request, tokens: list[int]) -> None:
+    """Tells the constraint of `request` of tokens that it forced. If it fails, its mask fails, too."""
+    assert request.constraint is not None
+    try:
+        num_taken = request.constraint.advance(tokens)
+    except Exception:
+        logger.debug("the constraint of request %s failed", request.request_id, exc_info=True)
+    else:
+        assert num_taken == len(tokens), "a constraint refuses a token that it forced"
+
+
+def _failure(request: Request, error: Exception) -> Finished:
+    """The end of `request` by an error of its constraint."""
+    logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
+    return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
