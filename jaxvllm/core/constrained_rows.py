@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 256
 MOST_GUESSES = 64
+MOST_MASKS_FIRST = 63
 
 
 class ConstrainedRows:
@@ -38,13 +39,13 @@ class ConstrainedRows:
         self._masks_left = np.zeros(slots.num_slots, np.int32)  # tokens before it guesses again
         self._pause = np.zeros(slots.num_slots, np.int32)  # tokens that a wrong guess would make wait for masks
         self._starts_again = np.zeros(slots.num_slots, np.bool_)  # from its last known token, behind a wrong guess
+        self._masks_first = 0  # tokens before a new row guesses: what other rows guessed of late tells how it will
 
     def open(self, slot: int) -> None:
         """Takes note of the new tenant of `slot`."""
-        request = self._tenant(slot)
-        self._num_guesses[slot] = request.guesses
+        self._num_guesses[slot] = self._masks_first == 0 and self._tenant(slot).guesses
         self._pause[slot] = FIRST_PAUSE
-        self._masks_left[slot] = 0
+        self._masks_left[slot] = self._masks_first
         self._starts_again[slot] = False
 
     def width(self, decode: SlotIds, width: int) -> int:
@@ -143,11 +144,14 @@ class ConstrainedRows:
     def _take_row(self, slot: int, tokens: list[int], is_guess: bool) -> tuple[int, Finished | None]:
         """How many of `tokens` the constraint of `slot` takes, and the end of its request if that follows."""
         request, known = self._tenant(slot), int(self._slots.num_known[slot])
-        constraint, params = request.constraint, request.sampling_params
+        constraint = request.constraint
         assert constraint is not None
         for index, token in enumerate(tokens):
             # What is forced comes whatever the model says: a guess must not depend on when the host learns of it.
             forced = request.forced(min(1, request.limit - known - index - 1)) if is_guess else []
+            if constraint.is_complete and self._ends_complete(request, known + index):
+                # Its last tokens were forced, so nobody saw that it was complete. An EOS behind them is not asked for.
+                return index, Finished(request, FinishReason.STOP)
             was_complete = constraint.is_complete
             if forced and token != forced[0]:
                 return index, None
@@ -159,12 +163,18 @@ class ConstrainedRows:
                 if is_guess:
                     return index, None
                 return index + 1, _failure(request, RuntimeError("nothing that its form allows is allowed otherwise"))
-            if constraint.is_complete:
-                # Otherwise only EOS may come, which ends the request like any other.
-                is_short = known + index + 1 - request.num_prompt_tokens < params.min_tokens
-                if was_complete or params.ignore_eos or is_short:
-                    return index + 1, Finished(request, FinishReason.STOP)
+            if was_complete or (constraint.is_complete and self._ends_complete(request, known + index + 1)):
+                return index + 1, Finished(request, FinishReason.STOP)
         return len(tokens), None
+
+    @staticmethod
+    def _ends_complete(request: Request, num_tokens: int) -> bool:
+        """Whether a request of so many tokens ends when it is complete, as EOS, which alone may come, would not end it.
+
+        Otherwise EOS ends it like any other.
+        """
+        params = request.sampling_params
+        return params.ignore_eos or num_tokens - request.num_prompt_tokens < params.min_tokens
 
     def _learn(self, slot: int, is_guess: bool, is_right: bool) -> None:
         if not is_guess:
@@ -174,10 +184,12 @@ class ConstrainedRows:
         elif is_right:
             self._num_guesses[slot] = min(2 * self._num_guesses[slot], MOST_GUESSES)
             self._pause[slot] = max(self._pause[slot] // 2, FIRST_PAUSE)
+            self._masks_first //= 2
         else:
             self._num_guesses[slot] = 0
             self._masks_left[slot] = self._pause[slot]
             self._pause[slot] = min(4 * self._pause[slot], LONGEST_PAUSE)
+            self._masks_first = min(2 * self._masks_first + 1, MOST_MASKS_FIRST)
 
     def _tenant(self, slot: int) -> Request:
         tenant = self._slots.tenants[slot]

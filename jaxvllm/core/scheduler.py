@@ -225,11 +225,15 @@ class Scheduler:
         if self._beams:
             ends &= ~slots.is_beam[at]  # their search says when they end
         repeats = self._cut_repetitions(at, tokens, counts, ends)
-        num_forced = np.where(yields, slots.num_unreported[at], 0)
-        started = tuple(self._tenant(slot) for slot in at[yields & (num_outputs == num_forced)])
-        emitted = tuple(self._emitted(rows, at, tokens, counts)) if slots.watched[at].any() else ()
+        reports = yields
+        if refused:  # a request may end behind forced tokens
+            reports = yields.copy()
+            reports[list(refused)] = True
+        num_forced = np.where(reports, slots.num_unreported[at], 0)
+        started = tuple(self._tenant(slot) for slot in at[reports & (num_outputs == num_forced)])
+        emitted = tuple(self._emitted(rows, at, tokens, counts, num_forced)) if slots.watched[at].any() else ()
         if num_forced.any():
-            slots.num_unreported[at[yields]] = 0
+            slots.num_unreported[at[reports]] = 0
         finished = [
             _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
             for i in np.flatnonzero(ends | repeats)
@@ -295,20 +299,27 @@ class Scheduler:
                 counts[index] = end
         return repeats
 
-    def _emitted(self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> Iterator[Emitted]:
+    def _emitted(
+        self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints, num_forced: NDArray[np.int32]
+    ) -> Iterator[Emitted]:
         """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
         width = tokens.shape[1]
-        is_new = self.slots.watched[at][:, None] & (np.arange(width) < counts[:, None])
-        row, index = np.nonzero(is_new)
+        watched = self.slots.watched[at]
+        row, index = np.nonzero(watched[:, None] & (np.arange(width) < counts[:, None]))
         found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
-        num_forced = self.slots.num_unreported
+        unreported = self.slots.num_unreported
         for slot, place, token in zip(*found, strict=True):
-            request = self._tenant(slot)
-            if num_forced[slot]:
-                end = int(self.slots.num_known[slot]) - 1  # its row yields one token
-                for forced in self.slots.token_ids[slot, end - num_forced[slot] : end].tolist():
-                    yield Emitted(request, place, forced)
-            yield Emitted(request, place, token)
+            if unreported[slot]:
+                yield from self._emitted_forced(slot, place, 1)  # its row yields one token
+            yield Emitted(self._tenant(slot), place, token)
+        for ended in np.flatnonzero(watched & (counts == 0) & (num_forced > 0)).tolist():
+            yield from self._emitted_forced(int(at[ended]), int(rows[ended]) * width, 0)
+
+    def _emitted_forced(self, slot: int, place: int, num_behind: int) -> Iterator[Emitted]:
+        """Yields the tokens of `slot` that no update has reported. So many others follow them."""
+        end = int(self.slots.num_known[slot]) - num_behind
+        for token in self.slots.token_ids[slot, end - self.slots.num_unreported[slot] : end].tolist():
+            yield Emitted(self._tenant(slot), place, token)
 
     def finish(self, request_id: str) -> Request | None:
         """Ends a waiting or running request now: its pages are free for the next step. None if there is none.

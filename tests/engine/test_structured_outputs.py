@@ -195,6 +195,40 @@ def test_what_is_complete_ends(llm: LLM, changes: dict[str, Any]) -> None:
     assert output.outputs[0].text in ("yes", "no") and output.outputs[0].finish_reason == "stop"
 
 
+def test_what_is_complete_behind_forced_tokens_ends_there(llm: LLM) -> None:
+    choice = StructuredOutputsParams(choice=("yes of course",))
+    asked = SamplingParams(max_tokens=40, ignore_eos=True, structured_outputs=choice)
+    before = llm.engine.stats().num_output_tokens
+    *_, last = llm.stream("Yes? ", asked)
+    [output] = last.outputs
+    assert (output.text, output.finish_reason) == ("yes of course", "stop")
+    assert llm.engine.stats().num_output_tokens - before == len(output.token_ids)
+    # Every token can be seen, and the EOS that the device sampled cannot.
+    assert llm.engine.tokenizer is not None
+    assert llm.engine.tokenizer.decode(output.token_ids, skip_special_tokens=False) == "yes of course"
+
+
+def test_guesses_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = CASES[::3]
+    asked = [
+        SamplingParams(
+            temperature=(0.0, 0.7, 1.0)[index % 3],
+            seed=index,
+            max_tokens=(24, 60)[index % 2],
+            min_tokens=20 if index % 5 == 0 else 0,
+            ignore_eos=index % 7 == 0,
+            structured_outputs=StructuredOutputsParams(json=case, disable_any_whitespace=index % 4 == 0),
+        )
+        for index, case in enumerate(cases)
+    ]
+    prompts = ["As JSON: "] * len(cases)
+    guessed = generate(llm, prompts, asked)
+    monkeypatch.setattr(llm.engine, "_masks_commute", False)
+    masked = generate(llm, prompts, asked)
+    assert tokens(guessed) == tokens(masked)
+    assert [one.outputs[0].finish_reason for one in guessed] == [one.outputs[0].finish_reason for one in masked]
+
+
 def test_a_wrong_grammar_queues_nothing(llm: LLM) -> None:
     wrong = SamplingParams(structured_outputs=StructuredOutputsParams(json={"not": {}}))
     for _ in range(2):  # the same error is kept with its grammar
