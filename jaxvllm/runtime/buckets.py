@@ -88,8 +88,8 @@ class BucketLadder:
     @cached_property
     def split(self) -> tuple[Bucket, ...]:
         """For every decode bucket one that samples in a second program, the largest first, which holds what all do."""
-        largest, *others = (Bucket(b.num_rows, b.num_rows, is_split=True) for b in self.buckets[::-1] if b.is_decode)
-        return (largest, *reversed(others))
+        split = [Bucket(b.num_rows, b.num_rows, is_split=True) for b in self.buckets if b.is_decode]
+        return (*split[-1:], *split[:-1])
 
     def compile_order(self) -> tuple[Bucket, ...]:
         """Returns the largest bucket first, which holds every plan, then the largest decode bucket, then the others."""

@@ -65,7 +65,7 @@ class Programs[Program]:
 
     def choose(self, plan: StepPlan) -> Bucket:
         """Returns the cheapest compiled bucket that holds `plan`."""
-        if plan.is_split and self._split_thread is None and self.ladder.split[0].holds(plan):
+        if plan.is_split and self._split_thread is None and self.ladder.choose(plan, self.ladder.split):
             self._compile_split()
         ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
         bucket = self.ladder.choose(plan, ready)
