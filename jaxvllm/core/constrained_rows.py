@@ -11,6 +11,7 @@ model that does not do what it is asked soon guesses hardly ever.
 """
 
 import logging
+from collections import OrderedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ FIRST_PAUSE = 4
 LONGEST_PAUSE = 256
 MOST_GUESSES = 64
 MOST_MASKS_FIRST = 63
+# Forms of whose rows it is remembered how they fared: those whose grammars are kept.
+MOST_FORMS = 256
 
 
 class ConstrainedRows:
@@ -39,13 +42,17 @@ class ConstrainedRows:
         self._masks_left = np.zeros(slots.num_slots, np.int32)  # tokens before it guesses again
         self._pause = np.zeros(slots.num_slots, np.int32)  # tokens that a wrong guess would make wait for masks
         self._starts_again = np.zeros(slots.num_slots, np.bool_)  # from its last known token, behind a wrong guess
-        self._masks_first = 0  # tokens before a new row guesses: what other rows guessed of late tells how it will
+        # Tokens before a new row guesses, by the hash of its form, which may be a megabyte. How rows with the same form
+        # fared tells how it will. The one used longest ago comes first.
+        self._masks_first: OrderedDict[int, int] = OrderedDict()
 
     def open(self, slot: int) -> None:
         """Takes note of the new tenant of `slot`."""
-        self._num_guesses[slot] = self._masks_first == 0 and self._tenant(slot).guesses
+        request = self._tenant(slot)
+        masks_first = self._masks_first.get(self._form(slot), 0)
+        self._num_guesses[slot] = masks_first == 0 and request.guesses
         self._pause[slot] = FIRST_PAUSE
-        self._masks_left[slot] = self._masks_first
+        self._masks_left[slot] = masks_first
         self._starts_again[slot] = False
 
     def width(self, decode: SlotIds, width: int) -> int:
@@ -184,12 +191,24 @@ class ConstrainedRows:
         elif is_right:
             self._num_guesses[slot] = min(2 * self._num_guesses[slot], MOST_GUESSES)
             self._pause[slot] = max(self._pause[slot] // 2, FIRST_PAUSE)
-            self._masks_first //= 2
+            self._remember(slot, self._masks_first.get(self._form(slot), 0) // 2)
         else:
             self._num_guesses[slot] = 0
             self._masks_left[slot] = self._pause[slot]
             self._pause[slot] = min(4 * self._pause[slot], LONGEST_PAUSE)
-            self._masks_first = min(2 * self._masks_first + 1, MOST_MASKS_FIRST)
+            self._remember(slot, min(2 * self._masks_first.get(self._form(slot), 0) + 1, MOST_MASKS_FIRST))
+
+    def _form(self, slot: int) -> int:
+        return hash(self._tenant(slot).sampling_params.structured_outputs)
+
+    def _remember(self, slot: int, masks_first: int) -> None:
+        """Sets how many masks the next row with the form of `slot` has first."""
+        form = self._form(slot)
+        self._masks_first.pop(form, None)
+        if masks_first:
+            self._masks_first[form] = masks_first
+            if len(self._masks_first) > MOST_FORMS:
+                self._masks_first.popitem(last=False)
 
     def _tenant(self, slot: int) -> Request:
         tenant = self._slots.tenants[slot]
