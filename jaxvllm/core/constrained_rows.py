@@ -39,17 +39,19 @@ class ConstrainedRows:
         self._slots = slots
         # Of slots whose tenant is constrained.
         self._num_guesses = np.zeros(slots.num_slots, np.int32)  # in the next step, at most; 0: it waits for a mask
-        self._masks_left = np.zeros(slots.num_slots, np.int32)  # tokens before it guesses again
-        self._pause = np.zeros(slots.num_slots, np.int32)  # tokens that a wrong guess would make wait for masks
+        self._masks_left = [0] * slots.num_slots  # tokens before it guesses again
+        self._pause = [0] * slots.num_slots  # tokens that a wrong guess would make wait for masks
+        self._form = [0] * slots.num_slots  # the hash of the tenant's form, which may be a megabyte
         self._starts_again = np.zeros(slots.num_slots, np.bool_)  # from its last known token, behind a wrong guess
-        # Tokens before a new row guesses, by the hash of its form, which may be a megabyte. How rows with the same form
-        # fared tells how it will. The one used longest ago comes first.
+        # Tokens before a new row guesses, by its form: how rows with the same form fared tells how it will. The one used
+        # longest ago comes first.
         self._masks_first: OrderedDict[int, int] = OrderedDict()
 
     def open(self, slot: int) -> None:
         """Takes note of the new tenant of `slot`."""
         request = self._tenant(slot)
-        masks_first = self._masks_first.get(self._form(slot), 0)
+        self._form[slot] = hash(request.sampling_params.structured_outputs)
+        masks_first = self._masks_first.get(self._form[slot], 0)
         self._num_guesses[slot] = masks_first == 0 and request.guesses
         self._pause[slot] = FIRST_PAUSE
         self._masks_left[slot] = masks_first
@@ -71,11 +73,15 @@ class ConstrainedRows:
         slots = self._slots
         found: dict[int, list[int]] = {}
         for slot in decode[slots.is_constrained[decode]].tolist():
+            request = self._tenant(slot)
+            assert request.constraint is not None
+            if not request.constraint.forced():  # as nearly always
+                continue
             known = int(slots.num_known[slot])
             ahead = int(slots.num_tokens[slot]) - known
             # The row computes them from `start` on: with nothing in flight, its last known token comes first.
             before = known - min(int(slots.num_computed[slot]), known)
-            tokens = self._tenant(slot).forced(min(room + 1 - before, int(slots.limit[slot]) - known - 1))
+            tokens = request.forced(min(room + 1 - before, int(slots.limit[slot]) - known - 1))
             if len(tokens) > ahead:
                 found[slot] = tokens
                 room -= before + len(tokens) - 1
@@ -153,15 +159,16 @@ class ConstrainedRows:
         request, known = self._tenant(slot), int(self._slots.num_known[slot])
         constraint = request.constraint
         assert constraint is not None
+        takes_forced = is_guess and request.takes_forced
         for index, token in enumerate(tokens):
-            # What is forced comes whatever the model says: a guess must not depend on when the host learns of it.
-            forced = request.forced(min(1, request.limit - known - index - 1)) if is_guess else []
             if constraint.is_complete and self._ends_complete(request, known + index):
                 # Its last tokens were forced, so nobody saw that it was complete. An EOS behind them is not asked for.
                 return index, Finished(request, FinishReason.STOP)
             was_complete = constraint.is_complete
-            if forced and token != forced[0]:
-                return index, None
+            if takes_forced and (forced := constraint.forced()) and forced[0] != token:
+                # What is forced comes whatever the model says, and must not depend on when the host learns of it.
+                if request.forced(min(1, request.limit - known - index - 1)):
+                    return index, None
             try:
                 is_taken = constraint.advance([token]) == 1
             except Exception as error:
@@ -189,21 +196,20 @@ class ConstrainedRows:
             if self._masks_left[slot] <= 0 and self._tenant(slot).guesses:
                 self._num_guesses[slot] = 1
         elif is_right:
-            self._num_guesses[slot] = min(2 * self._num_guesses[slot], MOST_GUESSES)
+            if (guesses := int(self._num_guesses[slot])) < MOST_GUESSES:
+                self._num_guesses[slot] = 2 * guesses
             self._pause[slot] = max(self._pause[slot] // 2, FIRST_PAUSE)
-            self._remember(slot, self._masks_first.get(self._form(slot), 0) // 2)
+            if masks_first := self._masks_first.get(self._form[slot]):
+                self._remember(slot, masks_first // 2)
         else:
             self._num_guesses[slot] = 0
             self._masks_left[slot] = self._pause[slot]
             self._pause[slot] = min(4 * self._pause[slot], LONGEST_PAUSE)
-            self._remember(slot, min(2 * self._masks_first.get(self._form(slot), 0) + 1, MOST_MASKS_FIRST))
-
-    def _form(self, slot: int) -> int:
-        return hash(self._tenant(slot).sampling_params.structured_outputs)
+            self._remember(slot, min(2 * self._masks_first.get(self._form[slot], 0) + 1, MOST_MASKS_FIRST))
 
     def _remember(self, slot: int, masks_first: int) -> None:
         """Sets how many masks the next row with the form of `slot` has first."""
-        form = self._form(slot)
+        form = self._form[slot]
         self._masks_first.pop(form, None)
         if masks_first:
             self._masks_first[form] = masks_first

@@ -52,10 +52,10 @@ class GrammarConstraint:
         if self._matcher is None:
             self._matcher = self._grammar.matcher.deep_copy()
         count: int = self._matcher.try_consume_tokens(list(token_ids))
-        self._check(self._matcher)
+        if count < len(token_ids):  # a matcher that gave up takes no token
+            self._check(self._matcher)
         self._is_complete = self._matcher.is_stopped()
         self._forced = () if self._is_complete else self._matcher.compute_ff_tokens()
-        self._check(self._matcher)
         return count + (self.advance(token_ids[count:]) if self._is_complete else 0)
 
     def _allows(self, token: int) -> bool:
