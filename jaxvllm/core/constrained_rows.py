@@ -43,8 +43,8 @@ class ConstrainedRows:
         self._pause = [0] * slots.num_slots  # tokens that a wrong guess would make wait for masks
         self._form = [0] * slots.num_slots  # the hash of the tenant's form, which may be a megabyte
         self._starts_again = np.zeros(slots.num_slots, np.bool_)  # from its last known token, behind a wrong guess
-        # Tokens before a new row guesses, by its form: how rows with the same form fared tells how it will. The one used
-        # longest ago comes first.
+        # Tokens before a new row guesses, by its form, the one used longest ago first: rows with the same form tell how
+        # it will fare.
         self._masks_first: OrderedDict[int, int] = OrderedDict()
 
     def open(self, slot: int) -> None:
