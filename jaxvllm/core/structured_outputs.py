@@ -55,12 +55,14 @@ class StructuredOutputsParams:
                 f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {' and '.join(given) or 'none'}",
                 "structured_outputs",
             )
-        text = getattr(self, given[0])
-        if isinstance(text, str) and len(text.encode()) > MAX_GRAMMAR_BYTES:
-            raise ParameterError(
-                f"{given[0]} has {len(text.encode())} bytes, the limit is {MAX_GRAMMAR_BYTES}: make it smaller",
-                given[0],
-            )
+        for choice in self.choice or ():
+            _num_bytes("choice", choice)
+        for name in (given[0], "whitespace_pattern"):
+            value = getattr(self, name)
+            if isinstance(value, str) and (num_bytes := _num_bytes(name, value)) > MAX_GRAMMAR_BYTES:
+                raise ParameterError(
+                    f"{name} has {num_bytes} bytes, the limit is {MAX_GRAMMAR_BYTES}: make it smaller", name
+                )
 
     @property
     def kind(self) -> str:
@@ -81,6 +83,14 @@ class StructuredOutputsParams:
                     f"structured_outputs has no {shown(name)}: it has {', '.join(names)}", "structured_outputs"
                 )
         return cls(**value)
+
+
+def _num_bytes(name: str, text: str) -> int:
+    """Returns how many bytes `text` is. Raises ParameterError where it is no text."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ParameterError(f"{name} must be valid Unicode without lone surrogates: {error}", name) from error
 
 
 def _json_text(name: str, value: Any) -> str | None:

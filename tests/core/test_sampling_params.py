@@ -78,6 +78,12 @@ def test_copies_are_equal() -> None:
         ({"bad_words": ["a"] * 129}, "bad_words has 129 strings, the limit is 128"),
         ({"structured_outputs": {}}, "structured_outputs needs exactly one of json, regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of .* not regex and choice"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "regex must be valid Unicode"),
+        ({"structured_outputs": {"choice": ["a", "\ud800"]}}, "choice must be valid Unicode"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "\udfff"}},
+            "whitespace_pattern must be valid Unicode",
+        ),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs has no 'yaml'"),
         ({"thinking_token_budget": -2}, "thinking_token_budget must be an integer from -1 to"),
         ({"repetition_detection": {"max_pattern_size": 3}}, "min_count must be at least 2, not 0"),
