@@ -3,7 +3,7 @@
 Two engines share a process, one with decode bursts and one without. In every round each of them completes the same
 prompts as free rows; as rows with an expression that allows nearly every token, as a model finds it that does what it
 is asked, so that its guesses are right; as rows with a JSON schema without spaces, of which this small model guesses
-little and whose forced tokens are computed at once; and as free rows beside one row with a schema. It prints
+little and whose forced tokens are computed at once; and as free rows beside one row of either kind. It prints
 milliseconds for a step and for a token of a row, by the clock and by the CPU time of the process, which other work on
 the machine disturbs less. It writes benchmarks/results/structured-DATE-COMMIT.json.
 
@@ -76,7 +76,8 @@ def cases(num_rows: int) -> dict[str, list[SamplingParams]]:
         for name, form in FORMS.items()
     }
     if num_rows > 1:
-        made["free beside one schema"] = [*made["free"][1:], made["schema"][0]]
+        for form in ("any text", "schema"):
+            made[f"free beside one of {form}"] = [*made["free"][1:], made[form][0]]
     return made
 
 
@@ -113,7 +114,7 @@ def main() -> None:
             for case, values in by_case.items():
                 columns = [spread([one[key] for one in values], 2) for key in ("step", "token", "cpu_token")]
                 more = statistics.median(one["cpu_token"] for one in values) / free - 1
-                print(f"  {case:24}", *columns, f"{values[0]['steps']:.0f}", f"({more:+.0%} CPU)", sep="  ")
+                print(f"  {case:28}", *columns, f"{values[0]['steps']:.0f}", f"({more:+.0%} CPU)", sep="  ")
     print(write_record("structured", device, {"tokens": TOKENS, "rounds": rounds, "measured": found}))
 
 
