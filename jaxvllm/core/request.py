@@ -188,8 +188,7 @@ class Request:
             self.constraint is not None
             and self.repetition is None
             and params.logprobs is None
-            and params.repetition_penalty == 1.0
-            and params.presence_penalty == params.frequency_penalty == 0.0
+            and not params.is_penalized
         )
 
     @property
@@ -207,8 +206,7 @@ class Request:
             and self.masks_commute
             and not params.wants_logprobs
             and (params.greedy or not has_filters)
-            and params.repetition_penalty == 1.0
-            and params.presence_penalty == params.frequency_penalty == 0.0
+            and not params.is_penalized
         )
 
     def forced(self, most: int) -> list[int]:

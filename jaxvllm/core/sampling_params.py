@@ -258,6 +258,11 @@ class SamplingParams:
         )
 
     @property
+    def is_penalized(self) -> bool:
+        """Whether tokens that the request has already are penalized. Then its tokens are counted."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
     def wants_wide_scores(self) -> bool:
         """Whether the caller wants more log-probabilities of the prompt's tokens than a step with prompts yields."""
         return self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS

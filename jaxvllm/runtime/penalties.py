@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotField
 from jaxvllm.runtime.stages import Share, Stage
@@ -19,14 +18,9 @@ from jaxvllm.runtime.token_mask import mask_words, pack_bits, unpack_bits
 MAX_COUNT = 2**15 - 1
 
 
-def is_penalized(params: SamplingParams) -> bool:
-    """Whether a request with these parameters has its tokens counted."""
-    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
-
-
 def _prompt_bits(admission: Admission) -> NDArray[np.int32] | None:
     request = admission.request
-    return pack_bits(request.prompt_token_ids) if is_penalized(request.sampling_params) else None
+    return pack_bits(request.prompt_token_ids) if request.sampling_params.is_penalized else None
 
 
 REPETITION = SlotField("repetition_penalty", np.float32, 1, lambda a: a.request.sampling_params.repetition_penalty)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.request import TokenIds
 from jaxvllm.core.step_plan import Admission
-from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS, is_penalized
+from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
 from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
 from jaxvllm.runtime.slot_fields import HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
 
@@ -132,7 +132,7 @@ def pack_recalls(admission: Admission) -> list[NDArray[np.int32]]:
 def pack_recounts(admission: Admission) -> list[NDArray[np.int32]]:
     """For `recount`, i32[RECALL_WORDS] each. Only a preempted request has output tokens when it is admitted."""
     request = admission.request
-    if not len(request.output_token_ids) or not is_penalized(request.sampling_params):
+    if not len(request.output_token_ids) or not request.sampling_params.is_penalized:
         return []
     return _pack_tokens(admission.slot, request.output_token_ids)
 
