@@ -12,6 +12,7 @@ model that does not do what it is asked soon guesses hardly ever.
 
 import logging
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,41 +58,52 @@ class ConstrainedRows:
         self._masks_left[slot] = masks_first
         self._starts_again[slot] = False
 
-    def width(self, decode: SlotIds, width: int) -> int:
-        """How many tokens, `width` at most, all rows of `decode` may take in one step."""
-        at = decode[self._slots.is_constrained[decode]]
+    def width(self, at: SlotIds, width: int) -> int:
+        """How many tokens, `width` at most, a step may take in which the constrained slots `at` decode."""
         if width == 1 or not len(at):
             return width
         return 1 if self._starts_again[at].any() else max(1, min(width, int(self._num_guesses[at].min())))
 
-    def forced(self, decode: SlotIds, room: int) -> dict[int, list[int]]:
-        """The tokens behind the known ones of `decode` slots that are to be computed at once, by slot.
+    def forced(self, at: SlotIds, room: int) -> dict[int, list[int]]:
+        """The tokens behind the known ones of the constrained slots `at` that are to be computed at once, by slot.
 
         Constraints force them, they are more than what is in flight anyhow, and each of them leaves one token to
         sample. Together the rows compute at most `room` tokens more than one each.
         """
         slots = self._slots
         found: dict[int, list[int]] = {}
-        for slot in decode[slots.is_constrained[decode]].tolist():
+        for slot in at.tolist():
             request = self._tenant(slot)
             assert request.constraint is not None
             if not request.constraint.forced():  # as nearly always
                 continue
             known = int(slots.num_known[slot])
             ahead = int(slots.num_tokens[slot]) - known
-            # The row computes them from `start` on: with nothing in flight, its last known token comes first.
-            before = known - min(int(slots.num_computed[slot]), known)
-            tokens = request.forced(min(room + 1 - before, int(slots.limit[slot]) - known - 1))
+            tokens = request.forced(min(room - self._num_more(slot), int(slots.limit[slot]) - known - 1))
             if len(tokens) > ahead:
                 found[slot] = tokens
-                room -= before + len(tokens) - 1
+                room -= len(tokens) + self._num_more(slot)
         return found
 
-    def starting_again(self, decode: SlotIds) -> list[int]:
-        """The slots of `decode` whose last known token must be computed again, since a guess behind it was wrong."""
-        at = decode[self._slots.is_constrained[decode]]
-        result: list[int] = at[self._starts_again[at]].tolist()
-        return result
+    def num_extra(self, forced: Mapping[int, list[int]]) -> int:
+        """How many tokens more than one each the slots of `forced` compute."""
+        return sum(len(tokens) + self._num_more(slot) for slot, tokens in forced.items())
+
+    def _num_more(self, slot: int) -> int:
+        """How many tokens more than one a row computes beside forced ones.
+
+        It is 0 where nothing is in flight, since the last known token comes first then, and -1 elsewhere.
+        """
+        known = int(self._slots.num_known[slot])
+        return known - min(int(self._slots.num_computed[slot]), known) - 1
+
+    def given(self, decode: SlotIds, forced: Mapping[int, list[int]]) -> dict[int, list[int]]:
+        """What slots of `decode` compute in chunks: those that are `forced`, or none behind their last known token.
+
+        The latter start again, since a guess behind that token was wrong.
+        """
+        again = decode[self._slots.is_constrained[decode] & self._starts_again[decode]]
+        return {slot: forced.get(slot, []) for slot in sorted({*forced, *again.tolist()})}
 
     def take_forced(self, slot: int, tokens: list[int]) -> None:
         """Makes `tokens`, or none, known behind the known ones of `slot`, which computes from there on."""

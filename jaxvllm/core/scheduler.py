@@ -139,8 +139,9 @@ class Scheduler:
         decode = self.slots.decoding()
         if width > 1 and not self._may_burst(decode):
             width = 1
-        forced = self._constrained.forced(decode, self.max_num_batched_tokens - len(decode))
-        width = 1 if forced else self._constrained.width(decode, width)
+        constrained = decode[self.slots.is_constrained[decode]]
+        forced = self._constrained.forced(constrained, self.max_num_batched_tokens - len(decode))
+        width = 1 if forced else self._constrained.width(constrained, width)
         new_pages = self._grow(decode, width, forced)
         if new_pages is None and (width > 1 or forced):
             width, forced = 1, {}
@@ -152,7 +153,7 @@ class Scheduler:
         opened: list[Opened] = []  # by chunks of running prompts
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
-        num_decode_tokens = len(decode) + sum(self._num_extra(slot, tokens) for slot, tokens in forced.items())
+        num_decode_tokens = len(decode) + self._constrained.num_extra(forced)
         budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
             budget = self._continue_prefills(chunks, opened, budget)
@@ -166,16 +167,10 @@ class Scheduler:
             return None
         if opened:
             new_pages = tuple(map(PageEntries.joined, zip(new_pages, *opened, strict=True)))
-        given = {slot: forced.get(slot, []) for slot in sorted({*forced, *self._constrained.starting_again(decode)})}
-        if given:
+        if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
         return self._plan(decode, new_pages, chunks, admissions, width)
-
-    def _num_extra(self, slot: int, forced: list[int]) -> int:
-        """How many tokens more than one the row of `slot` computes if the `forced` ones are known."""
-        known = int(self.slots.num_known[slot])
-        return known + len(forced) - min(int(self.slots.num_computed[slot]), known) - 1
 
     def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
         """Makes `tokens` known, so that the row computes them as it would compute a prompt."""
