@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import batched
 from typing import Any
@@ -76,6 +76,16 @@ class StepResult:
     wide_scores: DeviceLogprobs | None = None  # [SCORE_BATCH], of the plan's tokens in order
 
 
+@dataclass
+class _Forwarded:
+    """What the first half of a step has left, and what was computed of it before the second half."""
+
+    unsampled: Unsampled
+    scores: PromptScores
+    distributions: list[jax.Array] = field(default_factory=list)
+    wide_scores: DeviceLogprobs | None = None
+
+
 @dataclass(frozen=True)
 class Held:
     """A step whose forward pass was dispatched, and which samples when the host has supplied masks."""
@@ -133,9 +143,7 @@ class Runner:
         self._new_state = _maker(partial(new_state, self._sizes), state)
         self._kv_pages: KVCachePages
         self._state: DeviceState
-        self._unsampled: tuple[Unsampled, PromptScores] | None = None  # of a step whose second half is held back
-        self._distributions: list[jax.Array] = []  # of that step
-        self._wide_scores: DeviceLogprobs | None = None  # of that step
+        self._forwarded: _Forwarded | None = None  # of a step whose second half is held back
         self.make(Reset())
 
         def packed_struct(packed: NDArray[np.int32]) -> jax.ShapeDtypeStruct:
@@ -271,33 +279,31 @@ class Runner:
             case Forward(bucket, packed):
                 begin = self.programs.wait_for(bucket).begin
                 self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
-                self._unsampled = (held[0], held[1])
+                self._forwarded = _Forwarded(*held)
             case Distribute(bucket, packed):
-                assert self._unsampled is not None, "nothing was forwarded"
+                assert self._forwarded is not None, "nothing was forwarded"
                 program = self.programs.wait_for(bucket)
                 assert program.distributions is not None, "a decode bucket samples in the same program"
-                rows = program.distributions(self._params, self._state, self._unsampled[0], packed)
-                self._distributions.append(rows)
+                rows = program.distributions(self._params, self._state, self._forwarded.unsampled, packed)
+                self._forwarded.distributions.append(rows)
             case ScoreWidely(bucket, packed):
-                assert self._unsampled is not None, "nothing was forwarded"
-                hidden, scorer = self._unsampled[1].hidden, self.programs.wait_for(bucket).wide_scores
+                assert self._forwarded is not None, "nothing was forwarded"
+                hidden, scorer = self._forwarded.scores.hidden, self.programs.wait_for(bucket).wide_scores
                 assert hidden is not None and scorer is not None, "no request may want wide scores"
-                self._wide_scores = scorer(self._params, hidden, packed)
+                self._forwarded.wide_scores = scorer(self._params, hidden, packed)
             case Sample(bucket):
-                assert self._unsampled is not None, "nothing was forwarded"
-                (unsampled, scores), self._unsampled = self._unsampled, None
-                self._state, output = self.programs.wait_for(bucket).finish(self._params, self._state, unsampled)
-                distributions, self._distributions = tuple(self._distributions), []
-                wide_scores, self._wide_scores = self._wide_scores, None
-                return StepResult(output, scores.best, distributions, wide_scores)
+                assert self._forwarded is not None, "nothing was forwarded"
+                left, self._forwarded = self._forwarded, None
+                program = self.programs.wait_for(bucket)
+                self._state, output = program.finish(self._params, self._state, left.unsampled)
+                return StepResult(output, left.scores.best, tuple(left.distributions), left.wide_scores)
             case Reset():
-                self._kv_pages = self._state = self._unsampled = None  # type: ignore[assignment]  # freed before the new
-                self._distributions, self._wide_scores = [], None
+                self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
                 self._state = self._new_state()
             case Close():
                 self.programs.close()
-                self._params = self._kv_pages = self._state = self._unsampled = None  # type: ignore[assignment]
+                self._params = self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]
         return None
 
     def _call(self, call: Call) -> StepResult | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -183,19 +183,23 @@ class StepCompiler:
     def _compile_distributions(self, num_rows: int) -> DistributionProgram:
         index = self._everywhere((DISTRIBUTION_BATCH,), jnp.int32)
         pick = jax.jit(pick_rows).lower(self._unsampled(num_rows), index).compile()
-        if self._distributions:
-            return DistributionProgram(pick, next(iter(self._distributions.values())).compute)
+        return DistributionProgram(pick, self._distribute)
+
+    @cached_property
+    def _distribute(self) -> jax.stages.Compiled:
         arguments = (head_of(self.params), self._state, self._unsampled(DISTRIBUTION_BATCH))
-        return DistributionProgram(pick, self._lower(distribute, arguments, PartitionSpec(), donates=()))
+        return self._lower(distribute, arguments, PartitionSpec(), donates=())
 
     def _compile_wide_scores(self, num_tokens: int) -> WideScoreProgram:
         packed = self._everywhere((2, SCORE_BATCH), jnp.int32)
         pick = jax.jit(pick_tokens).lower(self._hidden(num_tokens), packed).compile()
-        if self._wide_scores:
-            return WideScoreProgram(pick, next(iter(self._wide_scores.values())).compute)
+        return WideScoreProgram(pick, self._score_widely)
+
+    @cached_property
+    def _score_widely(self) -> jax.stages.Compiled:
         token_ids = self._everywhere((SCORE_BATCH,), jnp.int32)
         arguments = (head_of(self.params), self._hidden(SCORE_BATCH), token_ids)
-        return WideScoreProgram(pick, self._lower(score_widely, arguments, PartitionSpec(), donates=()))
+        return self._lower(score_widely, arguments, PartitionSpec(), donates=())
 
     def _unsampled(self, num_rows: int) -> Unsampled:
         numbers = self._everywhere((num_rows,), jnp.int32)
