@@ -1,10 +1,9 @@
-"""What frameworks get from a server: `framework_clients.py URL KEY` prints one JSON object, a key a check.
+"""What frameworks get from a server: `tests.interop.framework_clients URL KEY` prints one JSON object, a key a check.
 
 They run in the environment `.clients`, because their versions of what they share are not those of the package's own.
 """
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,6 +15,8 @@ import openai
 from instructor import Mode
 from instructor.v2.core.provider_specs import PROVIDER_SPECS, Provider
 from pydantic import BaseModel, Field
+
+from tests.interop.checks import report
 
 QUESTION = "What is the weather in Oslo?"
 
@@ -153,13 +154,7 @@ def main() -> None:
     checks["instructor_strict"] = partial(instructed, url, key, Mode.TOOLS, strict=True)
     checks["instructor_JSON"] = partial(instructed, url, key, Mode.JSON, Anything)
     checks["instructor_PARALLEL_TOOLS"] = partial(instructed_calls, url, key)
-    results: dict[str, Any] = {}
-    for name, check in checks.items():
-        try:
-            results[name] = check()
-        except Exception as error:
-            results[name] = {"failed": repr(error)}
-    print(json.dumps(results))
+    report(checks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What litellm gets from a server: `litellm_client.py URL KEY` prints one JSON object, a key a check.
+"""What litellm gets from a server: `tests.interop.litellm_client URL KEY` prints one JSON object, a key a check.
 
 It runs in the environment `.clients`. Its import takes 5 to 30 s, so one process makes all of its calls.
 """
@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import litellm
 from pydantic import BaseModel, Field
+
+from tests.interop.checks import report
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER = [{"role": "user", "content": "What is the weather in Oslo?"}]
@@ -140,13 +142,7 @@ def _error(ask: Callable[[], Any]) -> Any:
 
 def main() -> None:
     litellm.suppress_debug_info = True
-    results: dict[str, Any] = {}
-    for name, check in Client(*sys.argv[1:]).checks().items():
-        try:
-            results[name] = check()
-        except Exception as error:
-            results[name] = {"failed": repr(error)}
-    print(json.dumps(results))
+    report(Client(*sys.argv[1:]).checks())
 
 
 if __name__ == "__main__":

@@ -11,20 +11,20 @@ import pytest
 from tests.faults.server import KEY
 from tests.waiting import PATIENCE
 
-HERE = Path(__file__).parent
-PYTHON = HERE.parents[1] / ".clients" / "bin" / "python"
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".clients" / "bin" / "python"
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def results(url: str) -> dict[str, Any]:
-    return run("framework_clients.py", url)
+    return run("framework_clients", url)
 
 
 @pytest.fixture(scope="module")
 def litellm(url: str) -> dict[str, Any]:
-    return run("litellm_client.py", url)
+    return run("litellm_client", url)
 
 
 def run(script: str, url: str) -> dict[str, Any]:
@@ -33,7 +33,12 @@ def run(script: str, url: str) -> dict[str, Any]:
         pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # its import would ask the network for prices
     done = subprocess.run(
-        [PYTHON, HERE / script, url, KEY], capture_output=True, text=True, timeout=PATIENCE, env=environment
+        [PYTHON, "-m", f"tests.interop.{script}", url, KEY],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

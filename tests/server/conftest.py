@@ -4,7 +4,8 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -19,6 +20,9 @@ from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
 from jaxvllm.worker.async_llm import AsyncLLM
 from tests.waiting import PATIENCE, PAUSE
+
+if TYPE_CHECKING:
+    from tests.server.scripted import Apps, Says
 
 # Small shapes: few programs to compile. 200 pages hold six of the longest requests.
 ENGINE: dict[str, Any] = dict(
@@ -169,3 +173,16 @@ def server(shared_server: Server) -> Iterator[Server]:
     """The server; whatever a test does, nothing is left of it in the engine afterwards."""
     yield shared_server
     shared_server.until_idle()
+
+
+@pytest.fixture(scope="module")
+def apps() -> "Apps":
+    return {}
+
+
+@pytest.fixture
+def says(server: Server, apps: "Apps") -> "Says":
+    """Makes a script from the parts of a stream."""
+    from tests.server.scripted import Script  # which needs this module
+
+    return partial(Script, server, apps)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,12 @@ from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxvllm.server.config import ServerConfig
 from tests.server.conftest import Server, application, events_of
 from tests.waiting import PATIENCE
+
+# What a model of Hermes' family writes that calls two functions.
+TWO_CALLS = (
+    'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
 
 
 class _Outputs:
@@ -78,6 +84,7 @@ class ScriptedLLM:
         return RequestOutput(request.request_id, prompt.text, prompt.token_list, [completion], finished=is_last)
 
 
+type Says = Callable[..., Script]  # of the fixture `says`
 # Servers by their options, because making one takes half a second.
 type Apps = dict[tuple[Any, ...], tuple[ScriptedLLM, Any]]
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import anthropic
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter
 
 from jaxvllm.server.protocol.messages import CountTokensRequest, MessagesEvent, MessagesResponse
 from tests.server.conftest import Server, events_of
-from tests.server.scripted import Apps, Script
+from tests.server.scripted import TWO_CALLS, Says, Script
 
 PATH = "/v1/messages"
 OURS, THEIRS = TypeAdapter(MessagesEvent), TypeAdapter(RawMessageStreamEvent)
@@ -25,24 +24,7 @@ WEATHER: dict[str, Any] = {
 CLOCK: dict[str, Any] = {"name": "get_time", "input_schema": {"type": "object"}, "type": "custom"}
 USER = {"role": "user", "content": "What is the weather in Oslo?"}
 BODY: dict[str, Any] = dict(messages=[USER], tools=[WEATHER, CLOCK], temperature=0, max_tokens=60)
-CALLS = (
-    'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-)
-THOUGHT = "<think>It is cold there.</think>\n\n" + CALLS
-
-type Says = Callable[..., Script]
-
-
-@pytest.fixture(scope="module")
-def apps() -> Apps:
-    return {}
-
-
-@pytest.fixture
-def says(server: Server, apps: Apps) -> Says:
-    """Makes a script from the parts of a stream."""
-    return partial(Script, server, apps)
+THOUGHT = "<think>It is cold there.</think>\n\n" + TWO_CALLS
 
 
 def whole(script: Script, **body: Any) -> Any:
@@ -127,11 +109,11 @@ def test_the_demo_model_calls_a_tool_and_reads_its_result(server: Server) -> Non
 
 @pytest.mark.parametrize("split", [list, lambda text: [text], lambda text: [text[:70], text[70:]]])
 def test_calls_whole_and_streamed(says: Says, split: Callable[[str], list[str]]) -> None:
-    answer = whole(says([CALLS]))
+    answer = whole(says([TWO_CALLS]))
     reason, _, text, *calls = shown(answer)
     assert (reason, text["text"].strip()) == ("tool_use", "I look.")
     assert calls == [use("get_weather", {"city": "Oslo"}), use("get_time", {})]
-    assert shown(stream(says(split(CALLS)))) == shown(answer)
+    assert shown(stream(says(split(TWO_CALLS)))) == shown(answer)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +161,8 @@ def test_an_answer_of_nothing_is_an_empty_text(says: Says) -> None:
 
 def test_only_the_first_of_parallel_calls(says: Says) -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    assert len(whole(says([CALLS]), tool_choice=choice)["content"]) == 2
-    assert len(stream(says(list(CALLS)), tool_choice=choice)["content"]) == 2
+    assert len(whole(says([TWO_CALLS]), tool_choice=choice)["content"]) == 2
+    assert len(stream(says(list(TWO_CALLS)), tool_choice=choice)["content"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -197,7 +179,7 @@ def test_a_choice_of_tools_forces_a_form(says: Says, choice: Any, text: str, cal
 
 
 def test_no_tools_although_there_are_some(says: Says) -> None:
-    assert [block["type"] for block in whole(says([CALLS]), tool_choice={"type": "none"})["content"]] == ["text"]
+    assert [block["type"] for block in whole(says([TWO_CALLS]), tool_choice={"type": "none"})["content"]] == ["text"]
 
 
 @pytest.mark.parametrize("place", ["output_config", "output_format"])

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import openai
@@ -14,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 from jaxvllm.server.protocol.response_items import InputItem, messages_of
 from jaxvllm.server.protocol.responses import ResponsesEvent, ResponsesResponse
 from tests.server.conftest import Server, events_of
-from tests.server.scripted import Apps, Script
+from tests.server.scripted import TWO_CALLS, Says, Script
 
 PATH = "/v1/responses"
 OURS, THEIRS = TypeAdapter(ResponsesEvent), TypeAdapter(ResponseStreamEvent)
@@ -32,24 +31,7 @@ WEATHER: dict[str, Any] = {
 }
 CLOCK: dict[str, Any] = {"type": "function", "name": "get_time", "parameters": None}
 BODY: dict[str, Any] = dict(input="What is the weather in Oslo?", tools=[WEATHER, CLOCK], temperature=0)
-CALLS = (
-    'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-)
-THOUGHT = "<think>It is cold there.</think>\n\n" + CALLS
-
-type Says = Callable[..., Script]
-
-
-@pytest.fixture(scope="module")
-def apps() -> Apps:
-    return {}
-
-
-@pytest.fixture
-def says(server: Server, apps: Apps) -> Says:
-    """Makes a script from the parts of a stream."""
-    return partial(Script, server, apps)
+THOUGHT = "<think>It is cold there.</think>\n\n" + TWO_CALLS
 
 
 def whole(script: Script, **body: Any) -> Any:
@@ -137,11 +119,11 @@ def test_the_demo_model_calls_a_function_and_reads_its_result(server: Server) ->
 
 @pytest.mark.parametrize("split", [list, lambda text: [text], lambda text: [text[:70], text[70:]]])
 def test_calls_whole_and_streamed(says: Says, split: Callable[[str], list[str]]) -> None:
-    answer = whole(says([CALLS]))
+    answer = whole(says([TWO_CALLS]))
     text, *calls = said(answer["output"])
     assert (text[0], text[1].strip(), text[2]) == ("message", "I look.", "completed")
     assert calls == [("call", "get_weather", {"city": "Oslo"}, "completed"), ("call", "get_time", {}, "completed")]
-    events = stream(says(split(CALLS)))
+    events = stream(says(split(TWO_CALLS)))
     assert said(events[-1]["response"]["output"]) == said(answer["output"])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
@@ -178,8 +160,8 @@ def test_an_answer_of_nothing_is_an_empty_message(says: Says) -> None:
 
 
 def test_only_the_first_of_parallel_calls(says: Says) -> None:
-    assert len(whole(says([CALLS]), parallel_tool_calls=False)["output"]) == 2
-    assert len(stream(says(list(CALLS)), parallel_tool_calls=False)[-1]["response"]["output"]) == 2
+    assert len(whole(says([TWO_CALLS]), parallel_tool_calls=False)["output"]) == 2
+    assert len(stream(says(list(TWO_CALLS)), parallel_tool_calls=False)[-1]["response"]["output"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -205,7 +187,7 @@ def test_a_choice_of_functions_forces_a_form(says: Says, choice: Any, text: str,
 
 
 def test_no_functions_although_there_are_some(says: Says) -> None:
-    assert [item["type"] for item in whole(says([CALLS]), tool_choice="none")["output"]] == ["message"]
+    assert [item["type"] for item in whole(says([TWO_CALLS]), tool_choice="none")["output"]] == ["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Tools, forms of the answer, and reasoning in `/v1/chat/completions`."""
 
 import json
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import openai
@@ -14,7 +12,7 @@ from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.chat_completions import ChatChunk, ChatResponse
 from jaxvllm.text.chat_template import ChatTemplate
 from tests.server.conftest import Server
-from tests.server.scripted import Apps, Script
+from tests.server.scripted import TWO_CALLS, Says
 
 PATH = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {
@@ -34,26 +32,8 @@ WEATHER: dict[str, Any] = {
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 ASKED = [{"role": "user", "content": "What is the weather in Oslo?"}]
 BODY: dict[str, Any] = dict(messages=ASKED, tools=[WEATHER, CLOCK], temperature=0)
-TWO_CALLS = (
-    'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-type Says = Callable[..., Script]
-
-
-@pytest.fixture(scope="module")
-def apps() -> Apps:
-    return {}
-
-
-@pytest.fixture
-def says(server: Server, apps: Apps) -> Says:
-    """Makes a script from the parts of a stream."""
-    return partial(Script, server, apps)
 
 
 def letters(text: str) -> list[str]:
