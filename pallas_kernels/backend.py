@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from pallas_kernels.chips import CHIPS, Chip, GpuChip, TpuChip, chip_named, chip_of
+from pallas_kernels.chips import CHIPS, Chip, CpuChip, GpuChip, TpuChip, chip_named, chip_of
+from pallas_kernels.cpu.host import host_chip
 
 if TYPE_CHECKING:
     import jax  # processes without jax read the names of backends
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # interpret runs the TPU's kernels on the CPU, and interpret-gpu the GPU's. reference is plain XLA, on any device.
-BackendName = Literal["auto", "reference", "tpu", "gpu", "interpret", "interpret-gpu"]
+BackendName = Literal["auto", "reference", "tpu", "gpu", "cpu", "interpret", "interpret-gpu"]
 # The dtypes in which the kernels compute.
-KERNEL_DTYPES = {"tpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float16")}
+KERNEL_DTYPES = {"tpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16")}
 
 # The chips whose kernels are interpreted. An idle multiprocessor costs the interpreter as much as a busy one, so the
 # GPU has few.
@@ -29,16 +30,17 @@ MOSAIC_GPU_CAPABILITY = (9, 0)
 class Backend:
     """`reference` is plain XLA and runs everywhere; `tpu` and `gpu` are Pallas kernels for one chip.
 
-    `interpret` runs such a kernel on the CPU, with its copies and barriers. It serves proofs and is thousands of times
+    `cpu` are kernels for one CPU (`pallas_kernels.cpu`).
+    `interpret` runs a Pallas kernel on the CPU, with its copies and barriers. It serves proofs and is thousands of times
     slower.
     """
 
-    kind: Literal["reference", "tpu", "gpu"] = "reference"
-    chip: Chip | None = None
+    kind: Literal["reference", "tpu", "gpu", "cpu"] = "reference"
+    chip: Chip | CpuChip | None = None
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        wanted = {"reference": type(None), "tpu": TpuChip, "gpu": GpuChip}[self.kind]
+        wanted = {"reference": type(None), "tpu": TpuChip, "gpu": GpuChip, "cpu": CpuChip}[self.kind]
         if not isinstance(self.chip, wanted):
             raise ValueError(f"backend {self.kind} cannot be for the chip {self.chip}")
         if isinstance(self.chip, GpuChip) and self.chip.compute_capability < MOSAIC_GPU_CAPABILITY:
@@ -77,9 +79,10 @@ class Backend:
                 return cls("gpu", replace(chip, num_sms=INTERPRETED_SMS), interpret=True)
             case "auto" if device.platform in KERNEL_DTYPES:
                 try:
-                    backend = cls.of_chip(_chip(device))
+                    backend = cls("cpu", host_chip()) if device.platform == "cpu" else cls.of_chip(_chip(device))
                 except NotImplementedError as error:
-                    logger.warning("attention runs on plain XLA: %s", error)
+                    level = logging.INFO if device.platform == "cpu" else logging.WARNING
+                    logger.log(level, "attention runs on plain XLA: %s", error)
                     return REFERENCE
                 if dtype.name not in KERNEL_DTYPES[device.platform]:
                     logger.warning("attention runs on plain XLA: the %s kernels do not take %s", device.platform, dtype)
@@ -87,6 +90,10 @@ class Backend:
                 return backend
             case "auto":
                 return REFERENCE
+            case "cpu" if device.platform == "cpu":
+                if dtype.name not in KERNEL_DTYPES["cpu"]:
+                    raise NotImplementedError(f"the cpu kernels do not take {dtype}: use the attention backend reference")
+                return cls("cpu", host_chip())
             case "tpu" | "gpu" if device.platform == name:
                 return cls(name, _chip(device))
             case "tpu" | "gpu":
@@ -94,6 +101,8 @@ class Backend:
                     f"attention backend {name} needs a {name.upper()}, this is a {device.platform.upper()}: use auto, "
                     f"or {'interpret' if name == 'tpu' else 'interpret-gpu'} to run its kernels slowly on the CPU"
                 )
+            case "cpu":
+                raise ValueError(f"attention backend cpu needs a CPU, this is a {device.platform.upper()}: use auto")
         raise ValueError(f"attention backend must be one of {', '.join(get_args(BackendName))}, not {name!r}")
 
 

@@ -58,6 +58,26 @@ class GpuChip:
         return self.link_bandwidth
 
 
+@dataclass(frozen=True, kw_only=True)
+class CpuChip:
+    """A CPU as LLVM sees it. `pallas_kernels.cpu.host` finds this machine's."""
+
+    name: str  # LLVM's name of the CPU, such as znver4
+    triple: str  # such as x86_64-unknown-linux-gnu
+    features: str  # LLVM's, with signs: +avx2,-avx512f
+
+    @property
+    def lanes(self) -> int:
+        """The number of float32 in a vector register."""
+        known = self.features.split(",")
+        return 16 if "+avx512f" in known else 8 if "+avx2" in known else 4
+
+    @property
+    def has_bf16_dot(self) -> bool:
+        """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
+        return "+avx512bf16" in self.features.split(",")
+
+
 Chip = TpuChip | GpuChip
 
 # Rates: cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}. HBM, VMEM and SMEM: the limits that libtpu 0.0.48.1 names when a

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.chips import GpuChip, TpuChip
+from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, padded_head_size
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
@@ -94,6 +94,13 @@ def ragged_paged_attention(
                 q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
                 plan=plan, chip=backend.chip, interpret=backend.interpret,
             )  # fmt: skip
+        elif backend.kind == "cpu" and kv_pages.dtype not in QUANTIZED:  # those are read by plain XLA
+            from pallas_kernels.ragged_paged_attention import cpu
+
+            assert isinstance(backend.chip, CpuChip)
+            out = cpu.attend(
+                q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, chip=backend.chip
+            )
         else:
             out = reference.attend(q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
     out = out[..., :head_size]

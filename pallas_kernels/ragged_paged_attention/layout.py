@@ -11,8 +11,8 @@ type KVPages = jax.Array
 
 PAGE_SIZES = (16, 32, 64, 128)
 # Heads are padded to a multiple of this: 64 keys and 64 values are the TPU's 128 lanes, and 64 two-byte elements the
-# 128 bytes that a GPU's copy engine swizzles.
-HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64}
+# 128 bytes that a GPU's copy engine swizzles. A CPU's largest vector has 16 elements.
+HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64, "cpu": 16}
 
 
 def padded_head_size(head_size: int, backend: Backend) -> int:

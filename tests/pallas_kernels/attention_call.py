@@ -1,6 +1,6 @@
 """One call of ragged paged attention: its arguments, NaN in everything no row owns, and what must come out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,18 +9,31 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 from pallas_kernels.ragged_paged_attention.layout import padded_head_size
+
+def narrower(chip: CpuChip, lanes: int) -> CpuChip:
+    """This CPU with vectors of at most `lanes` float32."""
+    dropped = {16: (), 8: ("avx512",), 4: ("avx512", "avx2")}[lanes]
+    kept = [f for f in chip.features.split(",") if not f.lstrip("+-").startswith(dropped)]
+    return replace(chip, features=",".join(kept))
+
 
 LAYERS, LAYER = 3, 1
 BACKENDS = {
     "reference": REFERENCE,
     "tpu": Backend.of_device("interpret", jax.devices()[0], jnp.dtype(jnp.float32)),
     "gpu": Backend.of_device("interpret-gpu", jax.devices()[0], jnp.dtype(jnp.float16)),
+    "cpu": Backend("cpu", host_chip()),
+    # Vectors of other CPUs, which this one computes in parts of its registers.
+    "cpu-8": Backend("cpu", narrower(host_chip(), 8)),
+    "cpu-4": Backend("cpu", narrower(host_chip(), 4)),
 }
 # The GPU's matrix units take 16 bits. Errors measured: 6.2e-7 with XLA on CPU in float32.
-DTYPES = {"reference": np.float32, "tpu": np.float32, "gpu": np.float16}
+DTYPES = {name: np.float16 if name == "gpu" else np.float32 for name in BACKENDS}
 TOLERANCES = {np.dtype(np.float32): 1e-5, np.dtype(np.float16): 3e-3, np.dtype(ml_dtypes.bfloat16): 0.02}
 
 

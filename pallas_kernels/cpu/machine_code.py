@@ -1,0 +1,57 @@
+"""From an emitted kernel to machine code in this process, by LLVM."""
+
+from collections.abc import Callable
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.emit import I64, Emitter, Value
+from pallas_kernels.cpu.frame import Frame
+
+# Emits what a handler does when XLA calls it.
+EmitHandler = Callable[[Emitter, Frame], None]
+
+
+def compile_handler(name: str, emit: EmitHandler, chip: CpuChip) -> bytes:
+    """Returns an object file with a handler for `chip`, which need not be this machine's: a function of that name."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple(chip.triple).create_target_machine(
+        cpu=chip.name, features=chip.features, opt=3, reloc="pic", codemodel="small"
+    )
+    module = llvm.parse_assembly(str(_module(name, emit, chip)))
+    module.verify()
+    # The kernels have the vectors and the unrolled loops that they want.
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.slp_vectorization = options.loop_vectorization = options.loop_unrolling = False
+    passes = llvm.create_pass_builder(target, options)
+    passes.getModulePassManager().run(module, passes)
+    return bytes(target.emit_object(module))
+
+
+def _module(name: str, emit: EmitHandler, chip: CpuChip) -> ir.Module:
+    module = ir.Module(name)
+    module.triple = chip.triple
+    function = ir.Function(module, ir.FunctionType(I64, [I64]), name)
+    e = Emitter(function, chip)
+    frame = Frame(e, Value(e, function.args[0]))
+    frame.answer_metadata()
+    with e.when(frame.executes):
+        emit(e, frame)
+    e.builder.ret(ir.Constant(I64, 0))  # no error
+    return module
+
+
+class LoadedHandler:
+    """A handler in this process, which must live as long as anything may call it."""
+
+    def __init__(self, name: str, code: bytes):
+        """Loads the object file `code`, which was compiled for this machine."""
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="small")
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self.address: int = self._engine.get_function_address(name)

@@ -1,0 +1,41 @@
+"""The API of the matrix product of few rows: checks arguments and calls the kernel."""
+
+from collections.abc import Sequence
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.handlers import Handler
+from pallas_kernels.small_matmul.kernel import COLUMNS, matmul
+
+DTYPES = ("float32", "bfloat16")
+
+
+def small_matmul(
+    x: jax.Array, matrices: Sequence[jax.Array], index: jax.Array | int, *, dtype: DTypeLike | None = None, chip: CpuChip
+) -> jax.Array:
+    """Multiplies x [T, in] by matrix number `index` of `matrices`, [.., in] each: [T, out] in `dtype` (None: that of x).
+
+    All matrices have one shape, and `out` is all their other dimensions. Sums are in float32. Each row of the result has
+    the same bits whatever other rows there are. The matrices are read where they are, whichever is chosen.
+
+    Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected.
+    """
+    first, out_dtype = matrices[0], jnp.dtype(x.dtype if dtype is None else dtype)
+    if any((matrix.shape, matrix.dtype) != (first.shape, first.dtype) for matrix in matrices):
+        raise ValueError(f"all matrices must be alike, got {', '.join(sorted({str(m.shape) for m in matrices}))}")
+    if x.ndim != 2 or first.ndim < 2 or x.shape[1] != first.shape[-1] or not x.size:
+        raise ValueError(f"x must be [rows, in] for matrices [.., in], got {x.shape} and {first.shape}")
+    if x.dtype != first.dtype or x.dtype.name not in DTYPES or out_dtype.name not in DTYPES:
+        raise ValueError(f"x and matrices must both be of {' or '.join(DTYPES)}, got {x.dtype} and {first.dtype}")
+    size = prod(first.shape[:-1])
+    if size < COLUMNS:
+        raise ValueError(f"a matrix needs at least {COLUMNS} rows, got {first.shape}")
+    handler = Handler(matmul, (x.dtype.name, out_dtype.name), chip)
+    result: jax.Array = handler(
+        jax.ShapeDtypeStruct((x.shape[0], size), out_dtype), x, jnp.asarray(index, jnp.int32), *matrices
+    )
+    return result

@@ -1,0 +1,81 @@
+"""The matrix product as dot products: both operands are contiguous along the sum, so nothing is packed or turned.
+
+An item of work is some columns of the result. It goes through them a few at a time, and through all rows for each few,
+so that a matrix is read from memory once. The tile of a few rows by a few columns is summed in registers.
+"""
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from pallas_kernels.cpu.emit import SIZE_OF, Emitter, Value
+from pallas_kernels.cpu.frame import Frame
+from pallas_kernels.cpu.pool import parallel_loop
+
+COLUMNS = 4  # of a tile
+BLOCK = 32  # columns of an item
+# Rows of a tile. 16 sums, 4 rows and a column fit the 32 registers of AVX-512 and NEON; AVX2 has 16.
+TILES = {16: (4, 2, 1), 8: (2, 1), 4: (4, 2, 1)}
+
+
+def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
+    """Emits y [M, N] = x [M, K] w[index] [N, K]^T. Arguments: x, index, w[0], w[1], ..."""
+    x, y = frame.argument(0), frame.result(0)
+    weight = frame.argument(e.load_int(frame.argument(1).data, 32) + 2)
+    num_columns = y.size(1)
+    captured = (x.data, weight.data, y.data, x.size(0), x.size(1), num_columns)
+
+    def block(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
+        _block(t, item, captured, dtype, out_dtype)
+
+    parallel_loop(e, frame, (num_columns + (BLOCK - 1)) // BLOCK, captured, block)
+
+
+def _block(e: Emitter, item: Value, captured: Sequence[Value], dtype: str, out_dtype: str) -> None:
+    x, weight, y, M, K, N = captured
+    tiles = {rows: _tile(e, rows, dtype, out_dtype) for rows in TILES[e.lanes]}
+    size, out_size = SIZE_OF[dtype], SIZE_OF[out_dtype]
+    with e.loop(item * BLOCK, e.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
+        column = e.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
+        done = e.variable(e.integer(0))
+        for rows, tile in tiles.items():
+            with e.loop(done.get(), M - (rows - 1), rows) as row:
+                e.call(
+                    tile, x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size, K, N
+                )
+                done.set(row + rows)
+
+
+def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:
+    """Emits the product of `rows` rows with COLUMNS columns. Each is a sum over vectors, then over lanes."""
+    t = e.function(f"tile{rows}", 5)
+    x, weight, y, K, N = t.arguments
+    size = SIZE_OF[dtype]
+    sums = {(m, n): t.variable(t.vector(0)) for m in range(rows) for n in range(COLUMNS)}
+    pairs = dtype == "bfloat16" and t.chip.has_bf16_dot
+    step = t.lanes * 2 if pairs else t.lanes
+
+    def add(k: Value, mask: Value | None = None) -> None:
+        for n in range(COLUMNS):  # of the next call: with memory alone to wait for, the core's own guesses come late
+            t.prefetch(weight + (K * (n + COLUMNS) + k) * size)
+        load = t.load_pairs if pairs else lambda address, mask: t.load(address, dtype, mask)
+        a = [load(x + (K * m + k) * size, mask) for m in range(rows)]
+        for n in range(COLUMNS):
+            b = load(weight + (K * n + k) * size, mask)
+            for m in range(rows):
+                sums[m, n].set((t.dot_pairs if pairs else t.fma)(a[m], b, sums[m, n].get()))
+
+    whole = K // step * step
+    with t.loop(0, whole, step) as k:
+        add(k)
+    with t.when(whole < K):
+        add(whole, t.mask(K - whole, step))
+    places = list(sums)
+    for first in range(0, len(places), t.lanes):
+        some = places[first : first + t.lanes]
+        total = t.sums([sums[place].get() for place in some])
+        for start in range(0, len(some), COLUMNS):
+            m, n = some[start]
+            address = y + (N * m + n) * SIZE_OF[out_dtype]
+            t.store(address, t.shuffle(total, total, range(start, start + COLUMNS)), out_dtype)
+    return t.finish()
