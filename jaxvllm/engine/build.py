@@ -19,7 +19,7 @@ from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
-from jaxvllm.models.orientation import prefers_in_out, to_in_out
+from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -36,6 +36,7 @@ from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, ge
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
+from pallas_kernels.chips import CpuChip
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
 
@@ -106,7 +107,7 @@ def build(
         constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with _timed("loading weights"):
-        replicas = _load(config, directory, resolved, meshes)
+        replicas = _load(config, directory, resolved, meshes, backend)
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
@@ -192,7 +193,9 @@ def _log_costs(spread: Spread) -> None:
         logger.info(text, spec.num_heads, spread.size, whole.num_heads)
 
 
-def _load(config: EngineConfig, directory: Path, resolved: ResolvedConfig, meshes: Sequence[Mesh]) -> list[Params]:
+def _load(
+    config: EngineConfig, directory: Path, resolved: ResolvedConfig, meshes: Sequence[Mesh], backend: Backend
+) -> list[Params]:
     """The weights on each of `meshes`: read once, and copied from device to device."""
     params = checkpoint.load(
         directory,
@@ -203,8 +206,10 @@ def _load(config: EngineConfig, directory: Path, resolved: ResolvedConfig, meshe
         seed=config.seed,
         mesh=meshes[0],
     )
+    if isinstance(backend.chip, CpuChip):
+        params = with_kernel(params, resolved.spec, backend.chip)
     # Only on one device: several on a CPU are virtual, for proving what real ones will do, not for speed.
-    if resolved.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
+    elif resolved.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
         params = to_in_out(params, resolved.spec)
 
     def copied(mesh: Mesh) -> Params:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.small_matmul import small_matmul
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["out_shape"])
@@ -23,11 +25,24 @@ class InOut:
     out_shape: tuple[int, ...]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["chip"])
+@dataclass(frozen=True)
+class KernelMatrix:
+    """A matrix `[.., in]` that our own kernel multiplies, on a CPU."""
+
+    array: jax.Array
+    chip: CpuChip
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.array.dtype
+
+
 @dataclass(frozen=True)
 class LayerMatrix:
     """The same matrix of several layers, each in its own array. `index` chooses one while the step runs."""
 
-    of_layers: tuple[jax.Array | InOut, ...]
+    of_layers: tuple[jax.Array | InOut, ...] | tuple[KernelMatrix, ...]
     index: jax.Array | int
 
 
@@ -42,12 +57,18 @@ class LayerSlice:
     array: jax.Array
 
 
-Matrix = jax.Array | InOut | LayerMatrix | LayerSlice
+Matrix = jax.Array | InOut | KernelMatrix | LayerMatrix | LayerSlice
 
 
 def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [..., in] and adds `bias` [...]: [T, ...] in `dtype` (None: that of x)."""
+    if isinstance(weight, KernelMatrix):
+        weight = LayerMatrix((weight,), 0)
     if isinstance(weight, LayerMatrix):
+        if isinstance(first := weight.of_layers[0], KernelMatrix):
+            arrays = [matrix.array for matrix in weight.of_layers]
+            y = small_matmul(x, arrays, weight.index, dtype=dtype, chip=first.chip)
+            return biased(y.reshape(x.shape[0], *first.array.shape[:-1]), bias)
         branches = [partial(project, weight=matrix, dtype=dtype) for matrix in weight.of_layers]
         return biased(jax.lax.switch(weight.index, branches, x), bias)
     is_slice = isinstance(weight, LayerSlice)

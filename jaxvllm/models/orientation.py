@@ -1,15 +1,33 @@
-"""Turns matrices round in memory: checkpoints store `[out, in]`, and some CPUs multiply by `[in, out]` faster."""
+"""How matrices are multiplied on CPU: by our own kernel, as checkpoints store them, or by XLA.
 
+For XLA they may be turned round in memory: checkpoints store `[out, in]`, and some CPUs multiply by `[in, out]` faster.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jaxvllm.models.ops import InOut
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.ops import InOut, KernelMatrix
 from jaxvllm.models.params import Params, declare, declare_layer
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.tiling import aligned_zeros
+from pallas_kernels.chips import CpuChip
 from sharding.placement import mesh_of, place
+
+
+def with_kernel(params: Params, spec: ModelSpec, chip: CpuChip) -> Params:
+    """Lets our own kernel multiply by every matrix of `params`, which are in the `separate` layout. Nothing is copied.
+
+    It changes `params` itself.
+    """
+    for arrays, decls in _by_place(params, spec):
+        for name, decl in decls.items():
+            if decl.is_multiplied:
+                arrays[name] = KernelMatrix(arrays[name], chip)
+    return params
 
 
 def prefers_in_out() -> bool:
@@ -27,12 +45,18 @@ def to_in_out(params: Params, spec: ModelSpec) -> Params:
 
     It changes `params` itself, one matrix at a time, so that each old array is freed before the next one is turned.
     """
-    layers = [(held, declare_layer(spec, layer)) for layer, held in enumerate(params["layers"])]
-    for arrays, decls in ((params, declare(spec)), *layers):
+    for arrays, decls in _by_place(params, spec):
         for name, decl in decls.items():
             if decl.storage == "matrix":
                 arrays[name] = _turned(arrays[name])
     return params
+
+
+def _by_place(params: Params, spec: ModelSpec) -> Iterator[tuple[Params, dict[str, ParamDecl]]]:
+    """Yields the arrays outside the layers, then those of each layer, with their declarations."""
+    yield params, declare(spec)
+    for layer, held in enumerate(params["layers"]):
+        yield held, declare_layer(spec, layer)
 
 
 def _turned(array: jax.Array) -> InOut:

@@ -320,13 +320,13 @@ class Emitter:
         rounded = self.select(is_nan, bits | 0x400000, rounded)
         return self.builder.trunc((rounded >> 16).ir, ir.VectorType(I16, lanes))
 
-    def prefetch(self, address: Value) -> None:
-        """Asks for the cache line at `address`, which need not exist."""
+    def prefetch(self, address: Value, level: int = 1) -> None:
+        """Asks for the cache line at `address`, which need not exist, in the caches from `level` on."""
         byte = ir.PointerType(ir.IntType(8))
         kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
         name = "llvm.prefetch.p0"
         function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # to read, into all caches, data
+        numbers = [ir.Constant(I32, number) for number in (0, 4 - level, 1)]  # to read; how near; data
         self.builder.call(function, [self._pointer(address, ir.IntType(8)), *numbers])
 
     # Vectors
