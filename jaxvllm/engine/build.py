@@ -24,6 +24,7 @@ from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from jaxvllm.runtime.host_heap import keep_temporaries
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
@@ -79,6 +80,8 @@ def build(
     meshes = replica_meshes(make_mesh(config.mesh_shape, devices))
     device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
+    if on_cpu:
+        keep_temporaries()
     directory = checkpoint.resolve(config.model)
     resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
     spec = resolved.spec

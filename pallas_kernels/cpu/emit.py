@@ -71,10 +71,10 @@ class Value:
     def __or__(self, other: Number) -> "Value":
         return self._binary("or_", other)
 
-    def __lshift__(self, bits: int) -> "Value":
+    def __lshift__(self, bits: Number) -> "Value":
         return self._binary("shl", bits)
 
-    def __rshift__(self, bits: int) -> "Value":
+    def __rshift__(self, bits: Number) -> "Value":
         """Moves bits to the right and fills up with zeros."""
         return self._binary("lshr", bits)
 
@@ -173,6 +173,12 @@ class Emitter:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Returns a * b + c, rounded once."""
         return self._intrinsic("fma", a, b, c)
+
+    def log2(self, power: Value) -> Value:
+        """Returns the exponent of a power of two."""
+        kind = ir.FunctionType(I64, [I64, I1])
+        function = self.module.globals.get("llvm.cttz.i64") or ir.Function(self.module, kind, "llvm.cttz.i64")
+        return self.call(function, power, Value(self, ir.Constant(I1, True)))
 
     # Control
 
