@@ -30,9 +30,8 @@ MOSAIC_GPU_CAPABILITY = (9, 0)
 class Backend:
     """`reference` is plain XLA and runs everywhere; `tpu` and `gpu` are Pallas kernels for one chip.
 
-    `cpu` are kernels for one CPU (`pallas_kernels.cpu`).
-    `interpret` runs a Pallas kernel on the CPU, with its copies and barriers. It serves proofs and is thousands of times
-    slower.
+    `cpu` are kernels for one CPU (`pallas_kernels.cpu`). `interpret` runs a Pallas kernel on the CPU, with its copies and
+    barriers. It serves proofs and is thousands of times slower.
     """
 
     kind: Literal["reference", "tpu", "gpu", "cpu"] = "reference"
@@ -92,7 +91,9 @@ class Backend:
                 return REFERENCE
             case "cpu" if device.platform == "cpu":
                 if dtype.name not in KERNEL_DTYPES["cpu"]:
-                    raise NotImplementedError(f"the cpu kernels do not take {dtype}: use the attention backend reference")
+                    raise NotImplementedError(
+                        f"the cpu kernels do not take {dtype}: use the attention backend reference"
+                    )
                 return cls("cpu", host_chip())
             case "tpu" | "gpu" if device.platform == name:
                 return cls(name, _chip(device))

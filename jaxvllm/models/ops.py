@@ -65,10 +65,9 @@ def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: 
     if isinstance(weight, KernelMatrix):
         weight = LayerMatrix((weight,), 0)
     if isinstance(weight, LayerMatrix):
-        if isinstance(first := weight.of_layers[0], KernelMatrix):
-            arrays = [matrix.array for matrix in weight.of_layers]
-            y = small_matmul(x, arrays, weight.index, dtype=dtype, chip=first.chip)
-            return biased(y.reshape(x.shape[0], *first.array.shape[:-1]), bias)
+        if ours := [matrix for matrix in weight.of_layers if isinstance(matrix, KernelMatrix)]:
+            y = small_matmul(x, [m.array for m in ours], weight.index, dtype=dtype, chip=ours[0].chip)
+            return biased(y.reshape(x.shape[0], *ours[0].array.shape[:-1]), bias)
         branches = [partial(project, weight=matrix, dtype=dtype) for matrix in weight.of_layers]
         return biased(jax.lax.switch(weight.index, branches, x), bias)
     is_slice = isinstance(weight, LayerSlice)

@@ -304,7 +304,7 @@ class Emitter:
         return Value(self, self.builder.bitcast(moved, ir.VectorType(F32, self.lanes)))
 
     def store(self, address: Value, value: Value, dtype: str = "float32", mask: Value | None = None) -> None:
-        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even. It skips lanes outside `mask`."""
+        """Stores a vector of any number of lanes as `dtype`, rounded to nearest even, but for lanes outside `mask`."""
         raw = value.ir if dtype == "float32" else self._rounded(value)
         pointer, align = self._pointer(address, raw.type), 4 if dtype == "float32" else 2
         if mask is None:

@@ -8,7 +8,7 @@ from pallas_kernels.chips import CpuChip
 
 @cache
 def host_chip() -> CpuChip:
-    """Returns this machine's CPU. Raises NotImplementedError where llvmlite, which writes its machine code, is missing."""
+    """Returns this machine's CPU. Raises NotImplementedError where llvmlite is missing, which compiles for it."""
     if find_spec("llvmlite") is None:
         raise NotImplementedError("the cpu kernels need llvmlite: pip install jaxvllm[cpu]")
     # Imported here: it takes a tenth of a second, which only an engine on CPU needs.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import I64, Emitter, Value
+from pallas_kernels.cpu.emit import Emitter, Value
 from pallas_kernels.cpu.frame import NUM_THREADS, SCHEDULE, Frame
 
 _WORD = 8

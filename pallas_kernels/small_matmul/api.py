@@ -9,21 +9,28 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
-from pallas_kernels.small_matmul.kernel import COLUMNS, matmul
 
 DTYPES = ("float32", "bfloat16")
 
 
 def small_matmul(
-    x: jax.Array, matrices: Sequence[jax.Array], index: jax.Array | int, *, dtype: DTypeLike | None = None, chip: CpuChip
+    x: jax.Array,
+    matrices: Sequence[jax.Array],
+    index: jax.Array | int,
+    *,
+    dtype: DTypeLike | None = None,
+    chip: CpuChip,
 ) -> jax.Array:
-    """Multiplies x [T, in] by matrix number `index` of `matrices`, [.., in] each: [T, out] in `dtype` (None: that of x).
+    """Multiplies x [T, in] by matrix number `index` of `matrices`, [.., in] each: [T, out] in `dtype` (None: x's).
 
-    All matrices have one shape, and `out` is all their other dimensions. Sums are in float32. Each row of the result has
-    the same bits whatever other rows there are. The matrices are read where they are, whichever is chosen.
+    All matrices have one shape, and `out` is all their other dimensions. Sums are in float32. Each row of the result
+    has the same bits whatever other rows there are. The matrices are read where they are, whichever is chosen.
 
     Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected.
     """
+    # Imported here: only where it runs must llvmlite be installed.
+    from pallas_kernels.small_matmul.kernel import COLUMNS, matmul
+
     first, out_dtype = matrices[0], jnp.dtype(x.dtype if dtype is None else dtype)
     if any((matrix.shape, matrix.dtype) != (first.shape, first.dtype) for matrix in matrices):
         raise ValueError(f"all matrices must be alike, got {', '.join(sorted({str(m.shape) for m in matrices}))}")

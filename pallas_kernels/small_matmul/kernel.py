@@ -43,9 +43,7 @@ def _block(e: Emitter, item: Value, captured: Sequence[Value], dtype: str, out_d
         done = e.variable(e.integer(0))
         for rows, tile in tiles.items():
             with e.loop(done.get(), M - (rows - 1), rows) as row:
-                e.call(
-                    tile, x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size, K, N
-                )
+                e.call(tile, x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size, K, N)
                 done.set(row + rows)
 
 

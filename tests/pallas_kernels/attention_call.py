@@ -15,6 +15,7 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 from pallas_kernels.ragged_paged_attention.layout import padded_head_size
 
+
 def narrower(chip: CpuChip, lanes: int) -> CpuChip:
     """This CPU with vectors of at most `lanes` float32."""
     dropped = {16: (), 8: ("avx512",), 4: ("avx512", "avx2")}[lanes]
