@@ -30,8 +30,8 @@ MOSAIC_GPU_CAPABILITY = (9, 0)
 class Backend:
     """`reference` is plain XLA and runs everywhere; `tpu` and `gpu` are Pallas kernels for one chip.
 
-    `cpu` are kernels for one CPU (`pallas_kernels.cpu`). `interpret` runs a Pallas kernel on the CPU, with its copies and
-    barriers. It serves proofs and is thousands of times slower.
+    `cpu` are kernels for one CPU (`pallas_kernels.cpu`). `interpret` runs a Pallas kernel on the CPU, with its copies
+    and barriers. It serves proofs and is thousands of times slower.
     """
 
     kind: Literal["reference", "tpu", "gpu", "cpu"] = "reference"

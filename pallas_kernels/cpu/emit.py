@@ -165,9 +165,11 @@ class Emitter:
         return Value(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
     def min(self, a: Value, b: Value) -> Value:
+        """Returns the smaller one, and `b` if one is NaN."""
         return self.select(a < b, a, b)
 
     def max(self, a: Value, b: Value) -> Value:
+        """Returns the larger one, and `b` if one is NaN."""
         return self.select(a > b, a, b)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -410,8 +412,8 @@ class Emitter:
         return self.call(function, c, *(Value(self, self.builder.bitcast(x.ir, pairs)) for x in (a, b)))
 
     def exp(self, x: Value) -> Value:
-        """Returns e**x of a vector, with a relative error below 3e-7; below -87 as at -87."""
-        x = self.max(x, self.vector(-87.0))
+        """Returns e**x of a vector, with a relative error below 3e-7; below -87 as at -87. NaN stays NaN."""
+        x = self.max(self.vector(-87.0), x)
         turns = self._intrinsic("floor", self.fma(x, self.vector(1.44269504), self.vector(0.5)))
         rest = self.fma(turns, self.vector(-0.693359375), x)
         rest = self.fma(turns, self.vector(2.12194440e-4), rest)
@@ -426,7 +428,7 @@ class Emitter:
 
     def tanh(self, x: Value) -> Value:
         """Returns tanh of a vector as 1 - 2 / (e**2x + 1), which is within 3e-7 of it; beyond 40 as at 40."""
-        x = self.min(self.max(x, self.vector(-40.0)), self.vector(40.0))
+        x = self.min(self.vector(40.0), self.max(self.vector(-40.0), x))
         return self.vector(1.0) - self.vector(2.0) / (self.exp(x + x) + 1.0)
 
     def _intrinsic(self, name: str, *arguments: Value) -> Value:

@@ -8,11 +8,26 @@ from pallas_kernels.chips import CpuChip
 
 @cache
 def host_chip() -> CpuChip:
-    """Returns this machine's CPU. Raises NotImplementedError where llvmlite is missing, which compiles for it."""
+    """Returns this machine's CPU. Raises NotImplementedError where there are no kernels for it, or no llvmlite."""
     if find_spec("llvmlite") is None:
         raise NotImplementedError("the cpu kernels need llvmlite: pip install jaxvllm[cpu]")
     # Imported here: it takes a tenth of a second, which only an engine on CPU needs.
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features().flatten()
-    return CpuChip(name=llvm.get_host_cpu_name(), triple=llvm.get_process_triple(), features=features)
+    chip = CpuChip(name=llvm.get_host_cpu_name(), triple=llvm.get_process_triple(), features=features)
+    check_features(chip)
+    return chip
+
+
+def check_features(chip: CpuChip) -> None:
+    """Raises NotImplementedError for a CPU that the kernels are not for: without one instruction for a * b + c."""
+    known = chip.features.split(",")
+    if chip.triple.startswith("x86_64") and not {"+avx2", "+fma"} <= set(known):
+        raise NotImplementedError(
+            f"the cpu kernels need AVX2 and FMA, which {chip.name} lacks: use the backend reference"
+        )
+    if not chip.triple.startswith(("x86_64", "aarch64", "arm64")):
+        raise NotImplementedError(
+            f"the cpu kernels are for x86-64 and ARM64, not {chip.triple}: use the backend reference"
+        )

@@ -1,6 +1,6 @@
 """One call of ragged paged attention: its arguments, NaN in everything no row owns, and what must come out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,19 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 from pallas_kernels.ragged_paged_attention.layout import padded_head_size
-
-
-def narrower(chip: CpuChip, lanes: int) -> CpuChip:
-    """This CPU with vectors of at most `lanes` float32."""
-    dropped = {16: (), 8: ("avx512",), 4: ("avx512", "avx2")}[lanes]
-    kept = [f for f in chip.features.split(",") if not f.lstrip("+-").startswith(dropped)]
-    return replace(chip, features=",".join(kept))
-
+from tests.pallas_kernels.cpu_chips import narrower
 
 LAYERS, LAYER = 3, 1
 BACKENDS = {
@@ -29,9 +21,9 @@ BACKENDS = {
     "tpu": Backend.of_device("interpret", jax.devices()[0], jnp.dtype(jnp.float32)),
     "gpu": Backend.of_device("interpret-gpu", jax.devices()[0], jnp.dtype(jnp.float16)),
     "cpu": Backend("cpu", host_chip()),
-    # Vectors of other CPUs, which this one computes in parts of its registers.
-    "cpu-8": Backend("cpu", narrower(host_chip(), 8)),
-    "cpu-4": Backend("cpu", narrower(host_chip(), 4)),
+    # Vectors of other CPUs.
+    "cpu-8": Backend("cpu", narrower(8)),
+    "cpu-4": Backend("cpu", narrower(4)),
 }
 # The GPU's matrix units take 16 bits. Errors measured: 6.2e-7 with XLA on CPU in float32.
 DTYPES = {name: np.float16 if name == "gpu" else np.float32 for name in BACKENDS}

@@ -1,0 +1,17 @@
+"""This machine's CPU, and the same with narrower vectors, which it computes in parts of its registers."""
+
+from dataclasses import replace
+
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.host import host_chip
+
+
+def narrower(lanes: int) -> CpuChip:
+    """Returns this CPU with vectors of at most `lanes` float32."""
+    dropped = {16: (), 8: ("avx512",), 4: ("avx512", "avx2")}[lanes]
+    chip = host_chip()
+    kept = [feature for feature in chip.features.split(",") if not feature[1:].startswith(dropped)]
+    return replace(chip, features=",".join(kept))
+
+
+CPU_CHIPS = {chip.lanes: chip for chip in (narrower(lanes) for lanes in (16, 8, 4))}
