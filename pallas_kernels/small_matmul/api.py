@@ -39,10 +39,10 @@ def small_matmul(
     if x.dtype != first.dtype or x.dtype.name not in DTYPES or out_dtype.name not in DTYPES:
         raise ValueError(f"x and matrices must both be of {' or '.join(DTYPES)}, got {x.dtype} and {first.dtype}")
     size = prod(first.shape[:-1])
-    if size < COLUMNS:
-        raise ValueError(f"a matrix needs at least {COLUMNS} rows, got {first.shape}")
+    if missing := max(COLUMNS - size, 0):  # a vocabulary of three: copied, unlike any other
+        matrices = [jnp.pad(matrix.reshape(size, -1), ((0, missing), (0, 0))) for matrix in matrices]
     handler = Handler(matmul, (x.dtype.name, out_dtype.name), chip)
     result: jax.Array = handler(
-        jax.ShapeDtypeStruct((x.shape[0], size), out_dtype), x, jnp.asarray(index, jnp.int32), *matrices
+        jax.ShapeDtypeStruct((x.shape[0], size + missing), out_dtype), x, jnp.asarray(index, jnp.int32), *matrices
     )
-    return result
+    return result[:, :size]

@@ -21,6 +21,7 @@ _MATRICES = {
     "demo-qkv": (84, 108),  # the demo model: 84 is no multiple of any vector
     "demo-down": (224, 84),
     "narrow": (7, 5),
+    "narrower": (9, 3),
     "s-qkv": (384, 640),
     "s-down": (2048, 384),
     "0.6b-o": (2048, 1024),

@@ -14,6 +14,8 @@ from pallas_kernels.cpu.pool import parallel_loop
 
 COLUMNS = 4  # of a tile
 BLOCK = 32  # columns of an item
+
+ROWS = 64  # at a time: 512 rows by 384 columns of 2048 took 5.9 ms all at once, and 4.4 so (float32, Zen 4)
 # Columns that are fetched in advance. One row and 4096 columns of 384 took 251 us without it, 314 with 4 and 227 with 8
 # columns; sixteen rows 650, 401 and some 400 (Zen 4).
 AHEAD = 2 * COLUMNS
@@ -38,13 +40,18 @@ def _block(e: Emitter, item: Value, captured: Sequence[Value], dtype: str, out_d
     x, weight, y, M, K, N = captured
     tiles = {rows: _tile(e, rows, dtype, out_dtype) for rows in TILES[e.lanes]}
     size, out_size = SIZE_OF[dtype], SIZE_OF[out_dtype]
-    with e.loop(item * BLOCK, e.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
-        column = e.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
-        done = e.variable(e.integer(0))
-        for rows, tile in tiles.items():
-            with e.loop(done.get(), M - (rows - 1), rows) as row:
-                e.call(tile, x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size, K, N)
-                done.set(row + rows)
+    # `x` of these rows stays in the second cache while all columns of the item pass by.
+    with e.loop(0, M, ROWS) as first:
+        some = e.min(M - first, e.integer(ROWS))
+        with e.loop(item * BLOCK, e.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
+            column = e.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
+            done = e.variable(e.integer(0))
+            for rows, tile in tiles.items():
+                with e.loop(done.get(), some - (rows - 1), rows) as at:
+                    row = first + at
+                    places = (x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size)
+                    e.call(tile, *places, K, N)
+                    done.set(at + rows)
 
 
 def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.backend import REFERENCE, Backend, BackendName
 from pallas_kernels.chips import GpuChip, TpuChip, chip_named
+from pallas_kernels.cpu.host import host_chip
 
 BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, np.float16, np.float32))
 
@@ -30,7 +31,10 @@ CPU = Device("cpu", "cpu")
 
 
 def test_auto_takes_the_kernels_of_the_device() -> None:
-    assert Backend.of_device("auto", CPU, F32) == REFERENCE
+    for dtype in (F32, BF16):
+        assert (
+            Backend.of_device("auto", CPU, dtype) == Backend.of_device("cpu", CPU, dtype) == Backend("cpu", host_chip())
+        )
     assert Backend.of_device("auto", V5E, BF16) == Backend("tpu", chip_named("v5e"))
     assert Backend.of_device("auto", H200, BF16) == Backend("gpu", chip_named("h200"))
     relative = Backend.of_device("auto", H100_PCIE, F16).chip
@@ -39,7 +43,9 @@ def test_auto_takes_the_kernels_of_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype"), [(T4, F16), (RTX, BF16), (MI300, BF16), (V4, BF16), (H200, F32), (V5E, F16)], ids=str
+    ("device", "dtype"),
+    [(T4, F16), (RTX, BF16), (MI300, BF16), (V4, BF16), (H200, F32), (V5E, F16), (CPU, F16)],
+    ids=str,
 )
 def test_auto_takes_the_reference_where_there_are_no_kernels_and_says_so(
     device: Device, dtype: np.dtype, caplog: pytest.LogCaptureFixture
@@ -54,7 +60,9 @@ def test_kernels_asked_for_by_name_are_refused_where_there_are_none(name: Backen
         Backend.of_device(name, device, BF16)
 
 
-@pytest.mark.parametrize(("name", "device"), [("interpret", H200), ("interpret-gpu", V5E), ("tpu", H200), ("gpu", CPU)])
+@pytest.mark.parametrize(
+    ("name", "device"), [("interpret", H200), ("interpret-gpu", V5E), ("tpu", H200), ("gpu", CPU), ("cpu", H200)]
+)
 def test_another_devices_kernels_are_refused(name: BackendName, device: Device) -> None:
     with pytest.raises(ValueError, match=f"attention backend {name} .*use auto"):
         Backend.of_device(name, device, BF16)
