@@ -23,8 +23,8 @@ from typing import Any, Self
 from benchmarks.cpu import Workload, write_model
 from benchmarks.provenance import ROOT, machine, spread, write_record
 
-WORKLOADS = (Workload(1, 128, 128), Workload(16, 128, 128))
-DEMO = (Workload(1, 32, 200), Workload(16, 32, 200))
+WORKLOADS = (Workload.uniform(1, 128, 128), Workload.uniform(16, 128, 128))
+DEMO = (Workload.uniform(1, 32, 200), Workload.uniform(16, 32, 200))
 BURST: dict[str, dict[str, Any]] = {"with bursts": {}, "without": {"max_decode_burst": 1}}
 
 
@@ -100,8 +100,8 @@ def measure(workers: list[Worker], workload: Workload, rounds: int) -> list[dict
         prompts = [[token % 500 + 3 for token in prompt] for prompt in workload.prompts(round_)]
         for index in range(len(workers)):
             worker = workers[(index + round_) % len(workers)]
-            runs[worker.name].append(worker.run(prompts, workload.output_tokens))
-    tokens = workload.requests * workload.output_tokens
+            runs[worker.name].append(worker.run(prompts, workload.output_tokens[0]))
+    tokens = sum(workload.output_tokens)
     results = []
     for name, all_runs in runs.items():
         measured = all_runs[1:]  # the first run warms up

@@ -1,12 +1,16 @@
-"""Measures output tokens per second on two CPU cores, of this engine and of transformers, in one run.
+"""Measures output tokens per second on two CPU cores, of this engine and of its peers, in one run.
 
-The model is S (Qwen3 architecture, 25.2M random float32 weights). One request runs, or sixteen at once, greedy, with
-128 tokens in and 128 out; the end of text is ignored. Each round gives both engines the same new token ids (so no
-prefix is cached), and the next round swaps their order. This prints medians and ranges beside the rates that the memory
-and the arithmetic of this machine would allow, measured here, and writes benchmarks/results/cpu-DATE-COMMIT.json. Other
-load on the machine makes such figures several times worse, so the load average is part of the record.
+The model is S (Qwen3 architecture, 25.2M random weights). One request runs, or sixteen at once, with 128 tokens in and
+128 out, or 64 at once of mixed lengths; all greedy, and the end of text is ignored. Each round gives all engines the
+same new token ids (so no prefix is cached), and the next round turns their order round. This prints medians and ranges
+beside the rates that the memory and the arithmetic of this machine would allow, measured here, and writes
+benchmarks/results/cpu-DATE-COMMIT.json. Other load on the machine makes such figures several times worse, so the load
+average is part of the record.
 
-    python -m benchmarks.cpu [--rounds 5] [--peer-python .oracle/bin/python]
+    python -m benchmarks.cpu [--rounds 5] [--dtype float32]
+
+The peers are transformers (`make oracle`), which gets no mixed lengths because its batches are static, and vLLM's build
+for CPUs (`make .vllm/.stamp`). A peer that is not installed is left out.
 """
 
 import os
@@ -28,14 +32,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from benchmarks.provenance import ROOT, machine, spread, write_record
 
 THREADS = 2
-PEER = ROOT / "benchmarks" / "peers" / "transformers_cpu.py"
+PEERS = ROOT / "benchmarks" / "peers"
 
 MODEL_S: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -74,26 +78,47 @@ def write_model(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that arrive at once, all of one shape."""
+    """Requests that arrive at once, each with a number of tokens in and out."""
 
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
+    name: str
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+
+    @classmethod
+    def uniform(cls, requests: int, prompt_tokens: int, output_tokens: int) -> Self:
+        plural = "s" if requests > 1 else ""
+        name = f"{requests} request{plural}, {prompt_tokens} in, {output_tokens} out"
+        return cls(name, (prompt_tokens,) * requests, (output_tokens,) * requests)
+
+    @classmethod
+    def mixed(cls, requests: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int]) -> Self:
+        """Lengths are uniform from the first of a pair to the second, and always the same."""
+        rng = np.random.default_rng(requests)
+        lengths = [
+            tuple(rng.integers(low, high + 1, requests).tolist()) for low, high in (prompt_tokens, output_tokens)
+        ]
+        first, last = ("-".join(map(str, pair)) for pair in (prompt_tokens, output_tokens))
+        return cls(f"{requests} requests, {first} in, {last} out", *lengths)
 
     @property
-    def name(self) -> str:
-        plural = "s" if self.requests > 1 else ""
-        return f"{self.requests} request{plural}, {self.prompt_tokens} in, {self.output_tokens} out"
+    def requests(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.prompt_tokens)) == len(set(self.output_tokens)) == 1
 
     def prompts(self, round_: int) -> list[list[int]]:
         """Returns the token ids of a round. The workload is part of the seed, so that no two share a prompt."""
-        ids = np.random.default_rng([self.requests, round_]).integers(
-            3, MODEL_S["vocab_size"], (self.requests, self.prompt_tokens)
-        )
-        return [[int(token) for token in row] for row in ids]
+        rng = np.random.default_rng([self.requests, round_])
+        return [rng.integers(3, MODEL_S["vocab_size"], count).tolist() for count in self.prompt_tokens]
 
 
-WORKLOADS = (Workload(1, 128, 128), Workload(16, 128, 128))
+WORKLOADS = (
+    Workload.uniform(1, 128, 128),
+    Workload.uniform(16, 128, 128),
+    Workload.mixed(64, (16, 512), (16, 128)),
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +134,9 @@ class Engine(Protocol):
     name: str
     versions: dict[str, str]
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> Run: ...
+    def takes(self, load: Workload) -> bool: ...
+
+    def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run: ...
 
 
 class Ours:
@@ -117,23 +144,29 @@ class Ours:
 
     name = "jaxvllm"
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: str) -> None:
         from jaxvllm import LLM, __version__
 
         self.llm = LLM(
             model=str(model),
             load_format="dummy",
-            dtype="float32",
-            max_model_len=512,
-            max_num_seqs=16,
-            warm_up="full",  # compiling in the background would take the cores from both engines
+            dtype=dtype,
+            max_model_len=1024,
+            max_num_seqs=64,
+            warm_up="full",  # compiling in the background would take the cores from all engines
         )
         self.versions = {"jaxvllm": __version__, "jax": importlib.metadata.version("jax")}
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> Run:
+    def takes(self, load: Workload) -> bool:
+        return True
+
+    def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run:
         from jaxvllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            for count in output_tokens
+        ]
         start = time.perf_counter()
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -141,16 +174,37 @@ class Ours:
         return Run(seconds, statistics.fmean(waits), [len(output.outputs[0].token_ids) for output in outputs])
 
 
-class Transformers:
-    """transformers in a worker process with its own environment."""
+@dataclass(frozen=True)
+class Installation:
+    """Where a peer is installed, and its worker."""
 
-    name = "transformers"
+    name: str
+    python: Path
+    worker: Path
+    is_static: bool  # whether it takes only requests of one shape
 
-    def __init__(self, python: Path, model: Path) -> None:
+
+INSTALLATIONS = (
+    Installation("transformers", ROOT / ".oracle" / "bin" / "python", PEERS / "transformers_cpu.py", is_static=True),
+    Installation("vLLM", ROOT / ".vllm" / "bin" / "python", PEERS / "vllm_cpu.py", is_static=False),
+)
+
+
+class Peer:
+    """A peer in a worker process with its own environment."""
+
+    def __init__(self, installation: Installation, model: Path, dtype: str) -> None:
+        self.installation, self.name = installation, installation.name
         self.worker = subprocess.Popen(
-            [str(python), str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [str(installation.python), str(installation.worker)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self.versions = self.ask({"load": str(model), "threads": THREADS})["versions"]
+        self.versions = self.ask({"load": str(model), "threads": THREADS, "dtype": dtype})["versions"]
+
+    def takes(self, load: Workload) -> bool:
+        return load.is_uniform or not self.installation.is_static
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self.worker.stdin is not None
@@ -159,10 +213,10 @@ class Transformers:
         self.worker.stdin.flush()
         answer = self.worker.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the transformers worker ended with status {self.worker.wait()}: see above")
+            raise RuntimeError(f"the worker of {self.name} ended with status {self.worker.wait()}: see above")
         return dict(json.loads(answer))
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> Run:
+    def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run:
         return Run(**self.ask({"prompts": prompts, "max_tokens": output_tokens}))
 
     def close(self) -> None:
@@ -173,27 +227,33 @@ class Transformers:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The best that this machine does with THREADS threads, in bytes and float32 operations per second."""
+    """The best that this machine does with THREADS threads, in bytes and float32 operations per second.
+
+    NumPy has no matrix products in bfloat16, which take half of the time where the CPU has instructions for them.
+    """
 
     read: float
     copy: float
     flops: float
 
     def tokens_per_second(self, load: Workload) -> float:
-        """Returns the output tokens per second if a step read each weight and key once, and nothing else took time."""
+        """Returns the output tokens per second if a step read each weight and key once, and nothing else took time.
+
+        It is that of float32, for requests of one shape.
+        """
         c = MODEL_S
         heads = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
         layer = c["hidden_size"] * (heads + 3 * c["intermediate_size"])
         weights = c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
         kv_token = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
-        context = load.prompt_tokens + load.output_tokens / 2
+        [prompt_tokens], [output_tokens] = set(load.prompt_tokens), set(load.output_tokens)
+        context = prompt_tokens + output_tokens / 2
         step = max(
             4 * (weights + load.requests * context * kv_token) / self.read,
             2 * weights * load.requests / self.flops,
         )
-        prefill = 2 * weights * load.requests * load.prompt_tokens / self.flops
-        tokens = load.requests * load.output_tokens
-        return float(tokens / (prefill + (load.output_tokens - 1) * step))
+        prefill = 2 * weights * load.requests * prompt_tokens / self.flops
+        return float(load.requests * output_tokens / (prefill + (output_tokens - 1) * step))
 
 
 def best_seconds(work: Callable[[], object], tries: int = 7) -> float:
@@ -227,14 +287,15 @@ def measure_roofline() -> Roofline:
 
 
 def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, list[Run]]:
-    """Measures the engines. Round 0 warms them up and is dropped; after that, each round swaps their order."""
+    """Measures the engines. Round 0 warms them up and is dropped; after that, each round turns their order round."""
+    engines = [engine for engine in engines if engine.takes(load)]
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     for round_ in range(rounds + 1):
         prompts = load.prompts(round_)
         for engine in engines if round_ % 2 else engines[::-1]:
             run = engine.run(prompts, load.output_tokens)
-            if run.counts != [load.output_tokens] * load.requests:
-                raise RuntimeError(f"{engine.name} gave {run.counts} tokens, not {load.output_tokens} a request")
+            if run.counts != list(load.output_tokens):
+                raise RuntimeError(f"{engine.name} gave {run.counts} tokens, not {load.output_tokens}")
             if round_:
                 runs[engine.name].append(run)
     return runs
@@ -243,7 +304,7 @@ def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
-    parser.add_argument("--peer-python", type=Path, default=ROOT / ".oracle" / "bin" / "python")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
@@ -253,17 +314,18 @@ def main() -> None:
     roofline = measure_roofline()
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
-        engines: list[Engine] = [Ours(Path(directory))]
-        peer: Transformers | None = None
-        if args.peer_python.exists():
-            peer = Transformers(args.peer_python, Path(directory))
-            engines.append(peer)
-        else:
-            print(f"no peer: {args.peer_python} is not there; `make oracle` installs it", file=sys.stderr)
+        engines: list[Engine] = [Ours(Path(directory), args.dtype)]
+        peers: list[Peer] = []
         try:
+            for installation in INSTALLATIONS:
+                if installation.python.exists():
+                    peers.append(Peer(installation, Path(directory), args.dtype))
+                else:
+                    print(f"without {installation.name}: there is no {installation.python}", file=sys.stderr)
+            engines += peers
             measured = [(load, measure(engines, load, args.rounds)) for load in WORKLOADS]
         finally:
-            if peer is not None:
+            for peer in peers:
                 peer.close()
 
     print(f"{device['cpu']}, {THREADS} threads, load average {device['load_average_at_start']:.2f}")
@@ -289,7 +351,8 @@ def main() -> None:
                     "first_token_ms_median": statistics.median(waits),
                 }
             )
-        print(f"| {load.name} | roofline | {roofline.tokens_per_second(load):.0f} | |")
+        if load.is_uniform and args.dtype == "float32":
+            print(f"| {load.name} | roofline | {roofline.tokens_per_second(load):.0f} | |")
 
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     for engine in engines:
@@ -298,9 +361,10 @@ def main() -> None:
         "threads": THREADS,
         "versions": versions,
         "model": MODEL_S,
-        "dtype": "float32",
+        "dtype": args.dtype,
         "prompt_seed": "[requests, round], rounds from 1",
-        "roofline": asdict(roofline) | {load.name: roofline.tokens_per_second(load) for load in WORKLOADS},
+        "roofline": asdict(roofline)
+        | {load.name: roofline.tokens_per_second(load) for load in WORKLOADS if load.is_uniform},
         "results": results,
     }
     path = write_record("cpu", device, record)

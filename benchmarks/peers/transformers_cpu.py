@@ -1,10 +1,10 @@
 """Runs transformers on CPU as a worker: JSON requests on stdin, one JSON answer a line on stdout.
 
 It runs in the environment of `make oracle` (Python 3.11, torch), and imports nothing of this repository.
-Requests: `{"load": DIR, "threads": N}` builds the model of DIR/config.json with random float32 weights and
-answers with versions; `{"prompts": [[id, ...], ...], "max_tokens": N}` generates greedily, end-of-text
-ignored, and answers with seconds, seconds to the first token and the output count of each prompt. Prompts are
-of one length: a static batch, nothing padded, which is transformers at its best.
+Requests: `{"load": DIR, "threads": N, "dtype": D}` builds the model of DIR/config.json with random weights and
+answers with versions; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text
+ignored, and answers with seconds, seconds to the first token and the output count of each prompt. Prompts and answers
+are of one length: a static batch, nothing padded, which is transformers at its best.
 """
 
 import json
@@ -28,12 +28,12 @@ class FirstTokenClock:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def load(directory: str, threads: int) -> Any:
+def load(directory: str, threads: int, dtype: str) -> Any:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(directory)
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="sdpa"
+        config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     ).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -63,11 +63,11 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "load" in request:
-            model = load(request["load"], request["threads"])
+            model = load(request["load"], request["threads"], request["dtype"])
             versions = {"transformers": transformers.__version__, "torch": torch.__version__}
             answer: dict[str, Any] = {"versions": versions}
         else:
-            answer = generate(model, request["prompts"], request["max_tokens"])
+            answer = generate(model, request["prompts"], request["max_tokens"][0])
         print(json.dumps(answer), flush=True)
 
 
