@@ -4,8 +4,8 @@ The model is S (Qwen3 architecture, 25.2M random weights). One request runs, or 
 128 out, or 64 at once of mixed lengths; all greedy, and the end of text is ignored. Each round gives all engines the
 same new token ids (so no prefix is cached), and the next round turns their order round. This prints medians and ranges
 beside the rates that the memory and the arithmetic of this machine would allow, measured here, and writes
-benchmarks/results/cpu-DATE-COMMIT.json. Other load on the machine makes such figures several times worse, so the load
-average is part of the record.
+benchmarks/results/cpu-DATE-COMMIT.json (for bfloat16 cpu-bfloat16-DATE-COMMIT.json). Other load on the machine makes
+such figures several times worse, so the load average is part of the record.
 
     python -m benchmarks.cpu [--rounds 5] [--dtype float32]
 
@@ -367,7 +367,7 @@ def main() -> None:
         | {load.name: roofline.tokens_per_second(load) for load in WORKLOADS if load.is_uniform},
         "results": results,
     }
-    path = write_record("cpu", device, record)
+    path = write_record("cpu" if args.dtype == "float32" else f"cpu-{args.dtype}", device, record)
     print(f"\nwritten to {path.relative_to(ROOT)}")
 
 

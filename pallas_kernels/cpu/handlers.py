@@ -1,9 +1,13 @@
-"""The handlers that XLA can call in this process: each is compiled and registered when a program first names it."""
+"""The handlers that XLA can call in this process: each is compiled and registered when a program first names it.
+
+A compiled program calls handlers by their names. So whoever stores programs stores `registered_code` with them, and
+gives it to `register_code` before a program is loaded: nothing is emitted or compiled then.
+"""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +34,24 @@ class Handler:
 
     def __call__(self, out: jax.ShapeDtypeStruct, *arguments: jax.Array) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must."""
-        _registered().add(self)
+        _registered().add(self.target, self._compile)
         return jax.ffi.ffi_call(self.target, out)(*arguments)
+
+    def _compile(self) -> bytes:
+        from pallas_kernels.cpu.machine_code import compile_handler
+
+        return compile_handler(self.target, lambda e, frame: self.emit(e, frame, *self.dtypes), self.chip)
+
+
+def registered_code() -> dict[str, bytes]:
+    """Returns the machine code of all handlers of this process, by their names."""
+    return _registered().code()
+
+
+def register_code(codes: Mapping[str, bytes]) -> None:
+    """Registers handlers that another process has compiled for this machine. It keeps those that it has already."""
+    for target, code in codes.items():
+        _registered().add(target, partial(bytes, code))
 
 
 class _Registered:
@@ -39,23 +59,22 @@ class _Registered:
 
     def __init__(self) -> None:
         self._lock = Lock()  # several threads compile programs
-        self._loaded: dict[str, tuple[Handler, LoadedHandler]] = {}
+        self._loaded: dict[str, LoadedHandler] = {}
 
-    def add(self, handler: Handler) -> None:
-        from pallas_kernels.cpu.machine_code import LoadedHandler, compile_handler
+    def add(self, target: str, code: Callable[[], bytes]) -> None:
+        from pallas_kernels.cpu.machine_code import LoadedHandler
 
         with self._lock:
-            if handler.target in self._loaded:
-                assert self._loaded[handler.target][0] == handler, "two handlers have one name"
+            if target in self._loaded:
                 return
-
-            def emit(e: Any, frame: Any) -> None:
-                handler.emit(e, frame, *handler.dtypes)
-
-            loaded = LoadedHandler(handler.target, compile_handler(handler.target, emit, handler.chip))
+            loaded = LoadedHandler(target, code())
             function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(loaded.address)
-            jax.ffi.register_ffi_target(handler.target, jax.ffi.pycapsule(function), platform="cpu")
-            self._loaded[handler.target] = handler, loaded
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+            self._loaded[target] = loaded
+
+    def code(self) -> dict[str, bytes]:
+        with self._lock:
+            return {target: loaded.code for target, loaded in self._loaded.items()}
 
 
 @cache

@@ -48,6 +48,7 @@ class LoadedHandler:
 
     def __init__(self, name: str, code: bytes):
         """Loads the object file `code`, which was compiled for this machine."""
+        self.code = code
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         target = llvm.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="small")
