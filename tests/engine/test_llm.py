@@ -444,6 +444,27 @@ def test_stats_count_tokens(llm: LLM) -> None:
     assert after.num_steps > before.num_steps
 
 
+def test_stats_count_what_steps_compute_for_nothing(llm: LLM) -> None:
+    """What is computed is a wanted token, padding, or a token of a row that has ended."""
+    llm.engine.take_reports()
+    before = llm.engine.stats()
+    params = [replace(GREEDY, max_tokens=count) for count in (3, 5, 9)]
+    llm.generate([PROMPTS[0][:7], PROMPTS[1][:9], PROMPTS[2][:5]], params, use_tqdm=False)
+    after, reports = llm.engine.stats(), llm.engine.take_reports()
+    real = 7 + 9 + 5 + (3 - 1) + (5 - 1) + (9 - 1)  # the last token of a prompt yields the first of the answer
+    bucket, padding = (
+        after.num_bucket_tokens - before.num_bucket_tokens,
+        after.num_padding_tokens - before.num_padding_tokens,
+    )
+    ended = after.num_ended_tokens - before.num_ended_tokens
+    assert bucket == sum(report.bucket_tokens for report in reports)
+    assert bucket - padding == sum(report.num_decode + report.num_prefill for report in reports)
+    assert padding > 0
+    assert bucket - padding - ended == real
+    rows = after.num_bucket_rows - before.num_bucket_rows
+    assert rows - (after.num_padding_rows - before.num_padding_rows) == sum(report.num_rows for report in reports)
+
+
 def test_the_bar_shows_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, GREEDY)
     shown = capsys.readouterr().err
