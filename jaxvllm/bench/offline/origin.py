@@ -14,13 +14,12 @@ from jaxvllm import __version__
 PACKAGES = ("jax", "jaxlib", "numpy")
 
 
-def origin(model: str) -> dict[str, Any]:
+def origin() -> dict[str, Any]:
     """Returns the entries that every result file has beside its figures."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
-        "model": model,
         "device": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
         "versions": {"jaxvllm": __version__, "python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},

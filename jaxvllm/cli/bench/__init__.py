@@ -18,6 +18,7 @@ COMMANDS = {
     "latency": "one batch of requests in this process, run again and again",
     "throughput": "many requests in this process, all there from the start",
     "startup": "from the start of a process to its first token, without and with a cache of compiled programs",
+    "kernels": "attention on this device: first its error, then its time beside the device's best",
 }
 USAGE = "%(prog)s [OPTION ...]"
 

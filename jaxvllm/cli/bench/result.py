@@ -25,4 +25,4 @@ def tell(result: Result, model: str, path: Path | None) -> None:
 
     print("\n".join(result.lines()))
     if path is not None:
-        path.write_text(json.dumps(origin(model) | result.record(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(origin() | {"model": model} | result.record(), indent=1) + "\n", encoding="utf-8")

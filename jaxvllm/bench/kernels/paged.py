@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernels.contender import MAX_ERROR, Outcome, relative_error
-from benchmarks.kernels.inputs import Inputs, layers_of, random_pages
-from benchmarks.kernels.timing import TooSlow, time_calls
+from jaxvllm.bench.kernels.contender import MAX_ERROR, Outcome, relative_error
+from jaxvllm.bench.kernels.inputs import Inputs, layers_of, random_pages
+from jaxvllm.bench.kernels.timing import TooSlow, time_calls
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows, plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
