@@ -63,6 +63,12 @@ class Programs[Program]:
         widest = self.ladder.widest
         return widest.width if widest in self._ready else 1
 
+    @property
+    def mixed_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and rows of the compiled buckets that hold prompts."""
+        ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
+        return tuple((one.num_tokens, one.num_rows) for one in ready if one.num_tokens > one.num_rows)
+
     def choose(self, plan: StepPlan) -> Bucket:
         """Returns the cheapest compiled bucket that holds `plan`."""
         if plan.is_split and self._split_thread is None and self.ladder.choose(plan, self.ladder.split):

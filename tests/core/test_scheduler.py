@@ -14,6 +14,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import VOCAB_SIZE, next_token, unforeseen
 from tests.core.simulation import EOS, Job, Setup, Simulation
 
@@ -37,6 +38,7 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         seed=draw(st.sampled_from([None, None, 0, 1])),
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
         more_groups=tuple(draw(st.sampled_from([(), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24))]))),
+        sizes=draw(st.sampled_from([None, StepSizes(((2, 1), (4, 2), (8, 5), (17, 5)), overhead=0)])),
     )
 
 
