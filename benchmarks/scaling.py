@@ -116,8 +116,9 @@ def over_contexts(directory: str, longest: int) -> Iterator[tuple[str, list[Poin
     """Yields a curve for chunks of a prompt, for one row that decodes, and for several."""
     contexts = doublings(CHUNK, longest)
     room = longest + STEPS + 2
-    # Each of a group has its own last page and the tokens that it decodes.
-    pages = 1 + (longest + ROW_GROUP * (STEPS + 40)) // 16
+    # Each row has its own last page and the tokens that it decodes. If these pages were few, the ends of earlier points
+    # would push the end of the long prompt out of the prefix cache.
+    pages = 1 + (longest + (1 + ROW_GROUP) * (STEPS + 40) * len(contexts)) // 16
     options = dict(row_buckets=(1, ROW_GROUP), token_buckets=(CHUNK,), num_pages=pages)
     with engine(directory, max_model_len=room, max_num_seqs=ROW_GROUP, max_num_batched_tokens=CHUNK, **options) as llm:
         prompt = np.random.default_rng(0).integers(3, MODEL["vocab_size"], longest).tolist()
