@@ -63,8 +63,12 @@ class PagedContender:
     def versions(self) -> Mapping[str, str]:
         return {}
 
+    def error(self, case: RaggedCase, dtype: jnp.dtype) -> float:
+        """Returns the largest relative error of a token's head, on a small case of the same kind."""
+        return _error(self.attend, self.backend, small(case), dtype)
+
     def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
-        error = _error(self.attend, self.backend, small(case), dtype)
+        error = self.error(case, dtype)
         if not error <= MAX_ERROR[dtype]:
             return Outcome.without(f"error {error:.1e} is above {MAX_ERROR[dtype]:.0e}: not timed", error)
         inputs = Inputs.random(case, dtype)
