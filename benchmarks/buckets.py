@@ -199,7 +199,7 @@ class Replayer:
         scheduler = self._scheduler
         rows = max(scheduler.num_running, 1)
         one = self._cost.seconds(Bucket(rows, rows))
-        plan = scheduler.schedule(max(1, min(WIDTH, int(BURST_SECONDS / one))), self._sizes)
+        plan = scheduler.schedule(max(1, min(WIDTH, int(BURST_SECONDS / one))), sizes=self._sizes)
         if plan is None:
             return None
         bucket = self._ladder.choose(plan, self._ladder.buckets)

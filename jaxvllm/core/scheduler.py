@@ -385,18 +385,24 @@ class Scheduler:
     def _fit(self, sizes: StepSizes, budget: int, num_decode_tokens: int, num_decode: int) -> int:
         """The budget, or less where a smaller step and another one are quicker than one that is mostly padding.
 
-        Prompts that are cached in part, or find no pages, need less than is counted here: then the cut is none.
+        Prompts that are cached in part, or find no pages, need less than is counted here: then the cut is none. Where
+        more wait than there are slots, the count is a guess.
         """
         slots = self.slots
         prefilling = slots.prefilling()
         num_tokens = int((slots.prefill_len[prefilling] - slots.num_computed[prefilling]).sum())
         num_rows = num_decode + len(prefilling)
-        for _, request, _ in self._waiting[: slots.num_free]:
-            num_tokens += request.num_tokens
-            num_rows += 1
+        most_rows = num_rows + slots.num_free
+        for _, request, _ in self._waiting:
+            if num_tokens >= budget or num_rows == most_rows:
+                break
+            if self._waiting_ids.get(request.request_id) is request:  # it has not ended while it waited
+                num_tokens += request.num_tokens
+                num_rows += 1
         if not 0 < num_tokens < budget:
             return budget
-        return sizes.prompt_tokens(num_decode_tokens, num_tokens, num_rows)
+        cut = sizes.prompt_tokens(num_decode_tokens, num_tokens, num_rows)
+        return cut if cut < num_tokens else budget
 
     def _continue_prefills(self, chunks: list[_Chunk], opened: list[Opened], budget: int) -> int:
         for slot in sorted(self.slots.prefilling().tolist(), key=lambda slot: self._tenant(slot).key):

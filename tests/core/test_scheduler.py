@@ -397,6 +397,15 @@ def test_a_step_in_flight_tells_a_slot_s_next_tenant_nothing() -> None:
 # Refusals.
 
 
+def test_a_request_that_has_ended_makes_no_step_smaller() -> None:
+    sizes = StepSizes(((2, 1), (4, 2)), overhead=0)
+    simulation = Simulation(Setup(num_slots=1, num_pages=8, page_size=2, budget=2, caching=False, sizes=sizes))
+    simulation.abort(simulation.add(Job(prompt=(0,))))
+    simulation.add(Job(prompt=(0, 1, 2, 3, 0), max_tokens=1))
+    simulation.drain()
+    assert [plan.num_tokens for plan in simulation.plans] == [2, 2, 1]
+
+
 def test_a_budget_below_the_number_of_slots_is_refused() -> None:
     slots = SlotTable(8, 64)
     cache = KVCache([GroupSize(8)], num_slots=8, max_model_len=64, page_size=4, max_chunk=8)
