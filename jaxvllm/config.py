@@ -50,7 +50,9 @@ class EngineConfig:
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
     num_processes: int | None = None  # processes that make up the mesh, usually one on each host
     process_id: int | None = None  # the number of this process; process 0 takes the requests, the others follow it
-    row_buckets: tuple[int, ...] | None = None  # decode batch sizes to compile; None: powers of two
+    row_buckets: tuple[int, ...] | None = (
+        None  # decode batch sizes to compile; None: powers of two, on CPU 24, 48 ... too
+    )
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request

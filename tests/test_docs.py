@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/serving.md",
     "docs/playground.md",
     "docs/benchmarking.md",
+    "docs/performance.md",
     "docs/log.md",
     "docs/guides/sampling_parameter.md",
     "docs/guides/model_family.md",

@@ -124,6 +124,8 @@ FORBIDDEN = {
     "jaxvllm.server.metrics": (*SERVER, "jaxvllm.text", "jaxvllm.server.http", *API),
     "jaxvllm.client": (*CLIENT, "jaxvllm.bench"),
     "jaxvllm.bench": CLIENT,
+    "jaxvllm.bench.offline": ("jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
+    "jaxvllm.bench.kernels": ("jaxvllm.engine", "jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
     "jaxvllm.bench.__main__": (),  # is the command
     "pallas_kernels": ("jaxvllm", "sharding"),
     "sharding": ("jaxvllm", "pallas_kernels"),

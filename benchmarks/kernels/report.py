@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.kernels.ceilings import Ceilings
-from benchmarks.kernels.contender import Outcome
-from benchmarks.kernels.counts import Work
+from jaxvllm.bench.kernels.ceilings import Ceilings
+from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.counts import Work
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 # The goals of issue 3, for 32 query heads of 128.

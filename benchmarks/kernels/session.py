@@ -27,16 +27,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.ceilings import measure_ceilings
-from benchmarks.kernels.contender import MAX_ERROR, Contender, Outcome, relative_error
-from benchmarks.kernels.counts import Work
-from benchmarks.kernels.device import describe, package_versions
-from benchmarks.kernels.paged import OurAttention, PagedContender
 from benchmarks.kernels.report import CaseResult, Goal, markdown
 from benchmarks.kernels.worker import TorchContender, TorchWorker
 from benchmarks.peers import attention_gather
 from benchmarks.peers.attention_cudnn import CudnnContiguous, CudnnPaged
 from benchmarks.provenance import ROOT, machine, write_record
+from jaxvllm.bench.kernels.ceilings import measure_ceilings
+from jaxvllm.bench.kernels.contender import MAX_ERROR, Contender, Outcome, relative_error
+from jaxvllm.bench.kernels.counts import Work
+from jaxvllm.bench.kernels.device import describe, package_versions
+from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 

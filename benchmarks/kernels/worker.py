@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.contender import Outcome
 from benchmarks.kernels.dense import DenseBatch
-from benchmarks.kernels.inputs import layers_of
-from benchmarks.kernels.timing import Timing
 from benchmarks.provenance import ROOT
+from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.inputs import layers_of
+from jaxvllm.bench.kernels.timing import Timing
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 WORKER = ROOT / "benchmarks" / "peers" / "attention_torch.py"

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernels.contender import MAX_ERROR, Outcome, relative_error
 from benchmarks.kernels.dense import DenseBatch
-from benchmarks.kernels.inputs import layers_of
-from benchmarks.kernels.timing import time_calls
+from jaxvllm.bench.kernels.contender import MAX_ERROR, Outcome, relative_error
+from jaxvllm.bench.kernels.inputs import layers_of
+from jaxvllm.bench.kernels.timing import time_calls
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 # Each layer has its own arrays here and the loop over layers is unrolled, so that no slice of a stack is copied.

@@ -3,7 +3,7 @@
 import jax
 
 from benchmarks.kernels.dense import require_plain
-from benchmarks.kernels.inputs import Inputs
+from jaxvllm.bench.kernels.inputs import Inputs
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.write import write_kv
 

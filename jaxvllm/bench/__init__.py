@@ -1,1 +1,1 @@
-"""`jaxvllm bench`: puts load on a server and measures the answers."""
+"""`jaxvllm bench`: loads a server and measures its answers, or measures an engine in this process (`offline`)."""

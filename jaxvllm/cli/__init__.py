@@ -10,7 +10,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, with the APIs of OpenAI and Anthropic.",
     "chat": "Chat with a running server, or ask it one question.",
     "complete": "Have a running server continue a text.",
-    "bench": "Measure a running server: one load (bench serve), or several (bench sweep).",
+    "bench": "Measure a running server, or an engine: its latency, throughput, start and kernels.",
     "run-batch": "Answer an OpenAI batch file with a running server.",
     "generate": "Complete prompts without a server and print the texts.",
     "plan": "Say what a model needs on TPUs or GPUs, which need not be here.",

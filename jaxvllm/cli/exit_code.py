@@ -13,7 +13,7 @@ def exit_code(command: str, run: Callable[[], int]) -> int:
     """
     try:
         return run()
-    except (ServerError, ValueError, OSError) as error:
+    except (ServerError, ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm {command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, ServerError) else 2
     except KeyboardInterrupt:

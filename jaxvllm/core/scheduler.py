@@ -36,6 +36,7 @@ from jaxvllm.core.step_plan import (
     StepPlan,
     StepUpdate,
 )
+from jaxvllm.core.step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +128,14 @@ class Scheduler:
         """Tokens of `request` that would not be computed if it were admitted now: their KV is in the prefix cache."""
         return self._cached_prefix(request).num_pages * self.cache.page_size
 
-    def schedule(self, width: int = 1) -> StepPlan | None:
+    def schedule(self, width: int = 1, sizes: StepSizes | None = None) -> StepPlan | None:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
         policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row waits for the host, the step
         is `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint
-        forces are computed at once, if the budget and the free pages have room for them.
+        forces are computed at once, if the budget and the free pages have room for them. With `sizes` the last chunk
+        may be shorter than the budget allows, so that the step fills one of them.
         """
         self._free_unseen()
         decode = self.slots.decoding()
@@ -156,6 +158,8 @@ class Scheduler:
         num_decode_tokens = len(decode) + self._constrained.num_extra(forced)
         budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
+            if sizes is not None:
+                budget = self._fit(sizes, budget, num_decode_tokens if mixes else 0, len(decode) if mixes else 0)
             budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
                 # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
@@ -377,6 +381,28 @@ class Scheduler:
         return request
 
     # Prefill: chunks of running prompts first, then new requests in queue order.
+
+    def _fit(self, sizes: StepSizes, budget: int, num_decode_tokens: int, num_decode: int) -> int:
+        """The budget, or less where a smaller step and another one are quicker than one that is mostly padding.
+
+        Prompts that are cached in part, or find no pages, need less than is counted here: then the cut is none. Where
+        more wait than there are slots, the count is a guess.
+        """
+        slots = self.slots
+        prefilling = slots.prefilling()
+        num_tokens = int((slots.prefill_len[prefilling] - slots.num_computed[prefilling]).sum())
+        num_rows = num_decode + len(prefilling)
+        most_rows = num_rows + slots.num_free
+        for _, request, _ in self._waiting:
+            if num_tokens >= budget or num_rows == most_rows:
+                break
+            if self._waiting_ids.get(request.request_id) is request:  # it has not ended while it waited
+                num_tokens += request.num_tokens
+                num_rows += 1
+        if not 0 < num_tokens < budget:
+            return budget
+        cut = sizes.prompt_tokens(num_decode_tokens, num_tokens, num_rows)
+        return cut if cut < num_tokens else budget
 
     def _continue_prefills(self, chunks: list[_Chunk], opened: list[Opened], budget: int) -> int:
         for slot in sorted(self.slots.prefilling().tolist(), key=lambda slot: self._tenant(slot).key):

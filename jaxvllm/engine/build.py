@@ -23,7 +23,7 @@ from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two, row_counts
 from jaxvllm.runtime.host_heap import keep_temporaries
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
@@ -95,8 +95,8 @@ def build(
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = BucketLadder.build(
-        _buckets(config.row_buckets, "row_buckets", 1, seqs),
-        _buckets(config.token_buckets, "token_buckets", min(16, tokens), tokens),
+        _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
+        _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
         width=config.max_decode_burst,
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
@@ -222,9 +222,10 @@ def _load(
     return [params, *map(copied, meshes[1:])]
 
 
-def _buckets(chosen: tuple[int, ...] | None, name: str, smallest: int, largest: int) -> tuple[int, ...]:
+def _buckets(chosen: tuple[int, ...] | None, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
     if chosen is None:
-        return powers_of_two(smallest, largest)
+        return default
+    largest = default[-1]
     if max(chosen) > largest:
         raise ValueError(f"{name} {chosen} go beyond {largest}, the most that a step can have: leave those out")
     return (*chosen, largest)

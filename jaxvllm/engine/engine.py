@@ -207,6 +207,11 @@ class Engine:
             num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
             num_pages_owned=sum(scheduler.cache.num_owned for scheduler in schedulers),
             num_programs=sum(replica.runner.programs.num_compiled for replica in self.replicas),
+            num_bucket_tokens=sum(replica.num_bucket_tokens for replica in self.replicas),
+            num_padding_tokens=sum(replica.num_padding_tokens for replica in self.replicas),
+            num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
+            num_bucket_rows=sum(replica.num_bucket_rows for replica in self.replicas),
+            num_padding_rows=sum(replica.num_padding_rows for replica in self.replicas),
         )
 
     def take_reports(self) -> list[StepReport]:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxvllm.core.scheduler import Scheduler
-from jaxvllm.core.step_plan import StepPlan
+from jaxvllm.core.step_plan import Ints, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.stats import StepReport
+from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.runner import Held, InFlight, Runner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
@@ -49,6 +50,11 @@ class Replica:
         self.num_output_tokens = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        self.num_bucket_tokens = 0
+        self.num_padding_tokens = 0
+        self.num_ended_tokens = 0
+        self.num_bucket_rows = 0
+        self.num_padding_rows = 0
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_Launched] = deque()
@@ -76,7 +82,8 @@ class Replica:
         if self._num_under_way == DEPTH:
             return
         start = time.monotonic()
-        plan = self.scheduler.schedule(self._pace.width(self.scheduler.num_running, self.runner.programs.burst_width))
+        width = self._pace.width(self.scheduler.num_running, self.runner.programs.burst_width)
+        plan = self.scheduler.schedule(width, self.runner.step_sizes)
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
@@ -118,6 +125,7 @@ class Replica:
             device_seconds=device_seconds,
         )
         self._reports.append(report)
+        self._count_padding(plan, bucket, output.counts)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
         return processed.outputs
 
@@ -149,6 +157,16 @@ class Replica:
         self._held = None
         self.is_due = False
         self.scheduler = self._make_scheduler()
+
+    def _count_padding(self, plan: StepPlan, bucket: Bucket, counts: Ints) -> None:
+        """Counts what the device computed of `bucket`, and which part of it was for nothing."""
+        # A program of several decode steps ends with the last of its rows, and may find none at all.
+        num_steps = 1 if bucket.width == 1 else int(counts.max())
+        self.num_bucket_tokens += num_steps * bucket.num_tokens
+        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens)
+        self.num_ended_tokens += num_steps * plan.num_decode - int(counts[: plan.num_decode].sum())
+        self.num_bucket_rows += num_steps * bucket.num_rows
+        self.num_padding_rows += num_steps * (bucket.num_rows - plan.num_rows)
 
     def _count_prefixes(self, plan: StepPlan) -> None:
         for admission in plan.admissions:

@@ -18,6 +18,11 @@ class EngineStats:
     num_pages: int
     num_pages_owned: int
     num_programs: int  # compiled so far
+    num_bucket_tokens: int  # tokens that steps computed, padding included
+    num_padding_tokens: int  # those of them that only filled up a bucket
+    num_ended_tokens: int  # those of rows that had ended: the host learns of an end one step late, or behind a burst
+    num_bucket_rows: int  # rows of the same steps, padding included
+    num_padding_rows: int
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Programs[Program]:
         self._compile_step = compile_step
         self._closed = threading.Event()
         self._ready: dict[Bucket, Program] = {}
+        # Tokens and rows of the compiled buckets that hold prompts. Every step asks, so they are not sought each time.
+        self.mixed_sizes: tuple[tuple[int, int], ...] = ()
         self._compile(ladder.largest)
         # The thread is no daemon, because XLA must not compile while the interpreter shuts down. Then the thread ends
         # after the bucket at hand.
@@ -143,4 +145,6 @@ class Programs[Program]:
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()
         self._ready[bucket] = self._compile_step(bucket)
+        if bucket.num_tokens > bucket.num_rows:
+            self.mixed_sizes = (*self.mixed_sizes, (bucket.num_tokens, bucket.num_rows))
         logger.debug("compiled %s in %.2f s", bucket, time.monotonic() - start)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.kernels.counts import Work
+from jaxvllm.bench.kernels.counts import Work
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase, RowCase
 
 FLOAT32 = np.dtype(np.float32)

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import inputs, paged
-from benchmarks.kernels.ceilings import Ceilings
-from benchmarks.kernels.contender import Outcome
-from benchmarks.kernels.counts import Work
-from benchmarks.kernels.inputs import Inputs
-from benchmarks.kernels.paged import OurAttention, PagedContender
 from benchmarks.kernels.report import CaseResult, Goal, markdown
 from benchmarks.kernels.session import GOALS_FIRST, agreeing, chosen, measure
-from benchmarks.kernels.timing import Timing
 from benchmarks.peers import attention_gather
+from jaxvllm.bench.kernels import inputs, paged
+from jaxvllm.bench.kernels.ceilings import Ceilings
+from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.counts import Work
+from jaxvllm.bench.kernels.inputs import Inputs
+from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
+from jaxvllm.bench.kernels.timing import Timing
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import SERVING, RaggedCase, RowCase

@@ -7,11 +7,12 @@ import pytest
 
 from jaxvllm import __version__
 from jaxvllm.cli import COMMANDS, main
+from jaxvllm.cli.bench import COMMANDS as BENCHMARKS
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.vllm_options import ADVICE, ALIASES, SHORT_NAMES
 
-EVERY_COMMAND = [*([name] for name in COMMANDS), ["bench", "serve"], ["bench", "sweep"]]
+EVERY_COMMAND = [*([name] for name in COMMANDS), *(["bench", name] for name in BENCHMARKS)]
 # How a Python programmer would write a default, and nobody at a terminal.
 REPRS = re.compile(
     r"\bNone\b|\(\)|\bTrue\b|\bFalse\b|(?<![\d.])\d+\.0(?![\d.])|\bSTR\b|\bINT\b|\bFLOAT\b|PosixPath|<class"
@@ -143,7 +144,8 @@ def test_what_only_looks_like_an_option_is_none(capsys):
 def test_bench_without_its_command_says_where_the_command_stands(argv, command, capsys):
     code, err = told(["bench", *argv], capsys)
     assert code == 2
-    assert err == f"jaxvllm bench: give serve or sweep first: {command}; see jaxvllm bench --help\n"
+    names = "serve, sweep, latency, throughput, startup or kernels"
+    assert err == f"jaxvllm bench: give {names} first: {command}; see jaxvllm bench --help\n"
 
 
 def test_help_is_plain_where_it_was_a_riddle(capsys):

@@ -19,6 +19,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import FakeDevice, Script, next_token
 
 EOS = 4  # a stop id that the caller did not ask for
@@ -29,7 +30,8 @@ class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
     `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
-    missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others.
+    missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others. A step may
+    be cut to one of `sizes`.
     """
 
     policy: str = "v1"
@@ -43,6 +45,7 @@ class Setup:
     seed: int | None = None
     window: int | None = None
     more_groups: tuple[GroupSize, ...] = ()
+    sizes: StepSizes | None = None
 
     @property
     def groups(self) -> tuple[GroupSize, ...]:
@@ -262,7 +265,7 @@ class Simulation:
         expected_victims, waits = self._predict_victims()
         self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule(self.setup.width)
+        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -279,6 +282,11 @@ class Simulation:
             self._follow(plan, bool(victims))
         self._check_state()
         return plan
+
+    def _is_full(self, plan: StepPlan) -> bool:
+        """Whether a chunk may have been cut short for want of room, or so that the step fills one of the sizes."""
+        sizes = () if self.setup.sizes is None else (tokens for tokens, _ in self.setup.sizes.sizes)
+        return plan.num_tokens == self.setup.budget or plan.num_tokens in sizes
 
     def _forget_unseen(self) -> None:
         """What no token to come sees is given back: a decode row is at least as far as the host knows."""
@@ -406,7 +414,7 @@ class Simulation:
         expected_chunks = [*given, *(s for s in [*prefilling, *admitted] if room.get(s, 1))]
         assert not any(room.get(s) == 0 for s in admitted), "a slot for a request that has to wait"
         assert chunks == expected_chunks[: len(chunks)]
-        assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.setup.budget, "budget left unused"
+        assert len(chunks) == len(expected_chunks) or self._is_full(plan), "budget left unused"
 
         first = 0
         for row, shadow in enumerate(rows):
@@ -436,7 +444,7 @@ class Simulation:
                 assert 1 <= length <= shadow.prefill_len - start
                 end = start + length
                 assert plan.max_new[row] == (start + length == shadow.prefill_len)
-                fits = length == room.get(shadow) or plan.num_tokens == self.setup.budget
+                fits = length == room.get(shadow) or self._is_full(plan)
                 assert plan.samples[row] or fits, "a chunk cut short for nothing"
                 assert length <= room.get(shadow, length), "more tokens are scored than there is room for"
                 given = plan.token_ids[first : first + length].tolist()

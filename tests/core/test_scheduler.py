@@ -14,6 +14,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import VOCAB_SIZE, next_token, unforeseen
 from tests.core.simulation import EOS, Job, Setup, Simulation
 
@@ -37,6 +38,7 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         seed=draw(st.sampled_from([None, None, 0, 1])),
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
         more_groups=tuple(draw(st.sampled_from([(), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24))]))),
+        sizes=draw(st.sampled_from([None, StepSizes(((2, 1), (4, 2), (8, 5), (17, 5)), overhead=0)])),
     )
 
 
@@ -393,6 +395,15 @@ def test_a_step_in_flight_tells_a_slot_s_next_tenant_nothing() -> None:
 
 
 # Refusals.
+
+
+def test_a_request_that_has_ended_makes_no_step_smaller() -> None:
+    sizes = StepSizes(((2, 1), (4, 2)), overhead=0)
+    simulation = Simulation(Setup(num_slots=1, num_pages=8, page_size=2, budget=2, caching=False, sizes=sizes))
+    simulation.abort(simulation.add(Job(prompt=(0,))))
+    simulation.add(Job(prompt=(0, 1, 2, 3, 0), max_tokens=1))
+    simulation.drain()
+    assert [plan.num_tokens for plan in simulation.plans] == [2, 2, 1]
 
 
 def test_a_budget_below_the_number_of_slots_is_refused() -> None:

@@ -85,6 +85,18 @@ def test_each_step_of_a_burst_is_counted(bursting: LLM) -> None:
     assert len(reports) < 24
 
 
+def test_a_burst_computes_on_for_rows_that_have_ended(bursting: LLM) -> None:
+    before = bursting.engine.stats()
+    bursting.engine.take_reports()
+    params = [replace(GREEDY, max_tokens=4, min_tokens=4), replace(GREEDY, max_tokens=24, min_tokens=24)]
+    bursting.generate([PROMPTS[0][:8], PROMPTS[1][:8]], params, use_tqdm=False)
+    after = bursting.engine.stats()
+    ended = after.num_ended_tokens - before.num_ended_tokens
+    padding = after.num_padding_tokens - before.num_padding_tokens
+    assert ended >= 1
+    assert after.num_bucket_tokens - before.num_bucket_tokens == 16 + 3 + 23 + ended + padding
+
+
 def test_a_request_that_waits_ends_the_bursts(bursting: LLM) -> None:
     engine = bursting.engine
     slots = engine.replicas[0].scheduler.slots.num_slots

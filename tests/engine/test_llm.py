@@ -13,6 +13,8 @@ import pytest
 from tqdm import tqdm
 
 from jaxvllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from jaxvllm.core.step_sizes import StepSizes
+from jaxvllm.runtime.runner import Runner
 from tests.engine.tiny import (
     GREEDY,
     MAX_MODEL_LEN,
@@ -442,6 +444,41 @@ def test_stats_count_tokens(llm: LLM) -> None:
     assert after.num_prompt_tokens - before.num_prompt_tokens == sum(map(len, PROMPTS))
     assert after.num_output_tokens - before.num_output_tokens == len(PROMPTS) * 24
     assert after.num_steps > before.num_steps
+
+
+def test_stats_count_what_steps_compute_for_nothing(llm: LLM) -> None:
+    """What is computed is a wanted token, padding, or a token of a row that has ended."""
+    llm.engine.take_reports()
+    before = llm.engine.stats()
+    params = [replace(GREEDY, max_tokens=count) for count in (3, 5, 9)]
+    llm.generate([PROMPTS[0][:7], PROMPTS[1][:9], PROMPTS[2][:5]], params, use_tqdm=False)
+    after, reports = llm.engine.stats(), llm.engine.take_reports()
+    real = 7 + 9 + 5 + (3 - 1) + (5 - 1) + (9 - 1)  # the last token of a prompt yields the first of the answer
+    bucket, padding = (
+        after.num_bucket_tokens - before.num_bucket_tokens,
+        after.num_padding_tokens - before.num_padding_tokens,
+    )
+    ended = after.num_ended_tokens - before.num_ended_tokens
+    assert bucket == sum(report.bucket_tokens for report in reports)
+    assert bucket - padding == sum(report.num_decode + report.num_prefill for report in reports)
+    assert padding > 0
+    assert bucket - padding - ended == real
+    rows = after.num_bucket_rows - before.num_bucket_rows
+    assert rows - (after.num_padding_rows - before.num_padding_rows) == sum(report.num_rows for report in reports)
+
+
+@pytest.mark.parametrize(("overhead", "lengths"), [(0, [16, 4]), (10, [20])])
+def test_tokens_are_the_same_where_a_step_is_cut_to_a_size(
+    wide_llm: LLM, monkeypatch: pytest.MonkeyPatch, overhead: int, lengths: list[int]
+) -> None:
+    prompts = [list(range(3, 23))]
+    whole = wide_llm.generate(prompts, GREEDY, use_tqdm=False)
+    wide_llm.reset_prefix_cache()
+    wide_llm.engine.take_reports()
+    monkeypatch.setattr(Runner, "step_sizes", StepSizes(((8, 8), (16, 8), (32, 16), (64, 32)), overhead))
+    cut = wide_llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [report.num_prefill for report in wide_llm.engine.take_reports() if report.num_prefill] == lengths
+    assert [one.outputs[0].token_ids for one in cut] == [one.outputs[0].token_ids for one in whole]
 
 
 def test_the_bar_shows_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

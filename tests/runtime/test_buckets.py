@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxvllm.core.step_plan import StepPlan
-from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two
+from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two, row_counts
 from tests.runtime.plans import make_plan
 
 COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
@@ -136,6 +136,13 @@ def test_powers_of_two(smallest: int, more: int) -> None:
     assert (counts[0], counts[-1]) == (smallest, smallest + more)
     assert all(a < b <= 2 * a for a, b in zip(counts, counts[1:], strict=False))
     assert all(b == 2 * a for a, b in zip(counts[:-1], counts[1:-1], strict=False))
+
+
+def test_a_cpu_has_row_counts_between_the_powers() -> None:
+    assert row_counts(64, on_cpu=True) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert row_counts(40, on_cpu=True) == (1, 2, 4, 8, 16, 24, 32, 36, 40)
+    assert row_counts(64, on_cpu=False) == powers_of_two(1, 64)
+    assert row_counts(8, on_cpu=True) == (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (4, 0), (3, 4), (-1, -1)])

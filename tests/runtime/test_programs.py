@@ -60,9 +60,12 @@ def test_serves_from_the_largest_while_the_rest_compiles(compiler: Compiler) -> 
         assert programs.choose(plan) == LARGEST == programs.wait_for(LARGEST)()
     compiler.wait_until_asked(2)
     assert programs.num_compiled == 1
+    assert programs.mixed_sizes == ((32, 4),), "a step is cut to no size that is not ready"
     compiler.compile(len(LADDER.buckets))
     programs.wait()
     assert programs.num_compiled == len(LADDER.buckets)
+    mixed = [(bucket.num_tokens, bucket.num_rows) for bucket in LADDER.buckets if not bucket.is_decode]
+    assert sorted(programs.mixed_sizes) == sorted(mixed)
     for plan, expected in [
         (make_plan(1), Bucket(1, 1)),
         (make_plan(2), Bucket(4, 4)),

@@ -26,6 +26,9 @@ ENGINE_COUNTERS = (
     ("num_preemptions", "num_preemptions", "Times that a running request lost its pages to another."),
     ("num_programs", "num_compiles", "Programs that were compiled, or read from the compilation cache."),
     ("num_steps", "num_steps", "Steps of the model."),
+    ("num_bucket_tokens", "bucket_tokens", "Tokens computed, padding included."),
+    ("num_padding_tokens", "padding_tokens", "Padding computed, in tokens."),
+    ("num_ended_tokens", "ended_row_tokens", "Tokens computed for rows that had ended."),
 )
 COUNTERS = tuple(name for name, _, _ in ENGINE_COUNTERS)
 
@@ -52,8 +55,6 @@ class Metrics(Collector):
             Histogram("step_host_seconds", "Time that the host needs for a step.", STEP_SECONDS),
             Histogram("step_device_seconds", "Time that the device needs for a step.", STEP_SECONDS),
         )
-        self._num_bucket_tokens = 0
-        self._num_padding_tokens = 0
         self._num_starts = 0
         self._num_streams = 0
         self._answers: Counter[tuple[str, ...]] = Counter()
@@ -93,8 +94,6 @@ class Metrics(Collector):
         values = num_tokens, step.host_seconds / count, step.device_seconds / count
         for histogram, value in zip(self._steps, values, strict=True):
             histogram.observe(value, times=count)
-        self._num_bucket_tokens += count * step.bucket_tokens
-        self._num_padding_tokens += count * (step.bucket_tokens - num_tokens)
 
     # ---- events of the HTTP server ----
 
@@ -147,8 +146,6 @@ class Metrics(Collector):
     def _collect_steps(self) -> Iterator[Metric]:
         for histogram in self._steps:
             yield self._engine.histogram(histogram)
-        yield self._engine.counter("bucket_tokens", "Tokens computed, padding included.", self._num_bucket_tokens)
-        yield self._engine.counter("padding_tokens", "Padding computed, in tokens.", self._num_padding_tokens)
 
     def _collect_http(self) -> Iterator[Metric]:
         yield self._server.counters("http_requests", "HTTP answers.", ("path", "status"), self._answers)

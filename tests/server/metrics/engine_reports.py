@@ -27,6 +27,11 @@ IDLE = EngineStats(
     num_pages=80,
     num_pages_owned=0,
     num_programs=0,
+    num_bucket_tokens=0,
+    num_padding_tokens=0,
+    num_ended_tokens=0,
+    num_bucket_rows=0,
+    num_padding_rows=0,
 )
 STEP = StepReport(
     replica=0,

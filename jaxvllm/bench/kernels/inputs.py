@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.counts import Work
-from benchmarks.kernels.device import cache_bytes, memory_bytes
+from jaxvllm.bench.kernels.counts import Work
+from jaxvllm.bench.kernels.device import cache_bytes, memory_bytes
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GIB
 from pallas_kernels.ragged_paged_attention import RaggedRows, kv_pages_struct

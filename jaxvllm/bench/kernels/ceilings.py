@@ -7,9 +7,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.counts import Work
-from benchmarks.kernels.device import cache_bytes, memory_bytes
-from benchmarks.kernels.timing import time_calls
+from jaxvllm.bench.kernels.counts import Work
+from jaxvllm.bench.kernels.device import cache_bytes, memory_bytes
+from jaxvllm.bench.kernels.timing import time_calls
 from pallas_kernels.chips import GIB
 
 MATMUL_SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}

@@ -7,7 +7,7 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.timing import Timing
+from jaxvllm.bench.kernels.timing import Timing
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 # The largest error of a token's head, relative to attention in float32 on the same values. NaN passes no comparison.

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernels.contender import MAX_ERROR, Outcome, relative_error
-from benchmarks.kernels.inputs import Inputs, layers_of, random_pages
-from benchmarks.kernels.timing import TooSlow, time_calls
+from jaxvllm.bench.kernels.contender import MAX_ERROR, Outcome, relative_error
+from jaxvllm.bench.kernels.inputs import Inputs, layers_of, random_pages
+from jaxvllm.bench.kernels.timing import TooSlow, time_calls
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows, plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
@@ -63,8 +63,12 @@ class PagedContender:
     def versions(self) -> Mapping[str, str]:
         return {}
 
+    def error(self, case: RaggedCase, dtype: jnp.dtype) -> float:
+        """Returns the largest relative error of a token's head, on a small case of the same kind."""
+        return _error(self.attend, self.backend, small(case), dtype)
+
     def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
-        error = _error(self.attend, self.backend, small(case), dtype)
+        error = self.error(case, dtype)
         if not error <= MAX_ERROR[dtype]:
             return Outcome.without(f"error {error:.1e} is above {MAX_ERROR[dtype]:.0e}: not timed", error)
         inputs = Inputs.random(case, dtype)
