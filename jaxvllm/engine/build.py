@@ -28,10 +28,12 @@ from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
+from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
+from jaxvllm.runtime.stored_programs import StoredPrograms
 from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
@@ -68,8 +70,10 @@ def build(
     With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
     Raises ValueError (what the user gave is wrong) or NotImplementedError (we cannot run it), naming the file.
     """
+    make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
     if config.cache_directory is not None:
         use_persistent_cache(config.cache_directory)
+        make_program = StoredPrograms.beside(config.cache_directory).make
     claim_gpu_memory(config.memory_utilization)
     with _timed("finding devices"):
         devices = jax.devices()
@@ -111,7 +115,7 @@ def build(
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with _timed("measuring memory"):
-        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling)
+        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling, make_program)
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
@@ -119,7 +123,7 @@ def build(
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling)
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, make_program)
 
     with _timed("compiling"):
         runners = _make_all(make_runner, replicas, meshes)
@@ -230,6 +234,7 @@ def _num_pages(
     backend: Backend,
     meshes: Sequence[Mesh],
     sampling: SamplerOptions,
+    make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
 ) -> int:
     """Pages of each replica's first group: as the config says, or what the fullest device of this process has left.
 
@@ -250,7 +255,7 @@ def _num_pages(
         room //= len(devices)  # they are all this host
     else:
         pages = smallest.pages(resolved.spec, backend, meshes[0])
-        compiler = StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0], sampling)
+        compiler = StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0], sampling, make_program)
         room -= compiler.compile(largest).step_bytes
     room -= state_bytes(smallest.sizes(resolved.spec))
     return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
