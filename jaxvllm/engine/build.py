@@ -71,8 +71,7 @@ def build(
     Raises ValueError (what the user gave is wrong) or NotImplementedError (we cannot run it), naming the file.
     """
     make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
-    if config.cache_directory is not None:
-        use_persistent_cache(config.cache_directory)
+    if config.cache_directory is not None and use_persistent_cache(config.cache_directory):
         make_program = StoredPrograms.beside(config.cache_directory).make
     claim_gpu_memory(config.memory_utilization)
     with _timed("finding devices"):

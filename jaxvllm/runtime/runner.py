@@ -125,7 +125,7 @@ class Runner:
         sampling: SamplerOptions = DEFAULT_OPTIONS,
         make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
     ):
-        """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background.
+        """Allocates pages and state on `mesh` and compiles the first bucket; the others follow in the background.
 
         With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. For
         `yields` see `Programs`.
@@ -156,17 +156,19 @@ class Runner:
 
         self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
         rare = np.zeros(rare_words(self._sizes), np.int32)
-        self._admit_rare = compile_update(partial(admit_rare, sizes=self._sizes), rare)
-        self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
-        self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
-        self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
+        tokens = np.zeros(RECALL_WORDS, np.int32)
+        # Few requests need these. So the first request of another kind does not wait for them.
+        self._admit_rare = cache(lambda: compile_update(partial(admit_rare, sizes=self._sizes), rare))
+        self._recall = cache(lambda: compile_update(recall, tokens))
+        self._recount = cache(lambda: compile_update(recount, tokens))
+        self._store_masks = cache(lambda: compile_update(store_masks, pack_masks((), self._sizes)))
 
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program)
-        # Only beam search forks. So the first request of another kind does not wait for it.
-        self._compiled_fork = cache(compiler.compile_fork)
-        self.programs = Programs(ladder, compiler.compile, yields, afterwards=(self._compiled_fork,))
+        self._fork = cache(compiler.compile_fork)
+        rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
+        self.programs = Programs(ladder, compiler.compile, yields, afterwards=rarely)
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
@@ -251,7 +253,7 @@ class Runner:
             pages=_bytes_on_a_device(self._kv_pages),
             num_tokens=(self.shape.num_pages - 1) * self.shape.page_size,  # page 0 is the trash page
             state=_bytes_on_a_device(self._state),
-            step=self.programs.largest.step_bytes,
+            step=None if self.programs.largest is None else self.programs.largest.step_bytes,
             grows=self._pages_grow,
         )
 
@@ -265,15 +267,15 @@ class Runner:
             case Admit(packed):
                 self._state = self._admit(self._state, packed)
             case AdmitRare(packed):
-                self._state = self._admit_rare(self._state, packed)
+                self._state = self._admit_rare()(self._state, packed)
             case Recall(packed):
-                self._state = self._recall(self._state, packed)
+                self._state = self._recall()(self._state, packed)
             case Recount(packed):
-                self._state = self._recount(self._state, packed)
+                self._state = self._recount()(self._state, packed)
             case Mask(packed):
-                self._state = self._store_masks(self._state, packed)
+                self._state = self._store_masks()(self._state, packed)
             case ForkSlots(packed):
-                self._kv_pages, self._state = self._compiled_fork()(self._kv_pages, self._state, packed)
+                self._kv_pages, self._state = self._fork()(self._kv_pages, self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)

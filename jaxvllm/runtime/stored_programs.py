@@ -16,6 +16,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from jaxvllm.runtime.entry_files import EntryFiles
+from jaxvllm.runtime.program_cache import set_aside
 from jaxvllm.runtime.recipe import NoName, Recipe
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class StoredPrograms:
             return None
 
     def _compile(self, name: str, recipe: Recipe) -> jax.stages.Compiled:
-        program = recipe.compile()
+        with set_aside():
+            program = recipe.compile()
         try:
             packed = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), _COMPRESSION)
         except Exception:  # such as for a plugin that cannot: the program is compiled at each start

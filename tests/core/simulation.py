@@ -18,7 +18,7 @@ from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueK
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
-from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepRoom, StepUpdate
 from tests.core.fake_device import FakeDevice, Script, next_token
 
 EOS = 4  # a stop id that the caller did not ask for
@@ -29,7 +29,8 @@ class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
     `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
-    missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others.
+    missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others. The first
+    `num_tight_steps` steps have no more than `room`.
     """
 
     policy: str = "v1"
@@ -43,6 +44,8 @@ class Setup:
     seed: int | None = None
     window: int | None = None
     more_groups: tuple[GroupSize, ...] = ()
+    room: StepRoom | None = None
+    num_tight_steps: int = 0
 
     @property
     def groups(self) -> tuple[GroupSize, ...]:
@@ -182,6 +185,16 @@ class Simulation:
         self._forced: dict[Shadow, tuple[int, int]] = {}  # predicted for the plan: tokens, and those not in flight
 
     @property
+    def room(self) -> StepRoom | None:
+        """That of the step at hand."""
+        return self.setup.room if self.num_steps <= self.setup.num_tight_steps else None
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the step at hand."""
+        return self.setup.budget if self.room is None else min(self.setup.budget, self.room.num_tokens)
+
+    @property
     def pool(self) -> PagePool:
         """Of the first group."""
         return self.cache.groups[0].pool
@@ -262,7 +275,7 @@ class Simulation:
         expected_victims, waits = self._predict_victims()
         self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule(self.setup.width)
+        plan = self.scheduler.schedule(self.setup.width, self.room)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -308,7 +321,7 @@ class Simulation:
         They compute what they take, and the last known token if its KV is not in flight.
         """
         decoding = sorted((s for s in self._running() if s.decoding), key=lambda s: s.slot or 0)
-        room = self.setup.budget - len(decoding)
+        room = self.budget - len(decoding)
         forced: dict[Shadow, tuple[int, int]] = {}
         for shadow in decoding:
             before = shadow.known - min(shadow.computed, shadow.known)
@@ -366,7 +379,8 @@ class Simulation:
         return self.setup.width if self._can_grow(running, self.setup.width) else 1
 
     def _follow(self, plan: StepPlan, preempted: bool) -> None:
-        assert 0 < plan.num_tokens <= self.setup.budget
+        assert 0 < plan.num_tokens <= self.budget
+        assert self.room is None or plan.num_rows <= self.room.num_rows
         before = self._running()
         joined = {admission.request.request_id for admission in plan.admissions}
         if any(s.decoding and s.job.script is not None for s in before):
@@ -406,7 +420,7 @@ class Simulation:
         expected_chunks = [*given, *(s for s in [*prefilling, *admitted] if room.get(s, 1))]
         assert not any(room.get(s) == 0 for s in admitted), "a slot for a request that has to wait"
         assert chunks == expected_chunks[: len(chunks)]
-        assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.setup.budget, "budget left unused"
+        assert len(chunks) == len(expected_chunks) or plan.num_tokens == self.budget, "budget left unused"
 
         first = 0
         for row, shadow in enumerate(rows):
@@ -436,7 +450,7 @@ class Simulation:
                 assert 1 <= length <= shadow.prefill_len - start
                 end = start + length
                 assert plan.max_new[row] == (start + length == shadow.prefill_len)
-                fits = length == room.get(shadow) or plan.num_tokens == self.setup.budget
+                fits = length == room.get(shadow) or plan.num_tokens == self.budget
                 assert plan.samples[row] or fits, "a chunk cut short for nothing"
                 assert length <= room.get(shadow, length), "more tokens are scored than there is room for"
                 given = plan.token_ids[first : first + length].tolist()

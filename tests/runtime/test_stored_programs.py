@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm import SamplingParams
 from jaxvllm.models.ops import biased
+from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS, Recipe
 from jaxvllm.runtime.stored_programs import StoredPrograms
 from sharding.axis import ModelAxis
@@ -74,6 +75,26 @@ def test_a_loaded_program_takes_what_is_donated_in_place(tmp_path: Path) -> None
         place = given.unsafe_buffer_pointer()
         assert program(given, X).unsafe_buffer_pointer() == place
         assert given.is_deleted()
+
+
+def _sorted_sum(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return jnp.sort(x) + bias
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_program_that_is_in_jaxs_cache_is_stored_so_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA on CPU cannot store what it has loaded from there: a function of this program would not be found."""
+    assert use_persistent_cache(tmp_path / "cache")
+    monkeypatch.setattr(_sorted_sum, "__module__", "sharding.axis")  # as if it were ours
+    recipe = add(run=_sorted_sum)
+    recipe.compile()
+    assert list((tmp_path / "cache").iterdir())
+    for _ in range(2):
+        jax.clear_caches()  # as a new process
+        program = StoredPrograms(tmp_path / "programs").make(recipe)
+        np.testing.assert_array_equal(program(X[::-1].copy(), X), 2 * X)
 
 
 def _sum(x: jax.Array, bias: jax.Array, axis: ModelAxis) -> jax.Array:
