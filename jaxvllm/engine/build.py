@@ -1,10 +1,8 @@
 """From an EngineConfig to the parts of an engine: tokenizer, and for each replica weights, pages, scheduler, runner."""
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out
@@ -57,6 +56,7 @@ class EngineParts:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
+    startup: StartupClock  # every stage but the first token
 
 
 def build(
@@ -70,11 +70,12 @@ def build(
     With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
     Raises ValueError (what the user gave is wrong) or NotImplementedError (we cannot run it), naming the file.
     """
-    make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
+    clock = StartupClock()
+    programs = StoredPrograms(None)
     if config.cache_directory is not None and use_persistent_cache(config.cache_directory):
-        make_program = StoredPrograms.beside(config.cache_directory).make
+        programs = StoredPrograms.beside(config.cache_directory)
     claim_gpu_memory(config.memory_utilization)
-    with _timed("finding devices"):
+    with clock.stage("devices"):
         devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
         raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
@@ -99,7 +100,8 @@ def build(
         width=config.max_decode_burst,
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
-    tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
+    with clock.stage("tokenizer"):
+        tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
     eos = _eos_token_ids(config, directory, tokenizer)
     constraints = None
     if tokenizer is not None and hosts.leads:
@@ -108,13 +110,13 @@ def build(
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
         constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
-    with _timed("loading weights"):
+    with clock.stage("weights"):
         replicas = _load(config, directory, resolved, meshes)
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
-    with _timed("measuring memory"):
-        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling, make_program)
+    with clock.stage("memory"):
+        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling, programs.make)
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
@@ -122,9 +124,9 @@ def build(
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, make_program)
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make)
 
-    with _timed("compiling"):
+    with clock.stage("programs"):
         runners = _make_all(make_runner, replicas, meshes)
         if config.warm_up == "full":
             for runner in runners:
@@ -149,6 +151,9 @@ def build(
         )
         return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens)
 
+    clock.ready(programs.num_loaded, programs.num_compiled)
+    logger.info("%s", clock.report())
+
     return EngineParts(
         tokenizer=tokenizer,
         tokenizer_directory=tokenizer_directory,
@@ -159,15 +164,8 @@ def build(
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,
         defaults=defaults,
+        startup=clock,
     )
-
-
-@contextmanager
-def _timed(stage: str) -> Iterator[None]:
-    """Logs where the time of a start goes."""
-    start = time.monotonic()
-    yield
-    logger.info("%s: %.2f s", stage, time.monotonic() - start)
 
 
 def _make_all(

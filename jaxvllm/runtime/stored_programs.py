@@ -31,11 +31,12 @@ _COMPRESSION = 1
 class StoredPrograms:
     """Makes programs from recipes: loads those that an earlier start has left in the directory, compiles the others."""
 
-    def __init__(self, directory: Path):
-        """Makes the directory if it is not there, and cleans it up."""
-        self._files = EntryFiles(directory, "-program")
-        self._is_usable = _is_private(directory)
-        if self._is_usable:
+    def __init__(self, directory: Path | None):
+        """Makes the directory if it is not there, and cleans it up. None: programs are compiled, and not stored."""
+        self._files: EntryFiles | None = None
+        self._were_loaded: list[bool] = []  # one a program; threads append to it
+        if directory is not None and _is_private(directory):
+            self._files = EntryFiles(directory, "-program")
             self._files.clean_up(MAX_BYTES)
 
     @classmethod
@@ -43,43 +44,61 @@ class StoredPrograms:
         """Those of this user. Several users may share the other cache, which holds no code of Python's."""
         return cls(cache_directory / f"programs-of-user-{os.getuid()}")
 
+    @property
+    def num_loaded(self) -> int:
+        return sum(self._were_loaded)
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._were_loaded) - self.num_loaded
+
     def make(self, recipe: Recipe) -> jax.stages.Compiled:
         """Returns the program of `recipe`, loaded if possible. One that was compiled is stored for the next start."""
-        if not self._is_usable:
+        name = None if self._files is None else _name(recipe)
+        program = None if self._files is None or name is None else _load(self._files, name, recipe)
+        self._were_loaded.append(program is not None)
+        if program is not None:
+            return program
+        if self._files is None or name is None:
             return recipe.compile()
-        try:
-            name = recipe.name()
-        except NoName as error:
-            logger.debug("a program is not stored: %s", error)
-            return recipe.compile()
-        return self._load(name, recipe) or self._compile(name, recipe)
+        return _compile_and_store(self._files, name, recipe)
 
-    def _load(self, name: str, recipe: Recipe) -> jax.stages.Compiled | None:
-        content = self._files.read(name)
-        if content is None:
-            return None
-        devices = list(recipe.mesh.devices.flat)
-        try:
-            digest, packed = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-            if hashlib.sha256(packed).digest() != digest:
-                raise ValueError("it is not what was written")
-            serialized, in_tree, out_tree = pickle.loads(zlib.decompress(packed))
-            # A program may call handlers of ours by their names (`jax.ffi`). Register them here, before it is loaded.
-            return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, devices[0].client, devices)
-        except Exception as error:  # whatever is wrong with it, the program is compiled instead
-            self._files.discard(name, error)
-            return None
 
-    def _compile(self, name: str, recipe: Recipe) -> jax.stages.Compiled:
-        with set_aside():
-            program = recipe.compile()
-        try:
-            packed = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), _COMPRESSION)
-        except Exception:  # such as for a plugin that cannot: the program is compiled at each start
-            logger.debug("a program cannot be stored", exc_info=True)
-        else:
-            self._files.write(name, hashlib.sha256(packed).digest() + packed)
-        return program
+def _name(recipe: Recipe) -> str | None:
+    try:
+        return recipe.name()
+    except NoName as error:
+        logger.debug("a program is not stored: %s", error)
+        return None
+
+
+def _load(files: EntryFiles, name: str, recipe: Recipe) -> jax.stages.Compiled | None:
+    content = files.read(name)
+    if content is None:
+        return None
+    devices = list(recipe.mesh.devices.flat)
+    try:
+        digest, packed = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(packed).digest() != digest:
+            raise ValueError("it is not what was written")
+        serialized, in_tree, out_tree = pickle.loads(zlib.decompress(packed))
+        # A program may call handlers of ours by their names (`jax.ffi`). Register them here, before it is loaded.
+        return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, devices[0].client, devices)
+    except Exception as error:  # whatever is wrong with it, the program is compiled instead
+        files.discard(name, error)
+        return None
+
+
+def _compile_and_store(files: EntryFiles, name: str, recipe: Recipe) -> jax.stages.Compiled:
+    with set_aside():
+        program = recipe.compile()
+    try:
+        packed = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), _COMPRESSION)
+    except Exception:  # such as for a plugin that cannot: the program is compiled at each start
+        logger.debug("a program cannot be stored", exc_info=True)
+    else:
+        files.write(name, hashlib.sha256(packed).digest() + packed)
+    return program
 
 
 def _is_private(directory: Path) -> bool:
