@@ -2,12 +2,12 @@
 
 There are two models: the embedded one, and one of Qwen3 0.6B's shape with random weights, which are written to a
 temporary directory as a checkpoint and read from there. Each start is a process of its own, which completes one prompt
-of 5 tokens with 16 tokens. Cold starts have an empty cache directory each. Warm ones share a directory that one start
-with `--warm-up full` has filled. With `--other`, starts of another checkout of this project (for example one of an
-older commit) alternate with ours, with their own cache directories. Prints medians and ranges, where the time of a
-median start went, and how long the whole ladder of programs takes. Writes benchmarks/results/startup-DATE-COMMIT.json.
+of 5 tokens with 16 tokens. Cold starts have an empty cache directory each. Warm ones have that of the first cold start.
+With `--other`, starts of another checkout of this project (for example one of an older commit) alternate with ours, with
+their own cache directories. Prints medians and ranges, where the time of a median start went, and with `--ladder` how
+long all programs take. Writes benchmarks/results/startup-DATE-COMMIT.json.
 
-    python -m benchmarks.startup [--runs 5] [--cold-runs 2] [--models demo 0.6B] [--other ../wt/base]
+    python -m benchmarks.startup [--runs 5] [--cold-runs 2] [--models demo 0.6B] [--other ../wt/base] [--ladder]
 
 Have bytecode made before (`make venv` does), or each start compiles the sources of all libraries where
 PYTHONDONTWRITEBYTECODE is set.
@@ -122,20 +122,21 @@ def measure(model: str, path: str, checkouts: dict[str, Path], args: argparse.Na
         for run in range(args.cold_runs):
             for name, checkout in checkouts.items():
                 note(name, "cold", start(checkout, path, Path(directory, f"{name}-{run}"), options))
-        for name, checkout in checkouts.items():
-            cache = Path(directory, f"{name}-warm")
-            note(name, "filling", start(checkout, path, cache, [*options, "--warm-up", "full"]))
-            note(name, "whole ladder, warm", start(checkout, path, cache, [*options, "--warm-up", "full"]))
+        caches = {name: Path(directory, f"{name}-0") for name in checkouts}  # the first cold start has filled them
+        for name, checkout in checkouts.items() if args.ladder else ():
+            note(name, "filling", start(checkout, path, caches[name], [*options, "--warm-up", "full"]))
+            note(name, "whole ladder, warm", start(checkout, path, caches[name], [*options, "--warm-up", "full"]))
         for _ in range(args.runs):
             for name, checkout in checkouts.items():
-                note(name, "warm", start(checkout, path, Path(directory, f"{name}-warm"), options))
+                note(name, "warm", start(checkout, path, caches[name], options))
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="warm starts of each model")
-    parser.add_argument("--cold-runs", type=int, default=2, help="cold starts of each model")
+    parser.add_argument("--cold-runs", type=int, default=2, help="cold starts of each model, at least one")
+    parser.add_argument("--ladder", action="store_true", help="also compile every program, and load every program")
     parser.add_argument("--models", nargs="+", default=["demo", "0.6B"], choices=["demo", "0.6B"])
     parser.add_argument("--other", type=Path, help="another checkout of this project")
     args = parser.parse_args()

@@ -82,12 +82,13 @@ class Programs[Program]:
         """
         if plan.is_split and self._split_thread is None and self.ladder.choose(plan, self.ladder.split):
             self._compile_split()
-        assert self.ladder.largest.holds(plan), f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
         while True:
             compiling = self._thread.is_alive()
             ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
             if (bucket := self.ladder.choose(plan, ready)) is not None:
                 return bucket
+            can_be_held = self.ladder.choose(plan, self.ladder.buckets) is not None
+            assert can_be_held, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
             if not compiling:
                 raise RuntimeError(f"no bucket that holds {plan.num_tokens} tokens compiled: see the log above")
             self._thread.join(WAIT_SECONDS)

@@ -93,6 +93,15 @@ def test_a_plan_that_no_bucket_holds_yet_waits_for_the_largest(compiler: Compile
     programs.wait()
 
 
+def test_a_plan_of_several_decode_steps_runs_in_a_decode_bucket(compiler: Compiler) -> None:
+    ladder = BucketLadder.build([1, 4], [8, 32], width=5)
+    compiler.compile(100)
+    programs = Programs(ladder, compiler)
+    programs.wait()
+    assert programs.burst_width == 5
+    assert programs.choose(make_plan(3, width=5)) == Bucket(4, 4, width=5)
+
+
 def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
     programs = Programs(LADDER, compiler)
     compiler.compile(2)
