@@ -3,9 +3,9 @@
 There are two models: the embedded one, and one of Qwen3 0.6B's shape with random weights, which are written to a
 temporary directory as a checkpoint and read from there. Each start is a process of its own, which completes one prompt
 of 5 tokens with 16 tokens. Cold starts have an empty cache directory each. Warm ones have that of the first cold start.
-With `--other`, starts of another checkout of this project (for example one of an older commit) alternate with ours, with
-their own cache directories. Prints medians and ranges, where the time of a median start went, and with `--ladder` how
-long all programs take. Writes benchmarks/results/startup-DATE-COMMIT.json.
+With `--other`, starts of another checkout of this project (for example one of an older commit) alternate with ours,
+with their own cache directories. Prints medians and ranges, where the time of a median start went, and with `--ladder`
+how long all programs take. Writes benchmarks/results/startup-DATE-COMMIT.json.
 
     python -m benchmarks.startup [--runs 5] [--cold-runs 2] [--models demo 0.6B] [--other ../wt/base] [--ladder]
 
