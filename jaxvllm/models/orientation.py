@@ -11,7 +11,6 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.tiling import aligned_zeros
 from sharding.placement import mesh_of, place
 
-
 CACHE_LINE_BYTES = 64
 
 
