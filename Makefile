@@ -68,11 +68,13 @@ venv: .venv/.stamp
 .uv/bin/uv:
 	python3 -m pip install --quiet --upgrade --target .uv uv==$(UV_VERSION)
 
+# Bytecode is made now, because where PYTHONDONTWRITEBYTECODE is set no start would keep it: `import jax` 2.1 s, not 0.8.
 .venv/.stamp: pyproject.toml constraints.txt | $(OWN_UV)
 	@test -x $(PY) || $(NEW_VENV) --python 3.12 .venv 2>/dev/null || $(NEW_VENV) --python '>=3.12' .venv \
 	  || { echo 'jaxvllm needs Python 3.12 or newer and found none: install one (pyenv, apt, conda), then retry'; exit 1; }
-	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt \
+	$(UV) pip install --quiet --compile-bytecode --python $(PY) --constraint constraints.txt \
 	  --build-constraints constraints.txt --editable '.[test]'
+	$(PY) -m compileall -q jaxvllm pallas_kernels sharding
 	@touch $@
 
 # An environment of its own: jax would look for these plugins' devices wherever it is imported.

@@ -133,6 +133,7 @@ FORBIDDEN = {
 # Heavy or foreign: nowhere in the product, at no time.
 FORBIDDEN_ANYWHERE = (
     "torch",
+    "transformers",
     "tensorflow",
     "flax",
     "optax",
@@ -143,8 +144,13 @@ FORBIDDEN_ANYWHERE = (
     "marshal",
 )
 FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "numpy.load", "np.load", "yaml.load")
-# The tokenizer may fall back on transformers, inside a function and with its own error.
-TRANSFORMERS_IN = "jaxvllm.text.tokenizer"
+ALLOWED_IN = {
+    # It may fall back on transformers, inside a function and with its own error.
+    "transformers": "jaxvllm.text.tokenizer",
+    # It reads what this user's earlier start has written, where nobody else may write: a compiled program, which is
+    # code in any case.
+    "pickle": "jaxvllm.runtime.stored_programs",
+}
 
 
 def module_name(path: Path) -> str:
@@ -177,8 +183,7 @@ def under(name: str, layer: str) -> bool:
 def broken_arrows(module: str, is_package: bool, tree: ast.AST) -> list[str]:
     layers = [layer for layer in FORBIDDEN if under(module, layer)]
     banned = (*FORBIDDEN_ANYWHERE, *(FORBIDDEN[max(layers, key=len)] if layers else ()))
-    if module != TRANSFORMERS_IN:
-        banned = (*banned, "transformers")
+    banned = tuple(name for name in banned if ALLOWED_IN.get(name) != module)
     return [
         f"{module} imports {name}"
         for name in imports(module, is_package, tree)
@@ -218,11 +223,28 @@ def test_imports_point_one_way() -> None:
         ("sharding.mesh", False, "import jaxvllm"),
         ("pallas_kernels.op.api", False, "from sharding import rules"),
         ("jaxvllm.models.checkpoint", False, "import pickle"),
+        ("jaxvllm.runtime.stored_programs", False, "import dill"),
+        ("jaxvllm.runtime.stored_programs", False, "from jaxvllm.engine import outputs"),
         ("jaxvllm.models.checkpoint", False, "from transformers import AutoModel"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, is_package: bool, source: str) -> None:
     assert broken_arrows(module, is_package, ast.parse(source))
+
+
+def test_every_source_that_is_traced_is_part_of_the_names_of_stored_programs() -> None:
+    from jaxvllm.runtime.recipe import TRACED_PACKAGES
+
+    traced = tuple(package.replace("/", ".") for package in TRACED_PACKAGES)
+    found = [
+        f"{module_name(path)} imports {name}"
+        for path in product_files()
+        if any(under(module_name(path), package) for package in traced)
+        for name in imports(module_name(path), path.name == "__init__.py", ast.parse(path.read_text()))
+        if name.split(".")[0] in PACKAGES and not any(under(name, package) for package in traced)
+        if name != "jaxvllm"  # imports nothing by itself
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_nothing_is_executed_or_unpickled() -> None:

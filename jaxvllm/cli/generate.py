@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.engine.startup import seconds_since_process_start
 
 if TYPE_CHECKING:
     from jaxvllm.core.request import GenerationRequest
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
         print() if streams else _print_texts(prompts, outputs, joined=not args.chat)
         if timeline is not None:
             print(timeline.draw(prompts))
-        print(f"\n{totals}", flush=True)
+        print(f"\n{llm.engine.startup()}\n{totals}", flush=True)
     return 0
 
 
@@ -204,13 +204,3 @@ def _merged(steps: list[dict[str, str]]) -> dict[str, str]:
 
 def _digit(count: int) -> str:
     return str(count) if count < 10 else "+"
-
-
-def seconds_since_process_start() -> float | None:
-    """Returns the age of this process according to the operating system, or None if that does not say."""
-    try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    except OSError:
-        return None
-    return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")

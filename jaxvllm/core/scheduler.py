@@ -34,6 +34,7 @@ from jaxvllm.core.step_plan import (
     Scored,
     StepOutput,
     StepPlan,
+    StepRoom,
     StepUpdate,
 )
 from jaxvllm.core.step_sizes import StepSizes
@@ -128,21 +129,25 @@ class Scheduler:
         """Tokens of `request` that would not be computed if it were admitted now: their KV is in the prefix cache."""
         return self._cached_prefix(request).num_pages * self.cache.page_size
 
-    def schedule(self, width: int = 1, sizes: StepSizes | None = None) -> StepPlan | None:
+    def schedule(self, width: int = 1, sizes: StepSizes | None = None, room: StepRoom | None = None) -> StepPlan | None:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
         policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row waits for the host, the step
         is `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint
-        forces are computed at once, if the budget and the free pages have room for them. With `sizes` the last chunk
-        may be shorter than the budget allows, so that the step fills one of them.
+        forces are computed at once, if the budget and the free pages have room for them.
+
+        With `sizes` the last chunk may be shorter than the budget allows, so that the step fills one of them. With
+        `room`, which may grow from call to call but not shrink, the step has no more tokens and rows than that, but for
+        the beams of a search. So requests get slots only while there are rows for them.
         """
         self._free_unseen()
+        most = self.max_num_batched_tokens if room is None else min(self.max_num_batched_tokens, room.num_tokens)
         decode = self.slots.decoding()
         if width > 1 and not self._may_burst(decode):
             width = 1
         constrained = decode[self.slots.is_constrained[decode]]
-        forced = self._constrained.forced(constrained, self.max_num_batched_tokens - len(decode))
+        forced = self._constrained.forced(constrained, max(most - len(decode), 0))
         width = 1 if forced else self._constrained.width(constrained, width)
         new_pages = self._grow(decode, width, forced)
         if new_pages is None and (width > 1 or forced):
@@ -156,14 +161,14 @@ class Scheduler:
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
         num_decode_tokens = len(decode) + self._constrained.num_extra(forced)
-        budget = self.max_num_batched_tokens - (num_decode_tokens if mixes else 0)
+        budget = most - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
             if sizes is not None:
                 budget = self._fit(sizes, budget, num_decode_tokens if mixes else 0, len(decode) if mixes else 0)
             budget = self._continue_prefills(chunks, opened, budget)
             if not preempts:
                 # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
-                self._admit(chunks, admissions, budget)
+                self._admit(chunks, admissions, budget, room)
         if chunks and not mixes:
             self.cache.undo(new_pages)  # decode rows wait while prompts are computed
             decode, new_pages, forced = decode[:0], self.cache.no_entries, {}
@@ -427,12 +432,20 @@ class Scheduler:
         """How many tokens may still be computed of prompts that want wide scores, beside `chunks`."""
         return SCORE_BATCH - sum(chunk.length for chunk in chunks if self._tenant(chunk.slot).wants_wide_scores)
 
-    def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int) -> None:
+    def _num_rows_left(self, room: StepRoom | None) -> int:
+        """How many more slots may be taken."""
+        num_free = self.slots.num_free
+        return num_free if room is None else min(num_free, room.num_rows - self.slots.num_active)
+
+    def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int, room: StepRoom | None) -> None:
         if self._slot_of and not self.policy.joins_running:
             return
         postponed: list[tuple[QueueKey, Request, bool]] = []
         # No more are looked past than there are slots: thousands may wait for one new system prompt.
-        while budget > 0 and self.slots.num_free and self._waiting and len(postponed) < self.slots.num_slots:
+        while budget > 0 and self._waiting and len(postponed) < self.slots.num_slots:
+            num_rows = self._num_rows_left(room)
+            if num_rows <= 0:
+                break
             key, request, watched = self._waiting[0]
             if self._waiting_ids.get(request.request_id) is not request:  # ended while it waited
                 heapq.heappop(self._waiting)
@@ -445,7 +458,9 @@ class Scheduler:
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
             num_forks = 0 if request.num_beams is None else request.num_beams - 1
-            if self.slots.num_free <= num_forks or not self.cache.can_take(prefix, target, num_forks):
+            # A search alone may have more beams than there are rows now, or it would wait, and nothing would run.
+            has_rows = (num_rows if self._slot_of else self.slots.num_free) > num_forks
+            if not has_rows or not self.cache.can_take(prefix, target, num_forks):
                 break
             heapq.heappop(self._waiting)
             del self._waiting_ids[request.request_id]

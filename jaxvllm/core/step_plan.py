@@ -45,6 +45,14 @@ _NO_ENTRIES = PageEntries(*(np.zeros(0, np.int32),) * 3)
 
 
 @dataclass(frozen=True)
+class StepRoom:
+    """The most that a step may compute."""
+
+    num_tokens: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Admission:
     """A request that got a slot in this step: the device must learn its pages and sampling parameters first."""
 

@@ -1,10 +1,8 @@
 """From an EngineConfig to the parts of an engine: tokenizer, and for each replica weights, pages, scheduler, runner."""
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
 from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
@@ -29,10 +28,12 @@ from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
+from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
+from jaxvllm.runtime.stored_programs import StoredPrograms
 from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class EngineParts:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
+    startup: StartupClock  # every stage but the first token
 
 
 def build(
@@ -70,10 +72,12 @@ def build(
     With several `hosts` all of them call it, and the first has a `leader`: its runner makes the others' do the same.
     Raises ValueError (what the user gave is wrong) or NotImplementedError (we cannot run it), naming the file.
     """
-    if config.cache_directory is not None:
-        use_persistent_cache(config.cache_directory)
+    clock = StartupClock()
+    programs = StoredPrograms(None)
+    if config.cache_directory is not None and use_persistent_cache(config.cache_directory):
+        programs = StoredPrograms.beside(config.cache_directory)
     claim_gpu_memory(config.memory_utilization)
-    with _timed("finding devices"):
+    with clock.stage("devices"):
         devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
         raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
@@ -100,7 +104,8 @@ def build(
         width=config.max_decode_burst,
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
-    tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
+    with clock.stage("tokenizer"):
+        tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
     eos = _eos_token_ids(config, directory, tokenizer)
     constraints = None
     if tokenizer is not None and hosts.leads:
@@ -109,13 +114,13 @@ def build(
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
         constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
-    with _timed("loading weights"):
+    with clock.stage("weights"):
         replicas = _load(config, directory, resolved, meshes, backend)
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
-    with _timed("measuring memory"):
-        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling)
+    with clock.stage("memory"):
+        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling, programs.make)
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
@@ -123,9 +128,9 @@ def build(
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling)
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make)
 
-    with _timed("compiling"):
+    with clock.stage("programs"):
         runners = _make_all(make_runner, replicas, meshes)
         if config.warm_up == "full":
             for runner in runners:
@@ -150,6 +155,9 @@ def build(
         )
         return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens)
 
+    clock.ready(programs.num_loaded, programs.num_compiled)
+    logger.info("%s", clock.report())
+
     return EngineParts(
         tokenizer=tokenizer,
         tokenizer_directory=tokenizer_directory,
@@ -160,15 +168,8 @@ def build(
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,
         defaults=defaults,
+        startup=clock,
     )
-
-
-@contextmanager
-def _timed(stage: str) -> Iterator[None]:
-    """Logs where the time of a start goes."""
-    start = time.monotonic()
-    yield
-    logger.info("%s: %.2f s", stage, time.monotonic() - start)
 
 
 def _make_all(
@@ -239,6 +240,7 @@ def _num_pages(
     backend: Backend,
     meshes: Sequence[Mesh],
     sampling: SamplerOptions,
+    make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
 ) -> int:
     """Pages of each replica's first group: as the config says, or what the fullest device of this process has left.
 
@@ -259,7 +261,7 @@ def _num_pages(
         room //= len(devices)  # they are all this host
     else:
         pages = smallest.pages(resolved.spec, backend, meshes[0])
-        compiler = StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0], sampling)
+        compiler = StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0], sampling, make_program)
         room -= compiler.compile(largest).step_bytes
     room -= state_bytes(smallest.sizes(resolved.spec))
     return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))

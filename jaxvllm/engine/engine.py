@@ -20,6 +20,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
+from jaxvllm.engine.startup import StartupReport
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
@@ -66,6 +67,7 @@ class Engine:
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
         self._router = self._make_router()
+        self._startup = parts.startup
         self._is_closed = False
         self._is_broken = False  # whether a step broke off whose remains are not cleared away yet
         self._num_prompt_tokens = 0
@@ -169,7 +171,11 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         for replica in self.replicas:
             replica.dispatch(self.outputs)
-        return [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
+        results = [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
+        if not self._startup.is_over and any(replica.num_output_tokens for replica in self.replicas):
+            self._startup.first_token()
+            logger.info("%s", self.startup())
+        return results
 
     def _to_collect(self) -> list[Replica]:
         """Returns the replicas whose oldest step must be read now: of several, those that are done, so none waits."""
@@ -191,6 +197,10 @@ class Engine:
             for replica in self.replicas  # only one of them has it
         ]
         return self.outputs.abort(request_id, [child for child in ended if child is not None])
+
+    def startup(self) -> StartupReport:
+        """Returns where the time of the start went."""
+        return self._startup.report()
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges that say how busy the engine is."""

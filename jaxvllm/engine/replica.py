@@ -82,8 +82,9 @@ class Replica:
         if self._num_under_way == DEPTH:
             return
         start = time.monotonic()
-        width = self._pace.width(self.scheduler.num_running, self.runner.programs.burst_width)
-        plan = self.scheduler.schedule(width, self.runner.step_sizes)
+        programs = self.runner.programs
+        width = self._pace.width(self.scheduler.num_running, programs.burst_width)
+        plan = self.scheduler.schedule(width, self.runner.step_sizes, programs.room)
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)

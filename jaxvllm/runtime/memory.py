@@ -26,15 +26,17 @@ class MemoryUse:
     pages: int
     num_tokens: int  # tokens whose keys and values fit in the pages; windowed layers keep a request's last ones
     state: int  # bytes of the slots
-    step: int  # bytes that the largest step needs in addition while it runs
+    step: int | None  # bytes that the largest step needs in addition while it runs; None: it is not compiled yet
     grows: bool  # whether pages take memory only once they are used, as on CPU
 
     def table(self) -> str:
         """Returns the parts and their sum in MiB, each on a line of its own."""
         pages = f"{self.num_tokens:,} tokens" + (", taken as pages fill" if self.grows else "")
         rows = [("weights", self.weights, ""), ("KV pages", self.pages, pages), ("slots", self.state, "")]
-        rows.append(("largest step", self.step, "while it runs"))
-        rows.append(("in all", sum(size for _, size, _ in rows), ""))
+        if self.step is not None:
+            rows.append(("largest step", self.step, "while it runs"))
+        remark = "and what the largest step needs, which still compiles" if self.step is None else ""
+        rows.append(("in all", sum(size for _, size, _ in rows), remark))
         return "\n".join(f"  {name:<13}{size / 2**20:11,.1f}   {remark}".rstrip() for name, size, remark in rows)
 
 

@@ -1,4 +1,7 @@
-"""Compiled programs, one for each bucket. The largest is compiled first, the others while the engine serves.
+"""Compiled programs, one for each bucket. The smallest is compiled first, the others while the engine serves.
+
+The smallest answers soonest: on a slow device, a prompt of 5 tokens takes much longer in a step for 512 than in one for
+16. The second is the largest. Until it is ready, the scheduler plans no more than the first holds.
 
 Split buckets are compiled when the first plan could use one: most engines never meet such a plan.
 """
@@ -10,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxvllm.core.step_plan import StepPlan
+from jaxvllm.core.step_plan import StepPlan, StepRoom
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 
 logger = logging.getLogger(__name__)
@@ -21,7 +24,10 @@ WAIT_SECONDS = 0.01
 
 
 class Programs[Program]:
-    """The compiled step of every bucket of a ladder. Until a bucket is ready, its plans run padded in a larger one."""
+    """The compiled step of every bucket of a ladder. Until a bucket is ready, its plans run padded in a larger one.
+
+    While there is no larger one either, they wait.
+    """
 
     def __init__(
         self,
@@ -30,10 +36,10 @@ class Programs[Program]:
         yields: bool = True,
         afterwards: Sequence[Callable[[], object]] = (),
     ):
-        """Compiles the largest bucket before it returns. That bucket holds every plan, so the engine can serve then.
+        """Compiles the first bucket before it returns. The engine can serve with it.
 
-        A thread compiles the others, and does what is `afterwards`, which compiles something else that few requests
-        need. With `yields` its priority is low, so that it does not slow the steps down.
+        A thread compiles the others, the largest next, and does what is `afterwards`, which compiles something else
+        that few requests need. With `yields` its priority is low from then on, so that it does not slow the steps down.
         """
         self._afterwards = afterwards
         self.ladder = ladder
@@ -43,7 +49,7 @@ class Programs[Program]:
         self._ready: dict[Bucket, Program] = {}
         # Tokens and rows of the compiled buckets that hold prompts. Every step asks, so they are not sought each time.
         self.mixed_sizes: tuple[tuple[int, int], ...] = ()
-        self._compile(ladder.largest)
+        self._compile(ladder.first)
         # The thread is no daemon, because XLA must not compile while the interpreter shuts down. Then the thread ends
         # after the bucket at hand.
         self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
@@ -55,9 +61,15 @@ class Programs[Program]:
         return len(self._ready)
 
     @property
-    def largest(self) -> Program:
-        """The program of the largest bucket, which holds every plan. It is always compiled."""
-        return self._ready[self.ladder.largest]
+    def largest(self) -> Program | None:
+        """The program of the largest bucket, which holds every plan, or None while it is not ready."""
+        return self._ready.get(self.ladder.largest)
+
+    @property
+    def room(self) -> StepRoom | None:
+        """The most that a plan should have, so that it need not wait; None: it may have all that the ladder holds."""
+        first = self.ladder.first
+        return None if self.ladder.largest in self._ready else StepRoom(first.num_tokens, first.num_rows)
 
     @property
     def burst_width(self) -> int:
@@ -66,13 +78,22 @@ class Programs[Program]:
         return widest.width if widest in self._ready else 1
 
     def choose(self, plan: StepPlan) -> Bucket:
-        """Returns the cheapest compiled bucket that holds `plan`."""
+        """Returns the cheapest compiled bucket that holds `plan`. If there is none, it waits for one.
+
+        Raises RuntimeError when none compiles.
+        """
         if plan.is_split and self._split_thread is None and self.ladder.choose(plan, self.ladder.split):
             self._compile_split()
-        ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
-        bucket = self.ladder.choose(plan, ready)
-        assert bucket is not None, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
-        return bucket
+        while True:
+            compiling = self._thread.is_alive()
+            ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
+            if (bucket := self.ladder.choose(plan, ready)) is not None:
+                return bucket
+            can_be_held = self.ladder.choose(plan, self.ladder.buckets) is not None
+            assert can_be_held, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
+            if not compiling:
+                raise RuntimeError(f"no bucket that holds {plan.num_tokens} tokens compiled: see the log above")
+            self._thread.join(WAIT_SECONDS)
 
     def wait_for(self, bucket: Bucket) -> Program:
         """Waits until `bucket` is compiled and returns its program. Another process may have it, and use it, earlier.
@@ -124,10 +145,12 @@ class Programs[Program]:
             if bucket not in self._ready:
                 try:
                     self._compile(bucket)
-                except Exception:  # a larger bucket serves its plans, only slower
-                    logger.exception("bucket %s did not compile; its steps run padded in a larger one", bucket)
+                except Exception:  # a larger bucket serves its plans, only slower; without the largest, plans are small
+                    logger.exception("bucket %s did not compile; others take its steps, only slower", bucket)
 
     def _compile_rest(self) -> None:
+        # Plans may wait for the largest, and beside busy processes a thread that has given way gets 0.5% of a core.
+        self._compile_all([self.ladder.largest])
         self._give_way()
         self._compile_all(self.ladder.compile_order())
         for compile_it in self._afterwards:

@@ -41,6 +41,7 @@ from jaxvllm.runtime.multihost.calls import (
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.prompt_scores import PromptScores, pack_wide
+from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
@@ -128,8 +129,9 @@ class Runner:
         leader: Leader | None = None,
         yields: bool = True,
         sampling: SamplerOptions = DEFAULT_OPTIONS,
+        make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
     ):
-        """Allocates pages and state on `mesh` and compiles the largest bucket; the others follow in the background.
+        """Allocates pages and state on `mesh` and compiles the first bucket; the others follow in the background.
 
         With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. For
         `yields` see `Programs`.
@@ -145,9 +147,9 @@ class Runner:
         self._new_pages: Callable[[], KVCachePages] = (
             (lambda: tuple(untouched(of_group, mesh) for of_group in pages))
             if self._pages_grow
-            else _maker(lambda: tuple(jnp.zeros(of_group.shape, of_group.dtype) for of_group in pages), pages)
+            else make_program(_filling(partial(_zeros, tuple((x.shape, x.dtype) for x in pages)), pages, mesh))
         )
-        self._new_state = _maker(partial(new_state, self._sizes), state)
+        self._new_state = make_program(_filling(partial(new_state, self._sizes), state, mesh))
         self._kv_pages: KVCachePages
         self._state: DeviceState
         self._forwarded: _Forwarded | None = None  # of a step whose second half is held back
@@ -157,21 +159,23 @@ class Runner:
             return jax.ShapeDtypeStruct(packed.shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
 
         def compile_update(update: Callable[..., DeviceState], packed: NDArray[np.int32]) -> Callable[..., DeviceState]:
-            return jax.jit(update, donate_argnums=0).lower(state, packed_struct(packed)).compile()
+            return make_program(Recipe(update, (state, packed_struct(packed)), mesh, donates=(0,)))
 
         self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
         rare = np.zeros(rare_words(self._sizes), np.int32)
-        self._admit_rare = compile_update(partial(admit_rare, sizes=self._sizes), rare)
-        self._recall = compile_update(recall, np.zeros(RECALL_WORDS, np.int32))
-        self._recount = compile_update(recount, np.zeros(RECALL_WORDS, np.int32))
-        self._store_masks = compile_update(store_masks, pack_masks((), self._sizes))
+        tokens = np.zeros(RECALL_WORDS, np.int32)
+        # Few requests need these. So the first request of another kind does not wait for them.
+        self._admit_rare = cache(lambda: compile_update(partial(admit_rare, sizes=self._sizes), rare))
+        self._recall = cache(lambda: compile_update(recall, tokens))
+        self._recount = cache(lambda: compile_update(recount, tokens))
+        self._store_masks = cache(lambda: compile_update(store_masks, pack_masks((), self._sizes)))
 
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling)
-        # Only beam search forks. So the first request of another kind does not wait for it.
-        self._compiled_fork = cache(compiler.compile_fork)
-        self.programs = Programs(ladder, compiler.compile, yields, afterwards=(self._compiled_fork,))
+        compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program)
+        self._fork = cache(compiler.compile_fork)
+        rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
+        self.programs = Programs(ladder, compiler.compile, yields, afterwards=rarely)
 
     @property
     def step_sizes(self) -> StepSizes:
@@ -261,7 +265,7 @@ class Runner:
             pages=_bytes_on_a_device(self._kv_pages),
             num_tokens=(self.shape.num_pages - 1) * self.shape.page_size,  # page 0 is the trash page
             state=_bytes_on_a_device(self._state),
-            step=self.programs.largest.step_bytes,
+            step=None if self.programs.largest is None else self.programs.largest.step_bytes,
             grows=self._pages_grow,
         )
 
@@ -275,15 +279,15 @@ class Runner:
             case Admit(packed):
                 self._state = self._admit(self._state, packed)
             case AdmitRare(packed):
-                self._state = self._admit_rare(self._state, packed)
+                self._state = self._admit_rare()(self._state, packed)
             case Recall(packed):
-                self._state = self._recall(self._state, packed)
+                self._state = self._recall()(self._state, packed)
             case Recount(packed):
-                self._state = self._recount(self._state, packed)
+                self._state = self._recount()(self._state, packed)
             case Mask(packed):
-                self._state = self._store_masks(self._state, packed)
+                self._state = self._store_masks()(self._state, packed)
             case ForkSlots(packed):
-                self._kv_pages, self._state = self._compiled_fork()(self._kv_pages, self._state, packed)
+                self._kv_pages, self._state = self._fork()(self._kv_pages, self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)
@@ -351,6 +355,10 @@ def _bytes_on_a_device(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _maker(make: Callable[[], Any], like: Any) -> Callable[[], Any]:
-    """`make`, whose arrays come up where those of `like` are: nothing is sent."""
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))
+def _filling(make: Callable[[], Any], like: Any, mesh: Mesh) -> Recipe:
+    """The recipe of `make`, whose arrays come up where those of `like` are: nothing is sent."""
+    return Recipe(make, (), mesh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
+
+
+def _zeros(structs: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> KVCachePages:
+    return tuple(jnp.zeros(shape, dtype) for shape, dtype in structs)

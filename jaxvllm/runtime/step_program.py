@@ -18,6 +18,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.prompt_scores import PromptScores
+from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step import (
@@ -34,19 +35,6 @@ from jaxvllm.runtime.step import (
 )
 from pallas_kernels.backend import Backend
 from sharding.axis import ModelAxis
-
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # For v7x XLA:TPU wants 16-bit weights tiled (16, 128), is given them tiled (8, 128), as everywhere else, and copies
-    # all of them in every step: 3.3 GiB for two layers of Llama 3 70B (compiled HLO, libtpu 0.0.48.1).
-    "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
-    # XLA:GPU's Triton matmuls copy the layer's slice of a stacked weight first, three times decode's memory traffic;
-    # cuBLASLt reads it in place (compiled HLO, jax 0.11.2).
-    "gpu": {"xla_gpu_enable_triton_gemm": False},
-    # LLVM at -O1: a mixed bucket of an 8-layer model compiles in 3.2 s and not 5.7 s, and steps take the same time
-    # (1, 16 and 128 tokens, 2 cores): the matmuls are library calls, the rest is bound by memory.
-    "cpu": {"xla_backend_optimization_level": 1},
-}
-
 
 # Rows whose distributions one program yields: 5 MB with 152k tokens of vocabulary.
 DISTRIBUTION_BATCH = 8
@@ -127,7 +115,10 @@ def head_of(params: Params) -> Params:
 
 @dataclass(frozen=True)
 class StepCompiler:
-    """Compiles the steps of one model over one KV cache; `params` and `kv` may be arrays or their abstract shapes."""
+    """Compiles the steps of one model over one KV cache; `params` and `kv` may be arrays or their abstract shapes.
+
+    `make` makes a program of its recipe.
+    """
 
     params: Params
     kv: Any
@@ -136,6 +127,7 @@ class StepCompiler:
     backend: Backend
     mesh: Mesh
     sampling: SamplerOptions = DEFAULT_OPTIONS
+    make: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
     _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
     _distributions: dict[int, DistributionProgram] = field(default_factory=dict)
     _wide_scores: dict[int, WideScoreProgram] = field(default_factory=dict)
@@ -164,12 +156,12 @@ class StepCompiler:
         arguments = (self.params, self.kv, self._state, packed)
         outputs = (PartitionSpec(),) * (2 if bucket.is_decode else 3)
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
-        return self._lower(partial(run, bucket=bucket), arguments, (pages, *outputs), donates=(1, 2))
+        return self._make(partial(run, bucket=bucket), arguments, (pages, *outputs), donates=(1, 2))
 
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""
         arguments = (head_of(self.params), self._state, self._unsampled(num_rows))
-        return self._lower(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
+        return self._make(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
 
     def compile_fork(self) -> jax.stages.Compiled:
         """`forks.fork_slots`, which only beam search needs. It donates pages and state."""
@@ -177,29 +169,29 @@ class StepCompiler:
         packed = pack_forks((), sizes)
         arguments = (self.kv, self._state, self._everywhere(packed.shape, packed.dtype))
         where = jax.tree.map(lambda x: x.sharding, arguments[:2])
-        run = jax.jit(partial(fork_slots, sizes=sizes), donate_argnums=(0, 1), out_shardings=where)
-        return run.lower(*arguments).compile()
+        run = partial(fork_slots, sizes=sizes)
+        return self.make(Recipe(run, arguments, self.mesh, donates=(0, 1), out_shardings=where))
 
     def _compile_distributions(self, num_rows: int) -> DistributionProgram:
         index = self._everywhere((DISTRIBUTION_BATCH,), jnp.int32)
-        pick = jax.jit(pick_rows).lower(self._unsampled(num_rows), index).compile()
-        return DistributionProgram(pick, self._distribute)
+        pick = Recipe(pick_rows, (self._unsampled(num_rows), index), self.mesh)
+        return DistributionProgram(self.make(pick), self._distribute)
 
     @cached_property
     def _distribute(self) -> jax.stages.Compiled:
         arguments = (head_of(self.params), self._state, self._unsampled(DISTRIBUTION_BATCH))
-        return self._lower(distribute, arguments, PartitionSpec(), donates=())
+        return self._make(distribute, arguments, PartitionSpec(), donates=())
 
     def _compile_wide_scores(self, num_tokens: int) -> WideScoreProgram:
         packed = self._everywhere((2, SCORE_BATCH), jnp.int32)
-        pick = jax.jit(pick_tokens).lower(self._hidden(num_tokens), packed).compile()
-        return WideScoreProgram(pick, self._score_widely)
+        pick = Recipe(pick_tokens, (self._hidden(num_tokens), packed), self.mesh)
+        return WideScoreProgram(self.make(pick), self._score_widely)
 
     @cached_property
     def _score_widely(self) -> jax.stages.Compiled:
         token_ids = self._everywhere((SCORE_BATCH,), jnp.int32)
         arguments = (head_of(self.params), self._hidden(SCORE_BATCH), token_ids)
-        return self._lower(score_widely, arguments, PartitionSpec(), donates=())
+        return self._make(score_widely, arguments, PartitionSpec(), donates=())
 
     def _unsampled(self, num_rows: int) -> Unsampled:
         numbers = self._everywhere((num_rows,), jnp.int32)
@@ -208,24 +200,12 @@ class StepCompiler:
     def _hidden(self, count: int) -> Any:
         return self._everywhere((count, self.spec.hidden_size), self.params["embed"].dtype)
 
-    def _lower(
+    def _make(
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
     ) -> jax.stages.Compiled:
         model = StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size), self.sampling)
-        run = partial(run, model=model)
-        if self.mesh.size > 1:
-            run = jax.shard_map(
-                run,
-                mesh=self.mesh,
-                in_specs=jax.tree.map(lambda x: x.sharding.spec, arguments),
-                out_specs=out_specs,
-                check_vma=False,  # Pallas calls do not say over which axes their outputs vary
-            )
-        program = jax.jit(run, donate_argnums=donates)
-        # Mosaic GPU asks the context for its device when there is none: see pallas_kernels/deviceless.py.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            lowered = program.lower(*arguments)
-        return lowered.compile(COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform))
+        on_parts = out_specs if self.mesh.size > 1 else None
+        return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))
 
     @property
     def _state(self) -> DeviceState:

@@ -18,7 +18,7 @@ from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueK
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
-from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepUpdate
+from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepRoom, StepUpdate
 from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import FakeDevice, Script, next_token
 
@@ -31,7 +31,7 @@ class Setup:
 
     `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
     missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others. A step may
-    be cut to one of `sizes`.
+    be cut to one of `sizes`. The first `num_tight_steps` steps have no more than `room`.
     """
 
     policy: str = "v1"
@@ -46,6 +46,8 @@ class Setup:
     window: int | None = None
     more_groups: tuple[GroupSize, ...] = ()
     sizes: StepSizes | None = None
+    room: StepRoom | None = None
+    num_tight_steps: int = 0
 
     @property
     def groups(self) -> tuple[GroupSize, ...]:
@@ -185,6 +187,16 @@ class Simulation:
         self._forced: dict[Shadow, tuple[int, int]] = {}  # predicted for the plan: tokens, and those not in flight
 
     @property
+    def room(self) -> StepRoom | None:
+        """That of the step at hand."""
+        return self.setup.room if self.num_steps <= self.setup.num_tight_steps else None
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the step at hand."""
+        return self.setup.budget if self.room is None else min(self.setup.budget, self.room.num_tokens)
+
+    @property
     def pool(self) -> PagePool:
         """Of the first group."""
         return self.cache.groups[0].pool
@@ -265,7 +277,7 @@ class Simulation:
         expected_victims, waits = self._predict_victims()
         self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes)
+        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes, self.room)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -286,7 +298,7 @@ class Simulation:
     def _is_full(self, plan: StepPlan) -> bool:
         """Whether a chunk may have been cut short for want of room, or so that the step fills one of the sizes."""
         sizes = () if self.setup.sizes is None else (tokens for tokens, _ in self.setup.sizes.sizes)
-        return plan.num_tokens == self.setup.budget or plan.num_tokens in sizes
+        return plan.num_tokens == self.budget or plan.num_tokens in sizes
 
     def _forget_unseen(self) -> None:
         """What no token to come sees is given back: a decode row is at least as far as the host knows."""
@@ -316,7 +328,7 @@ class Simulation:
         They compute what they take, and the last known token if its KV is not in flight.
         """
         decoding = sorted((s for s in self._running() if s.decoding), key=lambda s: s.slot or 0)
-        room = self.setup.budget - len(decoding)
+        room = self.budget - len(decoding)
         forced: dict[Shadow, tuple[int, int]] = {}
         for shadow in decoding:
             before = shadow.known - min(shadow.computed, shadow.known)
@@ -374,7 +386,8 @@ class Simulation:
         return self.setup.width if self._can_grow(running, self.setup.width) else 1
 
     def _follow(self, plan: StepPlan, preempted: bool) -> None:
-        assert 0 < plan.num_tokens <= self.setup.budget
+        assert 0 < plan.num_tokens <= self.budget
+        assert self.room is None or plan.num_rows <= self.room.num_rows
         before = self._running()
         joined = {admission.request.request_id for admission in plan.admissions}
         if any(s.decoding and s.job.script is not None for s in before):

@@ -14,6 +14,7 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_plan import StepRoom
 from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import VOCAB_SIZE, next_token, unforeseen
 from tests.core.simulation import EOS, Job, Setup, Simulation
@@ -26,6 +27,7 @@ TOKENS = st.integers(0, VOCAB_SIZE - 1)
 @st.composite
 def setups(draw: st.DrawFn, policy: str) -> Setup:
     num_slots = draw(st.integers(1, 5))
+    num_rows = draw(st.integers(1, num_slots))
     return Setup(
         policy=policy,
         num_slots=num_slots,
@@ -39,6 +41,8 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
         more_groups=tuple(draw(st.sampled_from([(), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24))]))),
         sizes=draw(st.sampled_from([None, StepSizes(((2, 1), (4, 2), (8, 5), (17, 5)), overhead=0)])),
+        room=StepRoom(num_rows + draw(st.integers(0, 6)), num_rows),
+        num_tight_steps=draw(st.sampled_from([0, 0, 3, 20])),
     )
 
 

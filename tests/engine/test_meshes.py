@@ -24,9 +24,9 @@ from jaxvllm.models.checkpoint import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS
 from jaxvllm.runtime.state import state_bytes
-from jaxvllm.runtime.step_program import COMPILER_OPTIONS
 from pallas_kernels.backend import Backend
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes

@@ -118,9 +118,10 @@ def test_the_default_ladder_is_short() -> None:
     assert str(ladder.buckets[3]) == "decode 8"
 
 
-def test_whatever_holds_everything_is_compiled_first_and_decoding_next() -> None:
+def test_the_smallest_for_prompts_is_compiled_first_then_what_holds_everything_then_decoding() -> None:
     ladder = BucketLadder.build([1, 4], [16, 32])
-    assert ladder.compile_order()[:3] == (Bucket(32, 4), Bucket(4, 4), Bucket(1, 1))
+    assert ladder.compile_order()[:4] == (Bucket(16, 4), Bucket(32, 4), Bucket(4, 4), Bucket(1, 1))
+    assert BucketLadder.build([4], [8]).compile_order() == (Bucket(8, 4), Bucket(4, 4))
     assert sorted(ladder.compile_order()) == sorted(ladder.buckets)
 
 

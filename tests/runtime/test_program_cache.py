@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,6 @@ import pytest
 from jax._src import compilation_cache
 
 from jaxvllm.runtime.program_cache import WholeEntries, use_persistent_cache
-
-
-@pytest.fixture
-def no_cache() -> Iterator[None]:
-    """As in a process where nobody has chosen a cache yet."""
-    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
-    names.append("jax_persistent_cache_min_entry_size_bytes")
-    before = {name: getattr(jax.config, name) for name in names}
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -93,15 +78,6 @@ def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog:
     cache.put("program", b"x")
     assert cache.get("program") is None
     assert {record.levelname for record in caplog.records} == {"WARNING"}
-
-
-def test_what_a_killed_process_left_is_deleted(tmp_path: Path) -> None:
-    old, new = tmp_path / ".partial-old", tmp_path / ".partial-new"
-    for path in (old, new):
-        path.write_bytes(b"x")
-    os.utime(old, (0, 0))
-    WholeEntries(tmp_path).clean_up()
-    assert [path.name for path in tmp_path.iterdir()] == [new.name], "the other may be under way"
 
 
 def test_entries_may_be_read_by_others_as_far_as_the_umask_says(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxvllm.core.step_plan import StepRoom
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.programs import COMPILE_NICENESS, Programs
 from tests.runtime.plans import make_plan
 from tests.waiting import PATIENCE
 
 LADDER = BucketLadder.build([1, 4], [8, 32])
-LARGEST = LADDER.largest
+FIRST, LARGEST = LADDER.first, LADDER.largest
 
 
 class Compiler:
@@ -25,7 +26,7 @@ class Compiler:
     def __init__(self, failing: tuple[Bucket, ...] = ()) -> None:
         self.failing = failing
         self.asked: list[Bucket] = []
-        self.permits = threading.Semaphore(1)  # the largest bucket compiles in the constructor
+        self.permits = threading.Semaphore(1)  # the first bucket compiles in the constructor
         self.started = threading.Semaphore(0)
 
     def __call__(self, bucket: Bucket) -> Callable[[], Bucket]:
@@ -53,14 +54,20 @@ def compiler() -> Iterator[Compiler]:
     compiler.compile(100)  # whatever a failed test has left waiting
 
 
-def test_serves_from_the_largest_while_the_rest_compiles(compiler: Compiler) -> None:
+def test_serves_from_the_first_and_then_the_largest_while_the_rest_compiles(compiler: Compiler) -> None:
     programs = Programs(LADDER, compiler)
-    assert compiler.asked[0] == LARGEST
-    for plan in (make_plan(1), make_plan(4), make_plan(1, [5]), make_plan(3, [29])):
-        assert programs.choose(plan) == LARGEST == programs.wait_for(LARGEST)()
+    assert compiler.asked[0] == FIRST == Bucket(8, 4)
+    assert programs.room == StepRoom(8, 4) and programs.largest is None
+    for plan in (make_plan(1), make_plan(4), make_plan(1, [5]), make_plan(3, [5])):
+        assert programs.choose(plan) == FIRST == programs.wait_for(FIRST)()
     compiler.wait_until_asked(2)
     assert programs.num_compiled == 1
-    assert programs.mixed_sizes == ((32, 4),), "a step is cut to no size that is not ready"
+    assert programs.mixed_sizes == ((8, 4),), "a step is cut to no size that is not ready"
+    compiler.compile(1)
+    compiler.wait_until_asked(1)
+    assert compiler.asked[1] == LARGEST
+    assert programs.room is None and programs.largest is not None
+    assert programs.choose(make_plan(3, [29])) == LARGEST and programs.choose(make_plan(3, [5])) == FIRST
     compiler.compile(len(LADDER.buckets))
     programs.wait()
     assert programs.num_compiled == len(LADDER.buckets)
@@ -75,13 +82,36 @@ def test_serves_from_the_largest_while_the_rest_compiles(compiler: Compiler) -> 
         assert programs.choose(plan) == expected == programs.wait_for(expected)()
 
 
+def test_a_plan_that_no_bucket_holds_yet_waits_for_the_largest(compiler: Compiler) -> None:
+    programs = Programs(LADDER, compiler)
+    chosen: list[Bucket] = []
+    waiting = threading.Thread(target=lambda: chosen.append(programs.choose(make_plan(3, [29]))))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    compiler.compile(1)
+    waiting.join(PATIENCE)
+    assert chosen == [LARGEST]
+    compiler.compile(100)
+    programs.wait()
+
+
+def test_a_plan_of_several_decode_steps_runs_in_a_decode_bucket(compiler: Compiler) -> None:
+    ladder = BucketLadder.build([1, 4], [8, 32], width=5)
+    compiler.compile(100)
+    programs = Programs(ladder, compiler)
+    programs.wait()
+    assert programs.burst_width == 5
+    assert programs.choose(make_plan(3, width=5)) == Bucket(4, 4, width=5)
+
+
 def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
     programs = Programs(LADDER, compiler)
-    compiler.compile(1)
-    compiler.wait_until_asked(3)  # the largest, the first of the rest, and the one after it
-    assert programs.num_compiled == 2
+    compiler.compile(2)
+    compiler.wait_until_asked(4)  # the first, the largest, the widest, and the one after it
+    assert programs.num_compiled == 3
     assert programs.choose(make_plan(1)) == Bucket(4, 4)
-    assert programs.choose(make_plan(1, [2])) == LARGEST
+    assert programs.choose(make_plan(1, [2])) == FIRST
     compiler.compile(100)
     programs.wait()
 
@@ -92,7 +122,7 @@ def test_who_needs_a_bucket_that_is_not_ready_waits_for_it(compiler: Compiler) -
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    compiler.compile(1)
+    compiler.compile(2)
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
     compiler.compile(100)
@@ -141,8 +171,9 @@ def test_compiling_yields_to_steps_where_there_are_any(compiler: Compiler, yield
     nicenesses: dict[Bucket, int] = {}
     compiler.compile(100)
     Programs(LADDER, compile_step, yields).wait()
-    rest = {niceness for bucket, niceness in nicenesses.items() if bucket != LARGEST}
-    assert nicenesses[LARGEST] == niceness()
+    early = {nicenesses.pop(bucket) for bucket in (FIRST, LARGEST)}  # plans may wait for them
+    rest = set(nicenesses.values())
+    assert early == {niceness()}
     assert rest == {COMPILE_NICENESS if yields else niceness()}
 
 
@@ -176,12 +207,25 @@ def test_a_bucket_that_fails_is_logged_and_the_others_serve(caplog: pytest.LogCa
         programs.wait_for(Bucket(4, 4))
 
 
-def test_without_the_largest_there_is_no_engine() -> None:
-    compiler = Compiler(failing=(LARGEST,))
+def test_without_the_first_there_is_no_engine() -> None:
+    compiler = Compiler(failing=(FIRST,))
     running = threading.active_count()
-    with pytest.raises(RuntimeError, match="no 32 tokens x 4 rows on this chip"):
+    with pytest.raises(RuntimeError, match="no 8 tokens x 4 rows on this chip"):
         Programs(LADDER, compiler)
     assert threading.active_count() == running
+
+
+def test_without_the_largest_plans_stay_small(caplog: pytest.LogCaptureFixture) -> None:
+    compiler = Compiler(failing=(LARGEST,))
+    compiler.compile(100)
+    with caplog.at_level(logging.ERROR):
+        programs = Programs(LADDER, compiler)
+        programs.wait()
+    assert "no 32 tokens x 4 rows on this chip" in caplog.text
+    assert programs.room == StepRoom(8, 4)
+    assert programs.choose(make_plan(3, [5])) == FIRST
+    with pytest.raises(RuntimeError, match="no bucket that holds 32 tokens compiled: see the log above"):
+        programs.choose(make_plan(3, [29]))
 
 
 def test_a_plan_beyond_the_ladder_is_our_bug(compiler: Compiler) -> None:

@@ -1,6 +1,7 @@
 """Arrays on CPU that take memory where they are used, and what an engine says of its memory."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -49,3 +50,6 @@ def test_the_table_of_memory() -> None:
         "  largest step         2.0   while it runs",
         "  in all           1,029.5",
     ]
+    early = replace(use, step=None).table().splitlines()
+    assert early[-1] == "  in all           1,027.5   and what the largest step needs, which still compiles"
+    assert len(early) == 4

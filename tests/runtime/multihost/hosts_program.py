@@ -9,7 +9,7 @@ from typing import Any
 
 import jaxvllm
 from jaxvllm import LLM, RequestOutput, SamplingParams
-from jaxvllm.runtime.step_program import COMPILER_OPTIONS
+from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 
 TINY = Path(__file__).parents[2] / "fixtures" / "llama"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -1,0 +1,98 @@
+"""Where the time of a start goes: each stage from the start of the process to the first token."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a start."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StartupReport:
+    """The stages of a start so far, in order. They leave nothing out, so their sum is the time that the start took."""
+
+    stages: tuple[Stage, ...]
+    num_loaded: int  # programs that were found on disk when the engine was ready
+    num_compiled: int  # programs that were traced and compiled by then
+    first_token_seconds: float | None  # from then to the first token, the wait for a request included; None: not yet
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the process, where the system tells it, until the engine was ready."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{stage.name} {stage.seconds:.2f}" for stage in self.stages)
+        programs = f"{self.num_loaded} programs loaded, {self.num_compiled} compiled"
+        line = f"ready after {self.seconds:.2f} s: {stages} ({programs})"
+        if self.first_token_seconds is None:
+            return line
+        return f"{line}; first token {self.first_token_seconds:.2f} s later"
+
+
+class StartupClock:
+    """Times the stages of one start."""
+
+    def __init__(self) -> None:
+        """The first stage, what came before the engine, ends now: the interpreter and the imports."""
+        self._last = time.monotonic()
+        lived = seconds_since_process_start()
+        self._stages = [] if lived is None else [Stage("imports", lived)]
+        self._num_loaded = self._num_compiled = 0
+        self._ready: float | None = None
+        self._first_token: float | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times the block. What came between this stage and the one before is `other`."""
+        self._end("other")
+        yield
+        self._end(name)
+
+    def ready(self, num_loaded: int, num_compiled: int) -> None:
+        """Notes that requests may come."""
+        self._end("other")
+        self._ready, self._num_loaded, self._num_compiled = self._last, num_loaded, num_compiled
+
+    def first_token(self) -> None:
+        """Notes that a token was read."""
+        self._first_token = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there was a token."""
+        return self._first_token is not None
+
+    def report(self) -> StartupReport:
+        """Returns the stages so far. Those of one name are one."""
+        seconds: dict[str, float] = {}
+        for stage in self._stages:
+            seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
+        other = seconds.pop("other", 0.0)
+        later = None if self._ready is None or self._first_token is None else self._first_token - self._ready
+        stages = tuple(Stage(*item) for item in [*seconds.items(), ("other", other)])
+        return StartupReport(stages, self._num_loaded, self._num_compiled, later)
+
+    def _end(self, name: str) -> None:
+        now = time.monotonic()
+        self._stages.append(Stage(name, now - self._last))
+        self._last = now
+
+
+def seconds_since_process_start() -> float | None:
+    """Returns the age of this process according to the operating system, or None if that does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return None
+    return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")

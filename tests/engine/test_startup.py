@@ -1,0 +1,62 @@
+"""A start says where its time went, and leaves nothing out."""
+
+import pytest
+
+from jaxvllm import LLM, SamplingParams
+from jaxvllm.engine import startup
+from jaxvllm.engine.startup import Stage, StartupClock
+
+
+class Time:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(startup, "time", time)
+    monkeypatch.setattr(startup, "seconds_since_process_start", lambda: 2.0)
+    return time
+
+
+def test_every_second_is_in_one_stage(time: Time) -> None:
+    clock = StartupClock()
+    time.now += 1
+    for seconds in (3, 4):
+        with clock.stage("weights"):
+            time.now += seconds
+    with clock.stage("programs"):
+        time.now += 5
+    time.now += 6
+    clock.ready(num_loaded=7, num_compiled=8)
+    early = clock.report()
+    assert early.stages == (Stage("imports", 2), Stage("weights", 7), Stage("programs", 5), Stage("other", 7))
+    assert early.seconds == 2 + time.now - 100 and early.first_token_seconds is None
+    assert str(early) == (
+        "ready after 21.00 s: imports 2.00, weights 7.00, programs 5.00, other 7.00 (7 programs loaded, 8 compiled)"
+    )
+    time.now += 9
+    clock.first_token()
+    assert clock.is_over
+    assert str(clock.report()) == f"{early}; first token 9.00 s later"
+
+
+def test_where_the_system_does_not_tell_the_first_stage_is_missing(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
+    monkeypatch.setattr(startup, "seconds_since_process_start", lambda: None)
+    assert [stage.name for stage in StartupClock().report().stages] == ["other"]
+
+
+def test_an_engine_knows_its_start(llm: LLM) -> None:
+    llm.generate([[3, 4]], SamplingParams(max_tokens=1), use_tqdm=False)
+    report = llm.engine.startup()
+    assert [stage.name for stage in report.stages] == [
+        *("imports", "devices", "tokenizer", "weights", "memory", "programs", "other"),
+    ]
+    assert report.num_loaded == 0 and report.num_compiled > 5
+    assert report.first_token_seconds is not None and report.first_token_seconds > 0
