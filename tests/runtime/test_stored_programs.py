@@ -137,7 +137,7 @@ class Malicious:
         lambda content: content[:-1] + bytes([content[-1] ^ 1]),
         lambda content: entry(b"no pickle"),
         lambda content: entry(pickle.dumps(("another", "version's entry"))),
-        lambda content: entry(pickle.dumps((b"no program", None, None))),
+        lambda content: entry(pickle.dumps(({}, b"no program", None, None))),
     ],
     ids=["empty", "short", "truncated", "a bit", "no pickle", "another form", "no program"],
 )
