@@ -150,7 +150,7 @@ class Steps:
             is_used = bucket.is_decode and bucket.num_rows == work.requests if work.output_tokens > 1 else True
             if is_used and bucket.is_decode == (work.output_tokens > 1):
                 for part in programs.wait_for(bucket).parts:
-                    found |= kinds_of(part.as_text())
+                    found |= kinds_of(part.as_text() or "")
         return found
 
 
