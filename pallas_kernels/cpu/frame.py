@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.cpu.emit import Emitter, Value
+from pallas_kernels.cpu.emit import Emitter
+from pallas_kernels.cpu.values import Value
 
 _WORD = 8
 # Words of a frame, and of what it points to.

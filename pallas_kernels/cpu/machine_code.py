@@ -6,8 +6,9 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from pallas_kernels.chips import CpuChip
-from pallas_kernels.cpu.emit import I64, Emitter, Value
+from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import Frame
+from pallas_kernels.cpu.values import I64, Value
 
 # Emits what a handler does when XLA calls it.
 EmitHandler = Callable[[Emitter, Frame], None]

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, Value
+from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import NUM_THREADS, SCHEDULE, Frame
+from pallas_kernels.cpu.values import Value
 
 _WORD = 8
 # The state that all threads share, in words; what the body needs follows.

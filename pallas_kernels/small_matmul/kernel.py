@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import SIZE_OF, Emitter, Value
+from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.values import Value
+from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, sums
 
 COLUMNS = 4  # of a tile
 BLOCK = 32  # columns of an item
@@ -59,7 +61,7 @@ def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:
     t = e.function(f"tile{rows}", 5)
     x, weight, y, K, N = t.arguments
     size = SIZE_OF[dtype]
-    sums = {(m, n): t.variable(t.vector(0)) for m in range(rows) for n in range(COLUMNS)}
+    totals = {(m, n): t.variable(t.vector(0)) for m in range(rows) for n in range(COLUMNS)}
     pairs = dtype == "bfloat16" and t.chip.has_bf16_dot
     step = t.lanes * 2 if pairs else t.lanes
 
@@ -71,19 +73,19 @@ def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:
         for n in range(COLUMNS):
             b = load(weight + (K * n + k) * size, mask)
             for m in range(rows):
-                sums[m, n].set((t.dot_pairs if pairs else t.fma)(a[m], b, sums[m, n].get()))
+                totals[m, n].set((dot_pairs if pairs else t.fma)(a[m], b, totals[m, n].get()))
 
     whole = K // step * step
     with t.loop(0, whole, step) as k:
         add(k)
     with t.when(whole < K):
-        add(whole, t.mask(K - whole, step))
-    places = list(sums)
+        add(whole, first_lanes(K - whole, step))
+    places = list(totals)
     for first in range(0, len(places), t.lanes):
         some = places[first : first + t.lanes]
-        total = t.sums([sums[place].get() for place in some])
+        total = sums([totals[place].get() for place in some])
         for start in range(0, len(some), COLUMNS):
             m, n = some[start]
             address = y + (N * m + n) * SIZE_OF[out_dtype]
-            t.store(address, t.shuffle(total, total, range(start, start + COLUMNS)), out_dtype)
+            t.store(address, shuffle(total, total, range(start, start + COLUMNS)), out_dtype)
     return t.finish()

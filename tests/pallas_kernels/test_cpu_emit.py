@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.chips import CpuChip
-from pallas_kernels.cpu.emit import Emitter, Value
+from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.cpu.host import check_features, host_chip
 from pallas_kernels.cpu.machine_code import compile_handler
 from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.values import Value
+from pallas_kernels.cpu.vectors import exp, sums, tanh
 from pallas_kernels.ragged_paged_attention.cpu.kernel import attention
 from pallas_kernels.small_matmul.kernel import matmul
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS
@@ -33,11 +35,11 @@ def elementwise(e: Emitter, frame: Frame, function: Callable[[Emitter, Value], V
 
 
 def exponential(e: Emitter, frame: Frame) -> None:
-    elementwise(e, frame, lambda e, x: e.exp(x))
+    elementwise(e, frame, lambda e, x: exp(x))
 
 
 def hyperbolic(e: Emitter, frame: Frame) -> None:
-    elementwise(e, frame, lambda e, x: e.tanh(x))
+    elementwise(e, frame, lambda e, x: tanh(x))
 
 
 def run(emit: Callable[..., None], x: np.ndarray, lanes: int, dtype: Any = np.float32, shape: Any = None) -> np.ndarray:
@@ -83,7 +85,7 @@ def summing(e: Emitter, frame: Frame) -> None:
     x, y = frame.argument(0), frame.result(0)
     rows = [e.load(x.data + i * e.lanes * 4) for i in range(e.lanes)]
     for n in range(e.lanes.bit_length()):
-        e.store(y.data + n * e.lanes * 4, e.sums(rows[: 2**n]))
+        e.store(y.data + n * e.lanes * 4, sums(rows[: 2**n]))
 
 
 @pytest.mark.parametrize("lanes", LANES)

@@ -7,9 +7,11 @@ An item goes through what its queries see in blocks of tokens, with an online so
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.cpu.emit import SIZE_OF, Emitter, Value
+from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.values import Value
+from pallas_kernels.cpu.vectors import exp, lane, largest, sums, tanh
 from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Products, in_groups
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
@@ -174,7 +176,7 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
         cap = e.splat(call.soft_cap)
         with e.loop(0, M * item.block, e.lanes) as at:
             logits = e.load(scratch.logits + at * FLOAT)
-            e.store(scratch.logits + at * FLOAT, cap * e.tanh(logits / cap))
+            e.store(scratch.logits + at * FLOAT, cap * tanh(logits / cap))
     with e.when((block + (item.block - 1) > item.start) | (block <= item.last - call.window)):
         _mask(item, scratch, block)
     _weigh(item, scratch)
@@ -212,20 +214,20 @@ def _weigh(item: _Item, scratch: _Scratch) -> None:
         for other in logits[1:]:
             most = e.max(most, other)
         old = e.load_float(peak_at)
-        peak = e.max(e.largest(most), old)
+        peak = e.max(largest(most), old)
         with e.when(peak > old):
-            decay = e.exp(e.splat(old - peak))
+            decay = exp(e.splat(old - peak))
             e.store_float(peak_at, peak)
-            e.store_float(total_at, e.load_float(total_at) * e.lane(decay, 0))
+            e.store_float(total_at, e.load_float(total_at) * lane(decay, 0))
             with e.loop(0, D, e.lanes) as d:
                 place = scratch.sums + (m * D + d) * FLOAT
                 e.store(place, e.load(place) * decay)
         total = e.vector(0)
         for address, logit in zip(at, logits, strict=True):
-            weight = e.select(logit <= e.vector(MASKED / 2), e.vector(0), e.exp(logit - e.splat(peak)))
+            weight = e.select(logit <= e.vector(MASKED / 2), e.vector(0), exp(logit - e.splat(peak)))
             e.store(address, weight)
             total = total + weight
-        e.store_float(total_at, e.load_float(total_at) + e.lane(e.sums([total]), 0))
+        e.store_float(total_at, e.load_float(total_at) + lane(sums([total]), 0))
 
 
 def _end(item: _Item, scratch: _Scratch) -> None:
@@ -240,8 +242,8 @@ def _end(item: _Item, scratch: _Scratch) -> None:
                 sink = e.load_float(call.sinks + (item.head * call.group + g) * FLOAT)
                 peak = e.load_float(scratch.peaks + m * FLOAT)
                 most = e.max(peak, sink)
-                factor.set(e.lane(e.exp(e.splat(peak - most)), 0))
-                total.set(total.get() * factor.get() + e.lane(e.exp(e.splat(sink - most)), 0))
+                factor.set(lane(exp(e.splat(peak - most)), 0))
+                total.set(total.get() * factor.get() + lane(exp(e.splat(sink - most)), 0))
             share = e.splat(factor.get() / total.get())
             out = call.out + (item.first_element + j * item.step + g * D) * call.size
             with e.loop(0, D, e.lanes) as d:

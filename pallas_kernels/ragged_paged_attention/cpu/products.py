@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import SIZE_OF, Emitter, Value
+from pallas_kernels.cpu.emit import SIZE_OF, Emitter
+from pallas_kernels.cpu.values import Value
+from pallas_kernels.cpu.vectors import transposed
 
 VECTORS = 4  # of tokens in a block, and of a head that are accumulated at a time
 # Queries at a time. 16 sums fit the 32 registers of AVX-512 and NEON; AVX2 has 16 registers.
@@ -45,7 +47,7 @@ def _transpose(e: Emitter, dtype: str) -> ir.Function:
             # of 256 0.30 with the first cache and 0.20 with the second (Zen 4, float32).
             t.prefetch(ahead + (D * i + d) * size, level=2)
         rows = [t.load(kv + (D * (2 * i) + d) * size, dtype) for i in range(t.lanes)]
-        for i, column in enumerate(t.transposed(rows)):
+        for i, column in enumerate(transposed(rows)):
             t.store(out + (d + i) * (VECTORS * t.lanes * FLOAT), column)
     return t.finish()
 

@@ -1,0 +1,118 @@
+"""Functions of vectors, emitted as instructions: sums and maxima across lanes, transposition, e**x."""
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from pallas_kernels.cpu.values import I32, Value
+
+
+def shuffle(a: Value, b: Value, lanes: Sequence[int]) -> Value:
+    """Returns the lanes of `a` and `b` with these numbers; those of `b` follow those of `a`."""
+    mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+    return Value(a.emitter, a.emitter.builder.shuffle_vector(a.ir, b.ir, mask))
+
+
+def lane(vector: Value, number: int) -> Value:
+    return Value(vector.emitter, vector.emitter.builder.extract_element(vector.ir, ir.Constant(I32, number)))
+
+
+def sums(vectors: Sequence[Value]) -> Value:
+    """Returns a vector whose lane i is the sum of vector i. Their number is a power of two, at most that of the lanes.
+
+    A vector's sum has the same bits whichever and however many others there are.
+    """
+    left, distance = list(vectors), 1
+    while distance < vectors[0].emitter.lanes:
+        if len(left) == 1:
+            left *= 2
+        left = [_sum_of_two(a, b, distance) for a, b in zip(left[::2], left[1::2], strict=True)]
+        distance *= 2
+    return left[0]
+
+
+def _sum_of_two(a: Value, b: Value, distance: int) -> Value:
+    first, second = _interleaved(a, b, distance)
+    return first + second
+
+
+def transposed(rows: Sequence[Value]) -> list[Value]:
+    """Returns the columns of as many rows as a vector has lanes."""
+    columns, distance = list(rows), 1
+    while distance < len(rows):
+        for low in range(len(rows)):
+            if low & distance == 0:
+                pair = columns[low], columns[low + distance]
+                columns[low], columns[low + distance] = _interleaved(*pair, distance)
+        distance *= 2
+    return columns
+
+
+def _interleaved(a: Value, b: Value, distance: int) -> tuple[Value, Value]:
+    """Returns every other group of `distance` lanes of `a`, with those of `b` between them, and then the rest."""
+    count = a.emitter.lanes
+    first = [i if i & distance == 0 else count + i - distance for i in range(count)]
+    second = [i + distance if i & distance == 0 else count + i for i in range(count)]
+    return shuffle(a, b, first), shuffle(a, b, second)
+
+
+def largest(vector: Value) -> Value:
+    """Returns the largest lane."""
+    e, distance = vector.emitter, 1
+    while distance < e.lanes:
+        vector = e.max(vector, shuffle(vector, vector, [i ^ distance for i in range(e.lanes)]))
+        distance *= 2
+    return lane(vector, 0)
+
+
+def first_lanes(count: Value, lanes: int) -> Value:
+    """Returns a mask of the first `count` of `lanes` lanes."""
+    e = count.emitter
+    numbers = Value(e, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
+    nothing, zeros = ir.Constant(numbers.ir.type, ir.Undefined), ir.Constant(numbers.ir.type, [0] * lanes)
+    one = e.builder.insert_element(nothing, e.builder.trunc(count.ir, I32), ir.Constant(I32, 0))
+    return numbers < Value(e, e.builder.shuffle_vector(one, nothing, zeros))
+
+
+def dot_pairs(a: Value, b: Value, c: Value) -> Value:
+    """Adds to each lane of `c` the products of a pair of bfloat16 (VDPBF16PS, which takes tiny ones for zero)."""
+    e = c.emitter
+    pairs = ir.VectorType(_Bfloat(), 2 * e.lanes)
+    a, b = (Value(e, e.builder.bitcast(x.ir, pairs)) for x in (a, b))
+    return e.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * e.lanes}", c.ir.type, c, a, b)
+
+
+def exp(x: Value) -> Value:
+    """Returns e**x of a vector, with a relative error below 3e-7; below -87 as at -87. NaN stays NaN."""
+    e = x.emitter
+    x = e.max(e.vector(-87.0), x)
+    shifted = e.fma(x, e.vector(1.44269504), e.vector(0.5))
+    turns = e.intrinsic(f"llvm.floor.v{e.lanes}f32", x.ir.type, shifted)
+    rest = e.fma(turns, e.vector(-0.693359375), x)
+    rest = e.fma(turns, e.vector(2.12194440e-4), rest)
+    result = e.vector(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):  # Cephes' expf
+        result = e.fma(result, rest, e.vector(factor))
+    result = e.fma(result, rest * rest, rest + 1.0)
+    power = Value(e, e.builder.fptosi(turns.ir, ir.VectorType(I32, e.lanes)))
+    return result * Value(e, e.builder.bitcast(((power + 127) << 23).ir, turns.ir.type))
+
+
+def tanh(x: Value) -> Value:
+    """Returns tanh of a vector as 1 - 2 / (e**2x + 1), which is within 3e-7 of it; beyond 40 as at 40."""
+    e = x.emitter
+    x = e.min(e.vector(40.0), e.max(e.vector(-40.0), x))
+    return e.vector(1.0) - e.vector(2.0) / (exp(x + x) + 1.0)
+
+
+class _Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat)
