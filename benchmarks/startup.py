@@ -47,7 +47,7 @@ QWEN3_600M: dict[str, Any] = {
 OPTIONS = {"demo": [], "0.6B": ["--max-model-len", "2048"]}
 PROMPT = "t1 t2 t3 t4 t5"
 SINCE_START = re.compile(r"([\d.]+) s after the process started$", re.MULTILINE)
-STAGES = re.compile(r"^ready after .*$", re.MULTILINE)
+STAGES = re.compile(r"^engine started in .*$", re.MULTILINE)
 
 
 def write_checkpoint(directory: Path) -> None:

@@ -33,7 +33,7 @@ class StartupReport:
     def __str__(self) -> str:
         stages = ", ".join(f"{stage.name} {stage.seconds:.2f}" for stage in self.stages)
         programs = f"{self.num_loaded} programs loaded, {self.num_compiled} compiled"
-        line = f"ready after {self.seconds:.2f} s: {stages} ({programs})"
+        line = f"engine started in {self.seconds:.2f} s: {stages} ({programs})"
         if self.first_token_seconds is None:
             return line
         return f"{line}; first token {self.first_token_seconds:.2f} s later"

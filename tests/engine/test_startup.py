@@ -39,7 +39,8 @@ def test_every_second_is_in_one_stage(time: Time) -> None:
     assert early.stages == (Stage("imports", 2), Stage("weights", 7), Stage("programs", 5), Stage("other", 7))
     assert early.seconds == 2 + time.now - 100 and early.first_token_seconds is None
     assert str(early) == (
-        "ready after 21.00 s: imports 2.00, weights 7.00, programs 5.00, other 7.00 (7 programs loaded, 8 compiled)"
+        "engine started in 21.00 s: "
+        "imports 2.00, weights 7.00, programs 5.00, other 7.00 (7 programs loaded, 8 compiled)"
     )
     time.now += 9
     clock.first_token()

@@ -88,7 +88,9 @@ async def _kill_busy(server: Server) -> None:
 
 
 async def _kill_idle(server: Server) -> None:
-    os.kill(server.engine_pid, signal.SIGKILL)
+    first = server.engine_pid
+    os.kill(first, signal.SIGKILL)
+    await _next_engine(server, first)  # until the server has noticed, it still takes requests for the dead one
 
 
 async def _kill_twice(server: Server) -> None:
