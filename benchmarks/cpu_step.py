@@ -2,7 +2,8 @@
 
 Model S of benchmarks/cpu.py decodes 1, 16 and 64 rows behind prompts of 128 tokens, and computes prompts of 512 tokens,
 one at a time. A profile of XLA's operations is grouped by what each of them is; the time of a step is measured without
-the profiler. It prints the table and writes benchmarks/results/cpu-step-DATE-COMMIT.json.
+the profiler. It prints the table and writes benchmarks/results/cpu-step-DATE-COMMIT.json
+(for bfloat16 cpu-step-bfloat16-DATE-COMMIT.json).
 
     python -m benchmarks.cpu_step [--dtype float32] [--attention-backend auto]
 """
@@ -13,7 +14,6 @@ import json
 import re
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ import jax
 import numpy as np
 
 from benchmarks.cpu import MODEL_S, write_model
-from benchmarks.provenance import machine, write_record
+from benchmarks.provenance import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
+from jaxvllm.engine.stats import StepReport
 
 OUTPUT_TOKENS = 64
 ROUNDS = 5
@@ -44,10 +45,11 @@ class Work:
     prompt_tokens: int
     output_tokens: int
 
-    @property
-    def num_steps(self) -> int:
-        """Decode steps, or prompts where only one token comes out of each."""
-        return self.output_tokens - 1 or self.requests
+    def holds(self, report: StepReport) -> bool:
+        """Returns whether a step was one of these: all rows decode, or a whole prompt is computed."""
+        if self.output_tokens > 1:
+            return report.num_prefill == 0 and report.num_decode == self.requests
+        return report.num_prefill == self.prompt_tokens
 
 
 WORK = (
@@ -104,43 +106,37 @@ class Steps:
         )
         self._rng = np.random.default_rng(0)
 
-    def run(self, work: Work, output_tokens: int) -> tuple[float, float]:
-        """Returns the seconds of the run, and those of them that the host spent planning and collecting."""
+    def run(self, work: Work) -> list[StepReport]:
+        """Returns the reports of the steps that count."""
         prompts = [
             {"prompt_token_ids": self._rng.integers(3, MODEL_S["vocab_size"], work.prompt_tokens).tolist()}
             for _ in range(work.requests)
         ]
-        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=work.output_tokens, ignore_eos=True, detokenize=False)
         self.llm.engine.take_reports()
-        start = time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        return seconds, sum(report.host_seconds for report in self.llm.engine.take_reports())
+        return [report for report in self.llm.engine.take_reports() if work.holds(report)]
 
     def measure(self, work: Work) -> dict[str, float]:
         """Returns milliseconds of a step: the whole, each kind of operation, and the host."""
-        self.run(work, work.output_tokens)
-        whole = [self.run(work, work.output_tokens) for _ in range(ROUNDS)]
-        seconds, host = (statistics.median(values) for values in zip(*whole, strict=True))
-        if work.output_tokens > 1:  # less what the prompts took
-            first = [self.run(work, 1) for _ in range(ROUNDS)]
-            before, host_before = (statistics.median(values) for values in zip(*first, strict=True))
-            seconds, host = seconds - before, host - host_before
+        self.run(work)
+        runs = [self.run(work) for _ in range(ROUNDS)]
         # Steps with prompts are other programs than those that decode.
         wanted = "jit_decode" if work.output_tokens > 1 else ("jit_forward", "jit_sample_rows")
         kinds = self._kinds(work)
         total: Counter[str] = Counter()
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
-                self.run(work, work.output_tokens)
+                num_steps = sum(report.num_steps for report in self.run(work))
             for event in events(Path(directory)):
-                arguments = event["args"]
-                if arguments["hlo_module"].startswith(wanted) and not event["name"].startswith(_CONTAINERS):
+                is_wanted = event["args"]["hlo_module"].startswith(wanted)
+                if is_wanted and not event["name"].startswith(_CONTAINERS):
                     total[kinds.get(event["name"], KINDS[-1])] += event["dur"] / 1e3  # microseconds
-        scale = 1e3 / work.num_steps
-        operations = {kind: total[kind] / work.num_steps for kind in KINDS}
-        rest = seconds * scale - sum(operations.values())
-        return {"step": seconds * scale} | operations | {"between operations": rest, "host": host * scale}
+        step = statistics.median(_milliseconds([r.device_seconds for r in run], run) for run in runs)
+        host = statistics.median(_milliseconds([r.host_seconds for r in run], run) for run in runs)
+        operations = {kind: total[kind] / num_steps for kind in KINDS}
+        rest = step - sum(operations.values())
+        return {"step": step} | operations | {"between operations": rest, "host": host}
 
     def _kinds(self, work: Work) -> dict[str, str]:
         """Returns the kinds of the operations of the programs that `work` runs."""
@@ -152,6 +148,11 @@ class Steps:
                 for part in programs.wait_for(bucket).parts:
                     found |= kinds_of(part.as_text() or "")
         return found
+
+
+def _milliseconds(seconds: list[float], reports: list[StepReport]) -> float:
+    """Returns the time of a step, given those of the calls, each of which may take several steps."""
+    return 1e3 * sum(seconds) / sum(report.num_steps for report in reports)
 
 
 def main() -> None:
@@ -175,7 +176,8 @@ def main() -> None:
         "model": MODEL_S,
         "milliseconds": results,
     }
-    print(f"\nwritten to {write_record('cpu-step', device, record)}")
+    path = write_record("cpu-step" if args.dtype == "float32" else f"cpu-step-{args.dtype}", device, record)
+    print(f"\nwritten to {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
