@@ -74,10 +74,12 @@ def kind_of(line: str) -> str:
     return "norms, rope, activation"
 
 
-def kinds_of(program: str) -> dict[str, str]:
-    """Returns the kinds of all operations of a compiled program by their names."""
+def kinds_of(program: str) -> dict[tuple[str, str], str]:
+    """Returns the kinds of all operations of a compiled program, by the program's name and theirs."""
+    header = re.match(r"HloModule ([\w.\-]+)", program)
+    assert header is not None, "no compiled program"
     lines = (line for line in program.splitlines() if " = " in line)
-    return {match[1]: kind_of(line) for line in lines if (match := _NAME.match(line))}
+    return {(header[1], match[1]): kind_of(line) for line in lines if (match := _NAME.match(line))}
 
 
 def events(directory: Path) -> Iterator[dict[str, Any]]:
@@ -129,19 +131,19 @@ class Steps:
             with jax.profiler.trace(directory):
                 num_steps = sum(report.num_steps for report in self.run(work))
             for event in events(Path(directory)):
-                is_wanted = event["args"]["hlo_module"].startswith(wanted)
-                if is_wanted and not event["name"].startswith(_CONTAINERS):
-                    total[kinds.get(event["name"], KINDS[-1])] += event["dur"] / 1e3  # microseconds
+                module, name = event["args"]["hlo_module"], event["name"]
+                if module.startswith(wanted) and not name.startswith(_CONTAINERS):
+                    total[kinds.get((module, name), KINDS[-1])] += event["dur"] / 1e3  # microseconds
         step = statistics.median(_milliseconds([r.device_seconds for r in run], run) for run in runs)
         host = statistics.median(_milliseconds([r.host_seconds for r in run], run) for run in runs)
         operations = {kind: total[kind] / num_steps for kind in KINDS}
         rest = step - sum(operations.values())
         return {"step": step} | operations | {"between operations": rest, "host": host}
 
-    def _kinds(self, work: Work) -> dict[str, str]:
+    def _kinds(self, work: Work) -> dict[tuple[str, str], str]:
         """Returns the kinds of the operations of the programs that `work` runs."""
         programs = self.llm.engine.replicas[0].runner.programs
-        found: dict[str, str] = {}
+        found: dict[tuple[str, str], str] = {}
         for bucket in programs.ladder.buckets:
             is_used = bucket.is_decode and bucket.num_rows == work.requests if work.output_tokens > 1 else True
             if is_used and bucket.is_decode == (work.output_tokens > 1):
