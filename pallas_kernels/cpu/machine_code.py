@@ -19,8 +19,9 @@ def compile_handler(name: str, emit: EmitHandler, chip: CpuChip) -> bytes:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple(chip.triple).create_target_machine(
-        cpu=chip.name, features=chip.features, opt=3, reloc="pic", codemodel="small"
-    )
+        # Addresses of 64 bits. In a process with many mappings, constants may lie more than 2 GiB from the code.
+        cpu=chip.name, features=chip.features, opt=3, reloc="static", codemodel="large",
+    )  # fmt: skip
     module = llvm.parse_assembly(str(_module(name, emit, chip)))
     module.verify()
     # The kernels have the vectors and the unrolled loops that they want.
@@ -52,7 +53,7 @@ class LoadedHandler:
         self.code = code
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        target = llvm.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="small")
+        target = llvm.Target.from_default_triple().create_target_machine(reloc="static", codemodel="large")
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()

@@ -106,11 +106,15 @@ async def _next_engine(server: Server, first: int) -> int:
 
 
 async def _segfault(server: Server) -> None:
-    os.kill(server.engine_pid, signal.SIGSEGV)
+    first = server.engine_pid
+    os.kill(first, signal.SIGSEGV)
+    await _next_engine(server, first)
 
 
 async def _terminate_engine(server: Server) -> None:
-    os.kill(server.engine_pid, signal.SIGTERM)
+    first = server.engine_pid
+    os.kill(first, signal.SIGTERM)
+    await _next_engine(server, first)
 
 
 async def _stop_and_go(server: Server) -> None:
