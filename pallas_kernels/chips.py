@@ -73,6 +73,14 @@ class CpuChip:
         return 16 if "+avx512f" in known else 8 if "+avx2" in known else 4
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that a kernel takes at a time, the largest first, with sums of four vectors for each.
+
+        16 sums, four rows and one vector more fit the 32 registers of AVX-512 and NEON. AVX2 has 16.
+        """
+        return (2, 1) if self.lanes == 8 else (4, 2, 1)
+
+    @property
     def has_bf16_dot(self) -> bool:
         """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
         return "+avx512bf16" in self.features.split(",")

@@ -4,7 +4,7 @@ Python's own `for` unrolls, and `Emitter.loop` emits a loop. LLVM may not reorde
 the same bits wherever it stands.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,6 +116,17 @@ class Emitter:
         self.builder.branch(head)
         self.builder.position_at_end(after)
 
+    def groups(self, sizes: Sequence[int], count: Value) -> Iterator[tuple[int, Value]]:
+        """Emits the body of Python's `for` once for each size: a loop over groups of so many of `count` things.
+
+        Each loop goes on where the one before had too few left. Yields the size, and the first thing of the group.
+        """
+        done = self.variable(self.integer(0))
+        for size in sizes:
+            with self.loop(done.get(), count - (size - 1), size) as first:
+                yield size, first
+                done.set(first + size)
+
     @contextmanager
     def forever(self) -> Iterator[Callable[[Value], None]]:
         """Emits what follows as the body of a loop, and yields a function: the loop ends when its condition holds."""
@@ -212,16 +223,10 @@ class Emitter:
         moved = self.builder.shl(wide, ir.Constant(wide.type, [16] * self.lanes))
         return Value(self, self.builder.bitcast(moved, ir.VectorType(F32, self.lanes)))
 
-    def store(self, address: Value, value: Value, dtype: str = "float32", mask: Value | None = None) -> None:
-        """Stores a vector of any number of lanes as `dtype`, rounded to nearest even, but for lanes outside `mask`."""
+    def store(self, address: Value, value: Value, dtype: str = "float32") -> None:
+        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even."""
         raw = value.ir if dtype == "float32" else self._rounded(value)
-        pointer, align = self._pointer(address, raw.type), 4 if dtype == "float32" else 2
-        if mask is None:
-            self.builder.store(raw, pointer, align=align)
-            return
-        name = f"llvm.masked.store.v{raw.type.count}{'f32' if dtype == 'float32' else 'i16'}.p0"
-        others = (raw, pointer, ir.Constant(I32, align))
-        self.intrinsic(name, ir.VoidType(), *(Value(self, other) for other in others), mask)
+        self.builder.store(raw, self._pointer(address, raw.type), align=SIZE_OF[dtype])
 
     def _rounded(self, value: Value) -> Any:
         """Returns the bits of bfloat16 for a vector of float32. A NaN stays a NaN."""

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = KERNEL_DTYPES["cpu"]
 
 
 def small_matmul(

@@ -16,13 +16,10 @@ from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, sums
 
 COLUMNS = 4  # of a tile
 BLOCK = 32  # columns of an item
-
 ROWS = 64  # at a time: 512 rows by 384 columns of 2048 took 5.9 ms all at once, and 4.4 so (float32, Zen 4)
 # Columns that are fetched in advance. One row and 4096 columns of 384 took 251 us without it, 314 with 4 and 227 with 8
 # columns; sixteen rows 650, 401 and some 400 (Zen 4).
 AHEAD = 2 * COLUMNS
-# Rows of a tile. 16 sums, 4 rows and a column fit the 32 registers of AVX-512 and NEON; AVX2 has 16.
-TILES = {16: (4, 2, 1), 8: (2, 1), 4: (4, 2, 1)}
 
 
 def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
@@ -40,20 +37,17 @@ def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
 
 def _block(e: Emitter, item: Value, captured: Sequence[Value], dtype: str, out_dtype: str) -> None:
     x, weight, y, M, K, N = captured
-    tiles = {rows: _tile(e, rows, dtype, out_dtype) for rows in TILES[e.lanes]}
+    tiles = {rows: _tile(e, rows, dtype, out_dtype) for rows in e.chip.group_sizes}
     size, out_size = SIZE_OF[dtype], SIZE_OF[out_dtype]
     # `x` of these rows stays in the second cache while all columns of the item pass by.
     with e.loop(0, M, ROWS) as first:
         some = e.min(M - first, e.integer(ROWS))
         with e.loop(item * BLOCK, e.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
             column = e.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
-            done = e.variable(e.integer(0))
-            for rows, tile in tiles.items():
-                with e.loop(done.get(), some - (rows - 1), rows) as at:
-                    row = first + at
-                    places = (x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size)
-                    e.call(tile, *places, K, N)
-                    done.set(at + rows)
+            for rows, at in e.groups(e.chip.group_sizes, some):
+                row = first + at
+                places = (x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size)
+                e.call(tiles[rows], *places, K, N)
 
 
 def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:

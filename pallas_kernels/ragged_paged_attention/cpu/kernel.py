@@ -12,7 +12,7 @@ from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp, lane, largest, sums, tanh
-from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Products, in_groups
+from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Products
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
 MASKED = -1e30  # finite, so that the difference of two is a number
@@ -168,10 +168,9 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
         ahead = item.kv_at(e.min(block + t + e.lanes, item.last))
         e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D)
     width = item.block * FLOAT
-    in_groups(
-        e, products.dots, M,
-        lambda dots, m: e.call(dots, scratch.queries + m * D * FLOAT, scratch.keys, scratch.logits + m * width, D),
-    )  # fmt: skip
+    for count, m in e.groups(e.chip.group_sizes, M):
+        queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
+        e.call(products.dots[count], queries, scratch.keys, logits, D)
     with e.when(call.soft_cap > 0):
         cap = e.splat(call.soft_cap)
         with e.loop(0, M * item.block, e.lanes) as at:
@@ -183,12 +182,9 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
     with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
         first, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
         values = item.kv_at(block + t) + D * call.size
-        in_groups(
-            e, products.values, M,
-            lambda add, m: e.call(
-                add, values, scratch.logits + m * width + t * FLOAT, scratch.sums + m * D * FLOAT, D, first, end
-            ),
-        )  # fmt: skip
+        for count, m in e.groups(e.chip.group_sizes, M):
+            weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * D * FLOAT
+            e.call(products.values[count], values, weights, totals, D, first, end)
 
 
 def _mask(item: _Item, scratch: _Scratch, block: Value) -> None:

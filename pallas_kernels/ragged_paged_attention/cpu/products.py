@@ -4,18 +4,14 @@ A block has `VECTORS` vectors of tokens. The products take a few queries at a ti
 registers, and there is a function for each such number.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from llvmlite import ir
 
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
-from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import transposed
 
 VECTORS = 4  # of tokens in a block, and of a head that are accumulated at a time
-# Queries at a time. 16 sums fit the 32 registers of AVX-512 and NEON; AVX2 has 16 registers.
-QUERIES = {16: (4, 2, 1), 8: (2, 1), 4: (4, 2, 1)}
 FLOAT = 4  # bytes
 
 
@@ -29,7 +25,7 @@ class Products:
 
     @classmethod
     def emit(cls, e: Emitter, dtype: str) -> "Products":
-        numbers = QUERIES[e.lanes]
+        numbers = e.chip.group_sizes
         return cls(_transpose(e, dtype), {n: _dots(e, n) for n in numbers}, {n: _values(e, n, dtype) for n in numbers})
 
 
@@ -77,30 +73,17 @@ def _values(e: Emitter, count: int, dtype: str) -> ir.Function:
     t = e.function(f"values{count}", 6)
     values, weights, out, D, first, end = t.arguments
     size = SIZE_OF[dtype]
-    done = t.variable(t.integer(0))
-    for vectors in (VECTORS, 1):  # of the head at a time, and what is left of it
-        width = vectors * t.lanes
-        with t.loop(done.get(), D - (width - 1), width) as d:
-            at = {(m, i): out + (D * m + d + i * t.lanes) * FLOAT for m in range(count) for i in range(vectors)}
-            sums = {place: t.variable(t.load(address)) for place, address in at.items()}
-            with t.loop(first, end) as token:
-                v = [t.load(values + (token * D * 2 + d + i * t.lanes) * size, dtype) for i in range(vectors)]
-                for m in range(count):
-                    weight = t.splat(t.load_float(weights + (token + m * (VECTORS * t.lanes)) * FLOAT))
-                    for i in range(vectors):
-                        sums[m, i].set(t.fma(weight, v[i], sums[m, i].get()))
-            for place, address in at.items():
-                t.store(address, sums[place].get())
-            done.set(d + width)
+    # Of the head, a few vectors at a time, and what is left of it one by one.
+    for width, d in t.groups((VECTORS * t.lanes, t.lanes), D):
+        vectors = width // t.lanes
+        at = {(m, i): out + (D * m + d + i * t.lanes) * FLOAT for m in range(count) for i in range(vectors)}
+        sums = {place: t.variable(t.load(address)) for place, address in at.items()}
+        with t.loop(first, end) as token:
+            v = [t.load(values + (token * D * 2 + d + i * t.lanes) * size, dtype) for i in range(vectors)]
+            for m in range(count):
+                weight = t.splat(t.load_float(weights + (token + m * (VECTORS * t.lanes)) * FLOAT))
+                for i in range(vectors):
+                    sums[m, i].set(t.fma(weight, v[i], sums[m, i].get()))
+        for place, address in at.items():
+            t.store(address, sums[place].get())
     return t.finish()
-
-
-def in_groups(
-    e: Emitter, functions: dict[int, ir.Function], count: Value, call: Callable[[ir.Function, Value], Value]
-) -> None:
-    """Emits calls for `count` queries, as many at a time as there is a function for."""
-    done = e.variable(e.integer(0))
-    for number, function in functions.items():
-        with e.loop(done.get(), count - (number - 1), number) as query:
-            call(function, query)
-            done.set(query + number)
