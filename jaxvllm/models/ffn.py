@@ -5,15 +5,13 @@ A new kind of FFN is a class beside `GatedFfn`, in a module of its own, which a 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.ops import biased, project
+from jaxvllm.models.ops import Activation, biased, project, project_gated
 from sharding.axis import ModelAxis
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Ffn(Protocol):
@@ -59,13 +57,5 @@ class GatedFfn:
         return replace(self, size=self.size // size)
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
-        gate_up = project(x, weights["gate_up"], weights.get("gate_up_bias"))  # [T, 2, F]
-        h = activate(gate_up[:, 0], self.activation) * gate_up[:, 1]
+        h = project_gated(x, weights["gate_up"], self.activation, weights.get("gate_up_bias"))
         return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
-
-
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """Applies the activation function of that name to each element."""
-    if activation == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")

@@ -6,6 +6,7 @@ They are few and large, because each operation has a cost in XLA on CPU. Norms a
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from pallas_kernels.chips import CpuChip
-from pallas_kernels.small_matmul import small_matmul
+from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["out_shape"])
@@ -81,6 +84,25 @@ def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: 
     y = jax.lax.dot_general(x, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=dtype)
     y = jax.lax.optimization_barrier(y) if is_slice else y
     return biased(y.reshape(x.shape[0], *out_shape), bias)
+
+
+def project_gated(x: jax.Array, weight: Matrix, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
+    """Returns activation(gate x) * up x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
+    if isinstance(weight, KernelMatrix):
+        weight = LayerMatrix((weight,), 0)
+    if isinstance(weight, LayerMatrix) and bias is None and activation != "gelu":
+        if ours := [matrix for matrix in weight.of_layers if isinstance(matrix, KernelMatrix)]:
+            arrays = [matrix.array for matrix in ours]
+            return small_gated_matmul(x, arrays, weight.index, gate=activation, chip=ours[0].chip)
+    gate_up = project(x, weight, bias)  # [T, 2, F]
+    return activate(gate_up[:, 0], activation) * gate_up[:, 1]
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """Applies the activation function of that name to each element."""
+    if activation == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Handler:
-    """A kernel for one CPU: `emit(emitter, frame, *dtypes)` emits it."""
+    """A kernel for one CPU: `emit(emitter, frame, *options)` emits it."""
 
     emit: Callable[..., None]
-    dtypes: tuple[str, ...]
+    options: tuple[str, ...]  # dtypes and the like
     chip: CpuChip
 
     @property
     def target(self) -> str:
         """The name by which XLA calls it."""
-        return "_".join(("jaxvllm", self.emit.__name__, *self.dtypes, str(self.chip.lanes)))
+        return "_".join(("jaxvllm", self.emit.__name__, *self.options, str(self.chip.lanes)))
 
     def __call__(self, out: jax.ShapeDtypeStruct, *arguments: jax.Array) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must."""
@@ -40,7 +40,7 @@ class Handler:
     def _compile(self) -> bytes:
         from pallas_kernels.cpu.machine_code import compile_handler
 
-        return compile_handler(self.target, lambda e, frame: self.emit(e, frame, *self.dtypes), self.chip)
+        return compile_handler(self.target, lambda e, frame: self.emit(e, frame, *self.options), self.chip)
 
 
 def registered_code() -> dict[str, bytes]:

@@ -83,9 +83,9 @@ def dot_pairs(a: Value, b: Value, c: Value) -> Value:
 
 
 def exp(x: Value) -> Value:
-    """Returns e**x of a vector, with a relative error below 3e-7; below -87 as at -87. NaN stays NaN."""
+    """Returns e**x of a vector, with a relative error below 3e-7; beyond 87 as at 87. NaN stays NaN."""
     e = x.emitter
-    x = e.max(e.vector(-87.0), x)
+    x = e.min(e.vector(87.0), e.max(e.vector(-87.0), x))
     shifted = e.fma(x, e.vector(1.44269504), e.vector(0.5))
     turns = e.intrinsic(f"llvm.floor.v{e.lanes}f32", x.ir.type, shifted)
     rest = e.fma(turns, e.vector(-0.693359375), x)
@@ -103,6 +103,19 @@ def tanh(x: Value) -> Value:
     e = x.emitter
     x = e.min(e.vector(40.0), e.max(e.vector(-40.0), x))
     return e.vector(1.0) - e.vector(2.0) / (exp(x + x) + 1.0)
+
+
+def silu(x: Value) -> Value:
+    """Returns x / (1 + e**-x)."""
+    e = x.emitter
+    return x / (exp(e.vector(0.0) - x) + 1.0)
+
+
+def gelu_tanh(x: Value) -> Value:
+    """Returns the approximation of GELU by tanh (arXiv 1606.08415)."""
+    e = x.emitter
+    inner = e.fma(x * x * x, e.vector(0.044715), x) * e.vector(0.7978845608)
+    return x * e.vector(0.5) * (tanh(inner) + 1.0)
 
 
 class _Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations

@@ -4,7 +4,7 @@ An item of work is some columns of the result. It goes through them a few at a t
 so that a matrix is read from memory once. The tile of a few rows by a few columns is summed in registers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
@@ -12,7 +12,7 @@ from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
-from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, sums
+from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, gelu_tanh, shuffle, silu, sums
 
 COLUMNS = 4  # of a tile
 BLOCK = 32  # columns of an item
@@ -24,30 +24,67 @@ AHEAD = 2 * COLUMNS
 
 def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
     """Emits y [M, N] = x [M, K] w[index] [N, K]^T. Arguments: x, index, w[0], w[1], ..."""
+
+    def tile_of(t: Emitter, rows: int) -> EmitTile:
+        tile, size = _tile(t, rows, dtype, out_dtype), SIZE_OF[out_dtype]
+
+        def emit(x: Value, weight: Value, y: Value, row: Value, column: Value, K: Value, N: Value) -> None:
+            t.call(tile, x, weight + column * K * SIZE_OF[dtype], y + (row * N + column) * size, K, N)
+
+        return emit
+
+    _multiply(e, frame, dtype, tile_of)
+
+
+def gated(e: Emitter, frame: Frame, dtype: str, activation: str) -> None:
+    """Emits h [M, F] = activation(x a^T) * (x b^T), where w[index] [2, F, K] is a and b. Arguments as above."""
+    activate = {"silu": silu, "gelu_tanh": gelu_tanh}[activation]
+
+    def tile_of(t: Emitter, rows: int) -> EmitTile:
+        tile, size = _tile(t, rows, dtype, "float32"), SIZE_OF[dtype]
+        # The products of both halves, [rows, COLUMNS] each and a vector behind them, which partial vectors may read.
+        floats = rows * COLUMNS
+        gate, up = (t.words((floats + t.lanes) // 2) for _ in range(2))
+
+        def emit(x: Value, weight: Value, h: Value, row: Value, column: Value, K: Value, F: Value) -> None:
+            for half, products in enumerate((gate, up)):
+                first = F + column if half else column
+                t.call(tile, x, weight + first * K * size, products, K, t.integer(COLUMNS))
+            for start in range(0, floats, t.lanes):
+                result = activate(t.load(gate + start * 4)) * t.load(up + start * 4)
+                for place in range(start, min(start + t.lanes, floats), COLUMNS):
+                    some = shuffle(result, result, range(place - start, place - start + COLUMNS))
+                    t.store(h + ((row + place // COLUMNS) * F + column) * size, some, dtype)
+
+        return emit
+
+    _multiply(e, frame, dtype, tile_of)
+
+
+# Emits a tile of the result: (x at the first row, weight, result, first row, first column, K, columns of the result).
+EmitTile = Callable[[Value, Value, Value, Value, Value, Value, Value], None]
+
+
+def _multiply(e: Emitter, frame: Frame, dtype: str, tile_of: Callable[[Emitter, int], EmitTile]) -> None:
+    """Emits a loop over all tiles of the result; `tile_of(emitter, rows)` emits tiles of that many rows."""
     x, y = frame.argument(0), frame.result(0)
     weight = frame.argument(e.load_int(frame.argument(1).data, 32) + 2)
     num_columns = y.size(1)
     captured = (x.data, weight.data, y.data, x.size(0), x.size(1), num_columns)
 
     def block(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
-        _block(t, item, captured, dtype, out_dtype)
+        x, weight, y, M, K, N = captured
+        tiles = {rows: tile_of(t, rows) for rows in t.chip.group_sizes}
+        # `x` of these rows stays in the second cache while all columns of the item pass by.
+        with t.loop(0, M, ROWS) as first:
+            some = t.min(M - first, t.integer(ROWS))
+            with t.loop(item * BLOCK, t.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
+                column = t.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
+                for rows, at in t.groups(t.chip.group_sizes, some):
+                    row = first + at
+                    tiles[rows](x + row * K * SIZE_OF[dtype], weight, y, row, column, K, N)
 
     parallel_loop(e, frame, (num_columns + (BLOCK - 1)) // BLOCK, captured, block)
-
-
-def _block(e: Emitter, item: Value, captured: Sequence[Value], dtype: str, out_dtype: str) -> None:
-    x, weight, y, M, K, N = captured
-    tiles = {rows: _tile(e, rows, dtype, out_dtype) for rows in e.chip.group_sizes}
-    size, out_size = SIZE_OF[dtype], SIZE_OF[out_dtype]
-    # `x` of these rows stays in the second cache while all columns of the item pass by.
-    with e.loop(0, M, ROWS) as first:
-        some = e.min(M - first, e.integer(ROWS))
-        with e.loop(item * BLOCK, e.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
-            column = e.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
-            for rows, at in e.groups(e.chip.group_sizes, some):
-                row = first + at
-                places = (x + row * K * size, weight + column * K * size, y + (row * N + column) * out_size)
-                e.call(tiles[rows], *places, K, N)
 
 
 def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:

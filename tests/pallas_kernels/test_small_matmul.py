@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pallas_kernels.small_matmul import small_matmul
+from pallas_kernels.small_matmul import Gate, small_gated_matmul, small_matmul
 from pallas_kernels.small_matmul.cases import CASES, MatmulCase
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS
 
@@ -85,6 +85,48 @@ def test_nan_stays_in_its_row_and_in_its_column() -> None:
     sick[2], sick[:, 50] = True, True
     np.testing.assert_array_equal(np.isnan(result), sick)
     np.testing.assert_array_equal(result[~sick], clean[~sick])
+
+
+@cache
+def gated_product(lanes: int, gate: Gate) -> Any:
+    return jax.jit(lambda x, w: small_gated_matmul(x, [w], 0, gate=gate, chip=CPU_CHIPS[lanes]))
+
+
+GATES: dict[Gate, Any] = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 70])
+def test_gated_products_equal_float64(rows: int, gate: Gate, dtype: str, lanes: int) -> None:
+    x, w = operands(MatmulCase("", rows, 84, 2 * 37), dtype)
+    result = gated_product(lanes, gate)(x, w.reshape(2, 37, 84))
+    assert (result.shape, result.dtype) == ((rows, 37), dtype)
+    a, b = np.split(np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, 2, axis=1)
+    expected = GATES[gate](a) * b
+    difference = np.abs(np.asarray(result, np.float64) - expected).max(axis=1) / np.abs(expected).max(axis=1)
+    assert difference.max() < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gated_rows_have_the_same_bits_alone(dtype: str) -> None:
+    x, w = operands(MatmulCase("", 7, 84, 2 * 37), dtype)
+    call = gated_product(LANES[-1], "silu")
+    together = np.asarray(call(x, w.reshape(2, 37, 84)).astype(jnp.float32))
+    for row in range(7):
+        alone = call(x[row : row + 1], w.reshape(2, 37, 84)).astype(jnp.float32)
+        np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 9), (16, 9), (2, 3, 9)], ids=str)
+def test_gated_matrices_have_two_halves(shape: tuple[int, ...]) -> None:
+    structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 9), shape)]
+    with pytest.raises(ValueError, match=r"gated matrices must be \[2, at least 4, in\]"):
+        jax.eval_shape(lambda x, w: small_gated_matmul(x, [w], 0, gate="silu", chip=CPU_CHIPS[LANES[-1]]), *structs)
 
 
 @pytest.mark.parametrize(
