@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.cpu import Workload, write_model
+from benchmarks.cpu import MODEL_S, Workload
 from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.qwen3 import write_model
 
 WORKLOADS = (Workload.uniform(1, 128, 128), Workload.uniform(16, 128, 128))
 DEMO = (Workload.uniform(1, 32, 200), Workload.uniform(16, 32, 200))
@@ -129,7 +130,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     starts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory))
+        write_model(Path(directory), MODEL_S)
         for model, path, workloads in (("model S", directory, WORKLOADS), ("demo", "demo", DEMO)):
             workers = [Worker(name, ROOT, path, options) for name, options in BURST.items()]
             if args.other is not None:

@@ -37,43 +37,12 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.qwen3 import qwen3, write_model
 
 THREADS = 2
 PEERS = ROOT / "benchmarks" / "peers"
 
-MODEL_S: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "torch_dtype": "float32",
-}
-
-
-def write_model(directory: Path) -> None:
-    """Writes a checkpoint without weights. The tokenizer has a word for each number, because no text is measured."""
-    vocabulary = {f"t{token}": token for token in range(MODEL_S["vocab_size"])}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
-    }
-    (directory / "config.json").write_text(json.dumps(MODEL_S))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+MODEL_S = qwen3(8, 384, 2048, 6, 2, 64, 4096, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -313,7 +282,7 @@ def main() -> None:
     device = machine()
     roofline = measure_roofline()
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory))
+        write_model(Path(directory), MODEL_S)
         engines: list[Engine] = [Ours(Path(directory), args.dtype)]
         peers: list[Peer] = []
         try:

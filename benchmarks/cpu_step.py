@@ -23,8 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.cpu import MODEL_S, write_model
+from benchmarks.cpu import MODEL_S
 from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.qwen3 import write_model
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.stats import StepReport
 
@@ -164,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     device = machine()
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory))
+        write_model(Path(directory), MODEL_S)
         steps = Steps(Path(directory), args.dtype, args.attention_backend)
         results = {work.name: steps.measure(work) for work in WORK}
     columns = ("step", *KINDS, "between operations", "host")

@@ -19,22 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.qwen3 import qwen3
 
 DEPTHS = (8, 32, 80)
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-}
+MODEL = qwen3(28, 2048, 6144, 16, 8, 128, 151_936, max_position_embeddings=8192, tie_word_embeddings=True)
 
 
 def compile_all(chip_name: str, rounds: int) -> list[dict[str, Any]]:

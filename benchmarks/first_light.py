@@ -30,34 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.qwen3 import qwen3, qwen3_600m
 
 GOALS = r"^(decode-(64x4096|256x4096|8x32768)|prefill-(2048|8192))-q32-d128$"
 # Seconds of each part. Together they are more than eight minutes: a part that ends early leaves its time to the others.
 LIMITS = {"errors": 120, "attention": 90, "8B": 200, "0.6B": 120, "peers": 90}
-
-
-def model(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_size: int, vocab: int) -> dict[str, Any]:
-    """Returns a config.json of the Qwen3 family."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": "bfloat16",
-    }
 
 
 @dataclass(frozen=True)
@@ -81,8 +58,8 @@ class Size:
 
 FULL = Size(
     models={
-        "8B": model(36, 4096, 12288, 32, 8, 128, 151_936),
-        "0.6B": model(28, 1024, 3072, 16, 8, 128, 151_936),
+        "8B": qwen3(36, 4096, 12288, 32, 8, 128, 151_936),
+        "0.6B": qwen3_600m(),
     },
     engine=dict(
         dtype="bfloat16",
@@ -106,7 +83,7 @@ FULL = Size(
     output=256,
 )
 TINY = Size(
-    models=dict.fromkeys(("8B", "0.6B"), model(1, 32, 64, 4, 2, 16, 128)),
+    models=dict.fromkeys(("8B", "0.6B"), qwen3(1, 32, 64, 4, 2, 16, 128)),
     engine=dict(
         dtype="float32",
         max_model_len=64,

@@ -21,56 +21,6 @@ from typing import Any
 import numpy as np
 
 REQUESTS = 64
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "torch_dtype": "float32",
-}
-
-
-def write_model(directory: Path) -> None:
-    """Writes a whole checkpoint, except for a tokenizer, because requests are token ids."""
-    from safetensors.numpy import save_file
-
-    E, F, D = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["head_dim"]
-    H, K = MODEL["num_attention_heads"], MODEL["num_key_value_heads"]
-    layer = {
-        "self_attn.q_proj": (H * D, E),
-        "self_attn.k_proj": (K * D, E),
-        "self_attn.v_proj": (K * D, E),
-        "self_attn.o_proj": (E, H * D),
-        "mlp.gate_proj": (F, E),
-        "mlp.up_proj": (F, E),
-        "mlp.down_proj": (E, F),
-        "input_layernorm": (E,),
-        "post_attention_layernorm": (E,),
-        "self_attn.q_norm": (D,),
-        "self_attn.k_norm": (D,),
-    }
-    shapes = {"model.embed_tokens.weight": (MODEL["vocab_size"], E), "model.norm.weight": (E,)}
-    for i in range(MODEL["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    rng = np.random.default_rng(0)
-    save_file(
-        {name: rng.standard_normal(shape, np.float32) * np.float32(0.02) for name, shape in shapes.items()},
-        directory / "model.safetensors",
-    )
-    (directory / "config.json").write_text(json.dumps(MODEL))
 
 
 def measure(directory: Path, input_tokens: int, output_tokens: int) -> None:
@@ -123,12 +73,15 @@ def main() -> None:
         measure(arguments.measure, *arguments.lengths)
         return
     from benchmarks.provenance import ROOT, machine, write_record
+    from benchmarks.qwen3 import qwen3_600m, write_model, write_weights
 
     device = machine()
     checkouts = {"here": ROOT} if arguments.other is None else {"other": arguments.other.resolve(), "here": ROOT}
     stages = {}
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name))
+        config = qwen3_600m(max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32")
+        write_model(Path(name), config)
+        write_weights(Path(name), config)
         for label, checkout in checkouts.items():
             stages[label] = run(checkout, Path(name), arguments)
             for stage in stages[label]:

@@ -15,7 +15,6 @@ benchmarks/results/scaling-DATE-COMMIT.json and, with matplotlib, a picture besi
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,29 +26,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.qwen3 import qwen3, write_model
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.stats import StepReport
 
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2**20,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "torch_dtype": "float32",
-}
+MODEL = qwen3(4, 256, 768, 4, 2, 64, 512, max_position_embeddings=2**20, torch_dtype="float32")
 CHUNK = 512  # tokens of a step with prompts
 CHUNKS = 3  # of a point
 STEPS = 24  # decode steps of a point
@@ -190,7 +171,7 @@ def main() -> None:
     host = machine()
     contexts: dict[str, list[Point]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(MODEL))
+        write_model(Path(directory), MODEL)
         for name, points in over_contexts(directory, args.longest):
             contexts[name] = points
             tell(name, "context", points)

@@ -14,7 +14,6 @@ PYTHONDONTWRITEBYTECODE is set.
 """
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -26,69 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.qwen3 import qwen3_600m, write_model, write_weights
 
-QWEN3_600M: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 OPTIONS = {"demo": [], "0.6B": ["--max-model-len", "2048"]}
 PROMPT = "t1 t2 t3 t4 t5"
 SINCE_START = re.compile(r"([\d.]+) s after the process started$", re.MULTILINE)
 STAGES = re.compile(r"^engine started in .*$", re.MULTILINE)
-
-
-def write_checkpoint(directory: Path) -> None:
-    """Writes a checkpoint with random weights in bfloat16: 1.2 GB. The tokenizer has words for some numbers."""
-    import ml_dtypes
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    config = QWEN3_600M
-    hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for layer in range(config["num_hidden_layers"]):
-        of_layer = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (heads, hidden),
-            "self_attn.k_proj": (kv_heads, hidden),
-            "self_attn.v_proj": (kv_heads, hidden),
-            "self_attn.o_proj": (hidden, heads),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
-        }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    random = np.random.default_rng(0)
-    tensors = {
-        name: (random.standard_normal(shape, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, directory / "model.safetensors")
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(4096)}, "unk_token": "t0"},
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def start(checkout: Path, model: str, cache: Path, options: list[str]) -> dict[str, Any]:
@@ -146,7 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for model in args.models:
             if model != "demo":
-                write_checkpoint(Path(directory))
+                write_model(Path(directory), qwen3_600m())
+                write_weights(Path(directory), qwen3_600m())
             results += measure(model, "demo" if model == "demo" else directory, checkouts, args)
     print("\n| model | checkout | start | first token, s | where a median start's time went |")
     print("|---|---|---|---|---|")
