@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import batched
@@ -161,7 +162,6 @@ class Runner:
         def compile_update(update: Callable[..., DeviceState], packed: NDArray[np.int32]) -> Callable[..., DeviceState]:
             return make_program(Recipe(update, (state, packed_struct(packed)), mesh, donates=(0,)))
 
-        self._admit = compile_update(partial(admit, sizes=self._sizes), pack_admissions((), self._sizes))
         rare = np.zeros(rare_words(self._sizes), np.int32)
         tokens = np.zeros(RECALL_WORDS, np.int32)
         # Few requests need these. So the first request of another kind does not wait for them.
@@ -174,8 +174,15 @@ class Runner:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program)
         self._fork = cache(compiler.compile_fork)
-        rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
-        self.programs = Programs(ladder, compiler.compile, yields, afterwards=rarely)
+        rarely = (
+            *(self._admit_rare, self._recall, self._recount, self._store_masks, self._fork),
+            compiler.compile_distributions,
+        )
+        with ThreadPoolExecutor(1) as other:
+            no_admissions = pack_admissions((), self._sizes)
+            admit_later = other.submit(compile_update, partial(admit, sizes=self._sizes), no_admissions)
+            self.programs = Programs(ladder, compiler.compile, yields, afterwards=rarely)
+            self._admit = admit_later.result()
 
     @property
     def step_sizes(self) -> StepSizes:
@@ -300,7 +307,7 @@ class Runner:
                 assert self._forwarded is not None, "nothing was forwarded"
                 program = self.programs.wait_for(bucket)
                 assert program.distributions is not None, "a decode bucket samples in the same program"
-                rows = program.distributions(self._params, self._state, self._forwarded.unsampled, packed)
+                rows = program.distributions()(self._params, self._state, self._forwarded.unsampled, packed)
                 self._forwarded.distributions.append(rows)
             case ScoreWidely(bucket, packed):
                 assert self._forwarded is not None, "nothing was forwarded"
