@@ -1,15 +1,46 @@
 """Ragged paged attention in machine code that Python writes, with vectors of three widths."""
 
-from tests.pallas_kernels.attention_suite import AttentionSuite
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows
+from tests.pallas_kernels.attention_suite import MIXED, AttentionSuite, run
 
 
-class TestCpu(AttentionSuite):
+class CpuSuite(AttentionSuite):
+    """What only this kernel promises."""
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        "case",
+        [MIXED, replace(MIXED, name="all", window=NO_WINDOW, soft_cap=20.0, sinks=True, num_heads=6, head_size=48)],
+        ids=str,
+    )
+    def test_a_token_has_the_same_bits_alone(self, case: Any, dtype: Any) -> None:
+        # Together they are tiles of other rows and of several queries; alone each is a decode row.
+        call = self.call(case, dtype)
+        together, _ = run(call, self.backend)
+        for index, row in enumerate(case.rows):
+            for number in {0, row.query_len // 2, row.query_len - 1}:
+                at = slice(case.first_token(index) + number, case.first_token(index) + number + 1)
+                start = np.asarray([row.kv_len - row.query_len + number], np.int32)
+                rows = RaggedRows.build(jnp.asarray(call.table[index : index + 1]), start, jnp.ones(1, jnp.int32), 1)
+                one = dict(q=call.q[at], k=call.k[at], v=call.v[at], pages=call.written, rows=rows)
+                alone, _ = run(call, self.backend, **one)
+                np.testing.assert_array_equal(alone[0], together[at][0])
+
+
+class TestCpu(CpuSuite):
     backend = "cpu"
 
 
-class TestVectorsOfEight(AttentionSuite):
+class TestVectorsOfEight(CpuSuite):
     backend = "cpu-8"
 
 
-class TestVectorsOfFour(AttentionSuite):
+class TestVectorsOfFour(CpuSuite):
     backend = "cpu-4"
