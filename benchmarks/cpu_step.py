@@ -63,7 +63,7 @@ WORK = (
 
 def kind_of(line: str) -> str:
     """Returns the kind of an operation, given its line in a compiled program."""
-    if 'custom_call_target="jaxvllm_matmul' in line or re.search(r"\bdot\(|__onednn|matmul", line):
+    if re.search(r"=\"jaxvllm_(matmul|gated)|\bdot\(|__onednn|matmul", line):
         return "matmuls"
     if 'custom_call_target="jaxvllm_attention' in line:
         return "attention"
