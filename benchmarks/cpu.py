@@ -21,10 +21,8 @@ os.environ["OMP_NUM_THREADS"] = "2"
 
 import argparse
 import importlib.metadata
-import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,10 +30,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
+from benchmarks.peers.process import PeerProcess
 from benchmarks.provenance import ROOT, machine, spread, write_record
 from benchmarks.qwen3 import qwen3, write_model
 
@@ -154,44 +153,27 @@ class Installation:
 
 
 INSTALLATIONS = (
-    Installation("transformers", ROOT / ".oracle" / "bin" / "python", PEERS / "transformers_cpu.py", is_static=True),
+    Installation("transformers", ROOT / ".oracle" / "bin" / "python", PEERS / "transformers_worker.py", is_static=True),
     Installation("vLLM", ROOT / ".vllm" / "bin" / "python", PEERS / "vllm_cpu.py", is_static=False),
 )
 
 
 class Peer:
-    """A peer in a worker process with its own environment."""
+    """A peer that is installed."""
 
     def __init__(self, installation: Installation, model: Path, dtype: str) -> None:
-        self.installation, self.name = installation, installation.name
-        self.worker = subprocess.Popen(
-            [str(installation.python), str(installation.worker)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.versions = self.ask({"load": str(model), "threads": THREADS, "dtype": dtype})["versions"]
+        self.name, self._is_static = installation.name, installation.is_static
+        self._process = PeerProcess(installation.python, installation.worker)
+        self.versions = self._process.ask({"load": str(model), "threads": THREADS, "dtype": dtype})["versions"]
 
     def takes(self, load: Workload) -> bool:
-        return load.is_uniform or not self.installation.is_static
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self.worker.stdin is not None
-        assert self.worker.stdout is not None
-        self.worker.stdin.write(json.dumps(request) + "\n")
-        self.worker.stdin.flush()
-        answer = self.worker.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the worker of {self.name} ended with status {self.worker.wait()}: see above")
-        return dict(json.loads(answer))
+        return load.is_uniform or not self._is_static
 
     def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run:
-        return Run(**self.ask({"prompts": prompts, "max_tokens": output_tokens}))
+        return Run(**self._process.ask({"prompts": prompts, "max_tokens": output_tokens}))
 
     def close(self) -> None:
-        assert self.worker.stdin is not None
-        self.worker.stdin.close()
-        self.worker.wait()
+        self._process.close()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ What a part finds is written at once, so a part that fails, hangs or is cut off 
    256 rows, then 256 requests of 512 tokens in and 256 out, with the share of the time in which the device had nothing
    to do. Beside each decode step stands the least that it must read, and how much of the copy bandwidth that is.
 4. `peers`: attention of the libraries that are installed (FlashInfer, vLLM, torch, cuDNN) on the same cases.
+5. `transformers`, where it is installed: prefill and decode steps of the 0.6B model, as in part 3.
 
     python -m benchmarks.first_light [--minutes 8] [--size tiny]
 
@@ -19,6 +20,7 @@ benchmarks/results/first_light-DATE-COMMIT.json.
 import argparse
 import json
 import os
+import random
 import select
 import subprocess
 import sys
@@ -26,15 +28,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.process import PeerProcess
 from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import qwen3, qwen3_600m
 
 GOALS = r"^(decode-(64x4096|256x4096|8x32768)|prefill-(2048|8192))-q32-d128$"
 # Seconds of each part. Together they are more than eight minutes: a part that ends early leaves its time to the others.
-LIMITS = {"errors": 120, "attention": 90, "8B": 200, "0.6B": 120, "peers": 90}
+LIMITS = {"errors": 120, "attention": 90, "8B": 200, "0.6B": 120, "peers": 90, "transformers": 60}
 
 
 @dataclass(frozen=True)
@@ -242,12 +246,45 @@ def peers(size: Size) -> Facts:
         worker.close()
 
 
+def transformers(size: Size) -> Facts:
+    """Measures prefill and decode steps of transformers: static batches of one length, a cache that grows, SDPA."""
+    python = ROOT / ".oracle" / "bin" / "python"
+    if not python.exists():
+        if find_spec("transformers") is None or find_spec("torch") is None:
+            yield {"what": "transformers", "problem": "not installed"}
+            return
+        python = Path(sys.executable)
+    worker = PeerProcess(python, ROOT / "benchmarks" / "peers" / "transformers_worker.py")
+    rng, config = random.Random(0), size.models["0.6B"]
+
+    def generate(rows: int, length: int, output: int) -> dict[str, Any]:
+        prompts = [rng.choices(range(3, config["vocab_size"]), k=length) for _ in range(rows)]
+        return worker.ask({"prompts": prompts, "max_tokens": [output] * rows})
+
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(config))
+            answer = worker.ask({"load": directory, "threads": os.cpu_count(), "dtype": size.engine["dtype"]})
+        yield {"what": ", ".join(map(" ".join, answer["versions"].items()))} | answer
+        for length in size.prompts:
+            seconds = min(generate(1, length, 1)["seconds"] for _ in range(3))
+            yield {"what": f"prefill of {length}", "seconds": seconds, "tokens_per_second": length / seconds}
+        for rows in size.rows:
+            generate(rows, size.context, 2)
+            whole = generate(rows, size.context, size.steps)
+            step = (whole["seconds"] - whole["first_token_seconds"]) / (size.steps - 1)
+            yield {"what": f"decode step of {rows} rows", "seconds": step, "steps": size.steps - 1}
+    finally:
+        worker.close()
+
+
 PARTS: dict[str, Callable[[Size], Facts]] = {
     "errors": errors,
     "attention": attention,
     "8B": lambda size: engine(size, "8B"),
     "0.6B": lambda size: engine(size, "0.6B"),
     "peers": peers,
+    "transformers": transformers,
 }
 
 

@@ -1,6 +1,6 @@
-"""Runs transformers on CPU as a worker: JSON requests on stdin, one JSON answer a line on stdout.
+"""Runs transformers as a worker, on a GPU if there is one: JSON requests on stdin, one JSON answer a line on stdout.
 
-It runs in the environment of `make oracle` (Python 3.11, torch), and imports nothing of this repository.
+It runs in any environment with torch, such as that of `make oracle` (Python 3.11), and imports nothing of this project.
 Requests: `{"load": DIR, "threads": N, "dtype": D}` builds the model of DIR/config.json with random weights and
 answers with versions; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text
 ignored, and answers with seconds, seconds to the first token and the output count of each prompt. Prompts and answers
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class FirstTokenClock:
     """A stopping criterion that never stops generation, and remembers the time of its first call."""
@@ -24,13 +26,15 @@ class FirstTokenClock:
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         if self.first is None:
+            input_ids.cpu()  # waits for a GPU
             self.first = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def load(directory: str, threads: int, dtype: str) -> Any:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
+    torch.set_default_device(DEVICE)
     config = transformers.AutoConfig.from_pretrained(directory)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
@@ -51,7 +55,7 @@ def generate(model: Any, prompts: list[list[int]], max_tokens: int) -> dict[str,
             do_sample=False,
             max_new_tokens=max_tokens,
             stopping_criteria=transformers.StoppingCriteriaList([clock]),
-        )
+        ).cpu()
     seconds = time.perf_counter() - start
     assert clock.first is not None
     counts = [output.shape[1] - ids.shape[1]] * len(prompts)
