@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import first_light, provenance
 
-
 PARTS = ("errors", "attention", "0.6B", "peers", "transformers")  # at this size 8B is the same as 0.6B
 
 
