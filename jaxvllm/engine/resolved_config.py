@@ -14,6 +14,8 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
+from pallas_kernels.backend import BackendName
+from pallas_kernels.cpu.host import host_chip
 
 # As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
 _EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -41,7 +43,7 @@ class ResolvedConfig:
         on_cpu = platform == "cpu"
         # The length goes into the spec because some RoPE scalings depend on it.
         spec = model_spec(dict(hf_config), config.max_model_len)
-        dtype = _dtype(config.dtype, hf_config, platform)
+        dtype = _dtype(config, hf_config, platform)
         # The limits of a step in requests and in tokens. If the config sets only one, the other adapts to it.
         seqs, tokens = (64, 512) if on_cpu else (256, 2048)
         max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
@@ -74,14 +76,33 @@ class ResolvedConfig:
         )
 
 
-def _dtype(name: str, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:
+def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:
+    name: str = config.dtype
     if name == "float16" and platform == "tpu":
         # Our kernel has no float16 on TPU either, and XLA's attention in float16 copies all pages there.
         raise ValueError("TPUs have no float16: set dtype to bfloat16 or auto")
     if name == "auto" and platform == "cpu":
-        name = "float32"  # XLA emulates bfloat16 there: float32 is several times faster
+        # XLA emulates bfloat16 there: float32 is several times faster. Our kernels need instructions for it.
+        is_bf16 = _stated_dtype(hf_config) == "bfloat16" and _multiplies_bf16(config.attention_backend)
+        name = "bfloat16" if is_bf16 else "float32"
     elif name == "auto":
         name = checkpoint.config_dtype(hf_config)
         if name == "float16" and platform == "tpu":
             name = "bfloat16"
     return jnp.dtype(name)
+
+
+def _stated_dtype(hf_config: Mapping[str, Any]) -> str | None:
+    """Returns the dtype that a checkpoint states, if we know it."""
+    try:
+        return checkpoint.config_dtype(hf_config)
+    except ValueError:
+        return None
+
+
+def _multiplies_bf16(backend: BackendName) -> bool:
+    """Returns whether this CPU and its kernels multiply bfloat16 natively."""
+    try:
+        return backend in ("auto", "cpu") and host_chip().has_bf16_dot
+    except NotImplementedError:
+        return False
