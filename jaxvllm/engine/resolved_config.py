@@ -14,8 +14,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
-from pallas_kernels.backend import BackendName
-from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.cpu.host import kernels_multiply_bfloat16
 
 # As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
 _EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -77,32 +76,16 @@ class ResolvedConfig:
 
 
 def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:
-    name: str = config.dtype
-    if name == "float16" and platform == "tpu":
+    if config.dtype == "float16" and platform == "tpu":
         # Our kernel has no float16 on TPU either, and XLA's attention in float16 copies all pages there.
         raise ValueError("TPUs have no float16: set dtype to bfloat16 or auto")
-    if name == "auto" and platform == "cpu":
-        # XLA emulates bfloat16 there: float32 is several times faster. Our kernels need instructions for it.
-        is_bf16 = _stated_dtype(hf_config) == "bfloat16" and _multiplies_bf16(config.attention_backend)
-        name = "bfloat16" if is_bf16 else "float32"
-    elif name == "auto":
-        name = checkpoint.config_dtype(hf_config)
-        if name == "float16" and platform == "tpu":
-            name = "bfloat16"
-    return jnp.dtype(name)
-
-
-def _stated_dtype(hf_config: Mapping[str, Any]) -> str | None:
-    """Returns the dtype that a checkpoint states, if we know it."""
-    try:
-        return checkpoint.config_dtype(hf_config)
-    except ValueError:
-        return None
-
-
-def _multiplies_bf16(backend: BackendName) -> bool:
-    """Returns whether this CPU and its kernels multiply bfloat16 natively."""
-    try:
-        return backend in ("auto", "cpu") and host_chip().has_bf16_dot
-    except NotImplementedError:
-        return False
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    if platform == "cpu":
+        # XLA emulates 16 bits there and takes several times as long as in float32. Our kernels have one instruction for
+        # bfloat16 on some CPUs, and a decode step takes less than half of the time.
+        has_kernels = config.attention_backend in ("auto", "cpu") and kernels_multiply_bfloat16()
+        is_bfloat16 = has_kernels and checkpoint.stated_dtype(hf_config) == "bfloat16"
+        return jnp.dtype("bfloat16" if is_bfloat16 else "float32")
+    stated = checkpoint.config_dtype(hf_config)
+    return jnp.dtype("bfloat16" if platform == "tpu" and stated == "float16" else stated)
