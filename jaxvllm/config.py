@@ -30,7 +30,7 @@ class EngineConfig:
     generation_config: str = "auto"  # default sampling: auto: as the model says; vllm: neutral; or a directory
     override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's; float32 on CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
     seed: int = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own

@@ -86,12 +86,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def config_dtype(config: Mapping[str, Any]) -> str:
-    """Returns the dtype that a config states, in its new or old spelling, or float32 when it states none."""
+def stated_dtype(config: Mapping[str, Any]) -> Any:
+    """Returns whatever a config states as its dtype, in the new or old spelling, or float32 when it states none."""
     inner = config.get("text_config")
     places = (config, inner if isinstance(inner, dict) else {})
-    found = [part[key] for part in places for key in ("dtype", "torch_dtype") if part.get(key)]
-    dtype = found[0] if found else "float32"
+    found = (part[key] for part in places for key in ("dtype", "torch_dtype") if part.get(key))
+    return next(found, "float32")
+
+
+def config_dtype(config: Mapping[str, Any]) -> str:
+    """Returns the dtype that a config states, or float32. Raises ValueError when models cannot have it."""
+    dtype = stated_dtype(config)
     if dtype not in MODEL_DTYPES:
         raise ValueError(f"config dtype {dtype!r} is not supported: supported are {', '.join(MODEL_DTYPES)}")
     return str(dtype)

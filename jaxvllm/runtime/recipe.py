@@ -24,9 +24,14 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # XLA:GPU's Triton matmuls copy the layer's slice of a stacked weight first, three times decode's memory traffic;
     # cuBLASLt reads it in place (compiled HLO, jax 0.11.2).
     "gpu": {"xla_gpu_enable_triton_gemm": False},
-    # LLVM at -O1: a mixed bucket of an 8-layer model compiles in 3.2 s and not 5.7 s, and steps take the same time
-    # (1, 16 and 128 tokens, 2 cores): the matmuls are library calls, the rest is bound by memory.
-    "cpu": {"xla_backend_optimization_level": 1},
+    "cpu": {
+        # LLVM at -O1: a mixed bucket of an 8-layer model compiles in 3.2 s and not 5.7 s, and steps take the same time
+        # (1, 16 and 128 tokens, 2 cores): the matmuls are library calls, the rest is bound by memory.
+        "xla_backend_optimization_level": 1,
+        # YNNPACK multiplies matrices and does nothing else. XLA would give it the reductions of large steps only, where
+        # it sums in another order. In bfloat16 a norm's last bit became 0.03 in a log-probability of the demo model.
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    },
 }
 
 # The packages whose code runs while a program is traced. Any change in them changes the name of every program.

@@ -20,6 +20,14 @@ def host_chip() -> CpuChip:
     return chip
 
 
+def kernels_multiply_bfloat16() -> bool:
+    """Returns whether there are kernels for this machine's CPU and it multiplies bfloat16 without converting it."""
+    try:
+        return host_chip().has_bf16_dot
+    except NotImplementedError:
+        return False
+
+
 def check_features(chip: CpuChip) -> None:
     """Raises NotImplementedError for a CPU that the kernels are not for: without one instruction for a * b + c."""
     known = chip.features.split(",")

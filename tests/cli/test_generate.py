@@ -71,7 +71,10 @@ def test_prompts_from_standard_input_and_chat(engine_flags, capsys, monkeypatch)
         (["a", "--model", "/no/such/place"], "/no/such/place"),
         (["--prompts-file", "/no/such/file"], "/no/such/file"),
         (["a", "--max-model-len", "99999999"], "max_model_len"),
-        (["a", "--num-pages", "100000000"], "num_pages 100000000 needs 3,051.8 GiB on each device, and "),
+        (
+            ["a", "--num-pages", "100000000", "--dtype", "float32"],
+            "num_pages 100000000 needs 3,051.8 GiB on each device, and ",
+        ),
         (["a", "--num-gpu-blocks-override", "100m", "--mesh", "1x8"], "GiB on each device, and "),
     ],
 )

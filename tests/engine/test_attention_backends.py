@@ -67,7 +67,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 SMALL: dict[str, Any] = dict(
-    max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None
+    dtype="float32", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None
 )
 
 

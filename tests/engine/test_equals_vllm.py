@@ -23,6 +23,7 @@ CASES: list[dict[str, Any]] = FIXTURE["cases"]
 SEARCHES: list[dict[str, Any]] = FIXTURE["beam_searches"]
 # Few programs to compile, and fewer rows than cases: most cases begin while others are in the middle.
 ENGINE: dict[str, Any] = dict(
+    dtype="float32",  # as vLLM had it
     max_model_len=FIXTURE["max_model_len"],
     max_num_seqs=8,
     row_buckets=(8,),

@@ -212,7 +212,7 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
     config = EngineConfig(mesh=mesh)
     resolved = ResolvedConfig.of(config, checkpoint.read_config(DEMO_MODEL), "cpu")
     spec = resolved.spec
-    page_bytes = 4 * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
+    page_bytes = resolved.dtype.itemsize * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
     fullest = jax.devices()[0]
     meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
     state = state_bytes(resolved.cache_shape(num_pages=2).sizes(spec)) * sum(one.size for one in meshes)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxvllm import EngineConfig
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from pallas_kernels.chips import CpuChip
 from tests.models.fixture import Fixture
 
 LLAMA = Fixture.load("llama").config
@@ -23,13 +24,46 @@ def resolved(platform: str, stated: str = "bfloat16", **options: Any) -> Resolve
         ("tpu", "bfloat16", "auto", "bfloat16"),
         ("tpu", "float16", "auto", "bfloat16"),
         ("tpu", "float16", "float32", "float32"),
-        ("cpu", "bfloat16", "auto", "float32"),
-        ("cpu", "int8", "auto", "float32"),  # what the checkpoint states is not asked
+        ("cpu", "float16", "auto", "float32"),
+        ("cpu", "int8", "auto", "float32"),
         ("cpu", "bfloat16", "float16", "float16"),
     ],
 )
 def test_the_dtype(platform: str, stated: str, chosen: str, dtype: str) -> None:
     made = resolved(platform, stated, dtype=chosen)
+    assert made.dtype.name == made.page_dtype.name == dtype
+
+
+def cpu(features: str) -> CpuChip:
+    return CpuChip(name="a CPU", triple="x86_64-unknown-linux-gnu", features=features)
+
+
+@pytest.mark.parametrize(
+    ("chip", "stated", "options", "dtype"),
+    [
+        (cpu("+avx2,+fma,+avx512bf16"), "bfloat16", {}, "bfloat16"),
+        (cpu("+avx2,+fma,+avx512bf16"), "bfloat16", {"attention_backend": "cpu"}, "bfloat16"),
+        (cpu("+avx2,+fma,+avx512bf16"), "bfloat16", {"mesh": "2x4"}, "bfloat16"),
+        (cpu("+avx2,+fma,+avx512bf16"), "bfloat16", {"attention_backend": "reference"}, "float32"),
+        (cpu("+avx2,+fma,+avx512bf16"), "bfloat16", {"attention_backend": "interpret"}, "float32"),
+        (cpu("+avx2,+fma,+avx512bf16"), "bfloat16", {"dtype": "float32"}, "float32"),
+        (cpu("+avx2,+fma,+avx512bf16"), "float16", {}, "float32"),
+        (cpu("+avx2,+fma,+avx512bf16"), "float32", {}, "float32"),
+        (cpu("+avx2,+fma,-avx512bf16"), "bfloat16", {}, "float32"),
+        (cpu("+avx2,+fma,-avx512bf16"), "bfloat16", {"dtype": "bfloat16"}, "bfloat16"),
+        (None, "bfloat16", {}, "float32"),
+    ],
+)
+def test_bfloat16_stays_on_cpus_whose_kernels_multiply_it(
+    monkeypatch: pytest.MonkeyPatch, chip: CpuChip | None, stated: str, options: dict[str, Any], dtype: str
+) -> None:
+    def host_chip() -> CpuChip:
+        if chip is None:
+            raise NotImplementedError("no kernels")
+        return chip
+
+    monkeypatch.setattr("pallas_kernels.cpu.host.host_chip", host_chip)
+    made = resolved("cpu", stated, **options)
     assert made.dtype.name == made.page_dtype.name == dtype
 
 
