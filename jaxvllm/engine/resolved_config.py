@@ -83,7 +83,7 @@ def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) ->
         return jnp.dtype(config.dtype)
     if platform == "cpu":
         # XLA emulates 16 bits there and takes several times as long as in float32. Our kernels have one instruction for
-        # bfloat16 on some CPUs, and a decode step takes less than half of the time.
+        # bfloat16 on some CPUs, and a decode step takes about half of the time.
         has_kernels = config.attention_backend in ("auto", "cpu") and kernels_multiply_bfloat16()
         is_bfloat16 = has_kernels and checkpoint.stated_dtype(hf_config) == "bfloat16"
         return jnp.dtype("bfloat16" if is_bfloat16 else "float32")
