@@ -28,6 +28,7 @@ from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
+from jaxvllm.runtime.proposers import NgramProposer
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
@@ -97,11 +98,13 @@ def build(
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
+    speculation = config.speculation
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
         _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
         width=config.max_decode_burst,
+        num_drafts=0 if speculation is None else speculation.num_speculative_tokens,
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.stage("tokenizer"):
@@ -124,11 +127,15 @@ def build(
         num_pages = hosts.least(room)
     shape = resolved.cache_shape(num_pages)
 
+    proposer = None
+    if speculation is not None:
+        proposer = NgramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make)
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make, proposer)
 
     with clock.stage("programs"):
         runners = _make_all(make_runner, replicas, meshes)

@@ -222,6 +222,9 @@ class Engine:
             num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
             num_bucket_rows=sum(replica.num_bucket_rows for replica in self.replicas),
             num_padding_rows=sum(replica.num_padding_rows for replica in self.replicas),
+            num_drafts=sum(int(replica.num_drafted[:1].sum()) for replica in self.replicas),
+            num_draft_tokens=sum(int(replica.num_drafted.sum()) for replica in self.replicas),
+            num_accepted_tokens=sum(int(replica.num_accepted.sum()) for replica in self.replicas),
         )
 
     def take_reports(self) -> list[StepReport]:

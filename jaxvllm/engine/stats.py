@@ -23,6 +23,9 @@ class EngineStats:
     num_ended_tokens: int  # those of rows that had ended: the host learns of an end one step late, or behind a burst
     num_bucket_rows: int  # rows of the same steps, padding included
     num_padding_rows: int
+    num_drafts: int = 0  # times that a row's next token was computed with draft tokens behind it
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # draft tokens that were what was sampled
 
 
 @dataclass(frozen=True)

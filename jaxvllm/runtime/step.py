@@ -24,6 +24,7 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.prompt_scores import PromptScores, score
+from jaxvllm.runtime.proposers import Drafts, Proposer
 from jaxvllm.runtime.sampler import (
     DEFAULT_OPTIONS,
     DeviceLogprobs,
@@ -49,6 +50,7 @@ class StepModel:
     backend: Backend
     axis: ModelAxis = ALONE
     sampling: SamplerOptions = DEFAULT_OPTIONS
+    proposer: Proposer | None = None  # for buckets with drafts
 
     @property
     def sizes(self) -> SlotSizes:
@@ -60,7 +62,9 @@ class StepModel:
 class DeviceOutput:
     """What a step yields for its R rows."""
 
-    yielded: jax.Array  # i32[R, 1 + W]: how many tokens, then the tokens; one array, since each is a transfer
+    # How many tokens, then W tokens, then for each of K drafts how often it was verified, and how often accepted: one
+    # array, i32[R, 1 + W + 2 K], since each is a transfer.
+    yielded: jax.Array
     logprobs: DeviceLogprobs  # [W, R]
 
 
@@ -74,6 +78,50 @@ class Unsampled:
     positions: jax.Array  # i32[R], of the token to sample
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["num_steps", "kv_pages", "state", "counts", "tokens", "logprobs", "num_drafted", "num_accepted"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class _Decoding:
+    """How far a call of `decode` got, with W tokens a row at most and K drafts in a step."""
+
+    num_steps: jax.Array  # i32
+    kv_pages: KVCachePages
+    state: DeviceState
+    counts: jax.Array  # i32[R]: tokens that each row has yielded
+    tokens: jax.Array  # i32[R, W]
+    logprobs: DeviceLogprobs  # [W, R]
+    num_drafted: jax.Array  # i32[R, K]: drafts that were verified, by their place
+    num_accepted: jax.Array  # i32[R, K]
+
+    @classmethod
+    def begin(cls, kv_pages: KVCachePages, state: DeviceState, bucket: Bucket, vocab_size: int) -> "_Decoding":
+        num_rows, width = bucket.num_rows, bucket.row_tokens
+        best = DeviceLogprobs.zeros(num_rows, vocab_size)
+        best = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), best)
+        counts, tokens = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, width), jnp.int32)
+        drafts = jnp.zeros((num_rows, bucket.num_drafts), jnp.int32)
+        return cls(jnp.int32(0), kv_pages, state, counts, tokens, best, drafts, drafts)
+
+    def take(self, rows: jax.Array, state: DeviceState, tokens: jax.Array, best: DeviceLogprobs) -> "_Decoding":
+        """Appends the tokens of those `rows` bool[R] that yield one, with which the state has become `state`."""
+        row, at = jnp.arange(len(rows)), jnp.where(rows, self.counts, self.tokens.shape[1])
+        return replace(
+            self,
+            state=state,
+            counts=self.counts + rows,
+            tokens=self.tokens.at[row, at].set(tokens, mode="drop"),
+            logprobs=jax.tree.map(lambda all_, now: all_.at[at, row].set(now, mode="drop"), self.logprobs, best),
+        )
+
+    @property
+    def output(self) -> DeviceOutput:
+        columns = (self.counts[:, None], self.tokens, self.num_drafted, self.num_accepted)
+        return DeviceOutput(jnp.concatenate(columns, axis=1), self.logprobs)
+
+
 def decode(
     params: Params, kv_pages: KVCachePages, state: DeviceState, packed: jax.Array, *, model: StepModel, bucket: Bucket
 ) -> tuple[KVCachePages, DeviceState, DeviceOutput]:
@@ -82,38 +130,95 @@ def decode(
     `kv_pages` and `state` are donated. Each row's position and input token come from `state`, and what it samples stays
     there, so a caller dispatches the next step before reading this one. A row that ends yields no more tokens. Inside
     shard_map each device has its share of `params` and `kv_pages`, and the same of everything else.
+
+    In a bucket with drafts each step computes what the proposer guesses behind a row's last token, too. Then it samples
+    position by position, each as it would have been sampled alone, while the draft there is what was sampled.
     """
     batch = unpack(packed, bucket, model.sizes)
-    state = _open_pages(state, batch)
-    num_rows, width = bucket.num_rows, bucket.width
-    best = DeviceLogprobs.zeros(num_rows, model.spec.vocab_size)
-    best = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), best)
-    yielded = jnp.zeros((num_rows, 1 + width), jnp.int32)
+    trash = _trash_slot(state)
 
-    def goes_on(carry: tuple[jax.Array, KVCachePages, DeviceState, jax.Array, DeviceLogprobs]) -> jax.Array:
-        index, _, state, _, _ = carry
-        return (index < batch.width) & jnp.any(_alive(state, batch.slots))
+    def alive(now: _Decoding) -> jax.Array:
+        return _alive(now.state, batch.slots) & (now.counts < batch.max_new)
 
-    def once(
-        carry: tuple[jax.Array, KVCachePages, DeviceState, jax.Array, DeviceLogprobs],
-    ) -> tuple[jax.Array, KVCachePages, DeviceState, jax.Array, DeviceLogprobs]:
-        index, kv_pages, state, yielded, best = carry
-        alive = _alive(state, batch.slots)
-        slots = jnp.where(alive, batch.slots, _trash_slot(state))
-        lengths = state["length"][slots]
-        starts = jnp.where(alive, lengths - 1, 0)
-        tables = state["page_tables"][slots]
-        rows = RaggedRows.build(tables[:, 0], starts, alive.astype(jnp.int32), num_rows)
-        token_ids = state["history"][slots, starts]
-        hidden, kv_pages = _compute(params, kv_pages, token_ids, rows, tables, model)
-        state, tokens, now = _sample(params, state, hidden, slots, lengths, model)
-        yielded = yielded.at[:, 0].add(alive.astype(jnp.int32)).at[:, 1 + index].set(tokens)
-        best = jax.tree.map(lambda all_steps, step: all_steps.at[index].set(step), best, now)
-        return index + 1, kv_pages, state, yielded, best
+    def once(now: _Decoding) -> _Decoding:
+        is_alive = alive(now)
+        slots = jnp.where(is_alive, batch.slots, trash)
+        lengths = now.state["length"][slots]
+        starts = jnp.where(is_alive, lengths - 1, 0)
+        tables = now.state["page_tables"][slots]
+        last = now.state["history"][slots, starts]
+        drafts = _drafts(now.state, slots, lengths, batch.max_new - now.counts, model, bucket)
+        rows = RaggedRows.build(tables[:, 0], starts, is_alive * (1 + drafts.counts), bucket.num_tokens)
+        token_ids = last
+        if bucket.num_drafts:
+            place = jnp.arange(bucket.num_tokens) - rows.query_starts[rows.token_rows]
+            tokens = jnp.concatenate([last[:, None], drafts.tokens], axis=1)
+            token_ids = tokens[rows.token_rows, jnp.clip(place, 0, bucket.num_drafts)]
+        hidden, kv_pages = _compute(params, now.kv_pages, token_ids, rows, tables, model)
+        now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages)
+        logits = project_logits(params, _share(model), hidden)
+        if not bucket.num_drafts:
+            return now.take(is_alive, *_sample(now.state, logits, slots, lengths, model))
+        return _verify(now, logits, is_alive, drafts, rows.query_starts[:-1], slots, lengths, model)
 
-    carry = (jnp.int32(0), kv_pages, state, yielded, best)
-    _, kv_pages, state, yielded, best = once(carry) if width == 1 else jax.lax.while_loop(goes_on, once, carry)
-    return kv_pages, state, DeviceOutput(yielded, best)
+    now = _Decoding.begin(kv_pages, _open_pages(state, batch), bucket, model.spec.vocab_size)
+    if bucket.width == 1:
+        now = once(now)
+    else:
+        now = jax.lax.while_loop(lambda now: (now.num_steps < batch.num_steps) & jnp.any(alive(now)), once, now)
+    return now.kv_pages, now.state, now.output
+
+
+def _drafts(
+    state: DeviceState, slots: jax.Array, lengths: jax.Array, most: jax.Array, model: StepModel, bucket: Bucket
+) -> Drafts:
+    """What the proposer guesses for rows that may yield `most` i32[R] tokens more in this call."""
+    if not bucket.num_drafts:
+        return Drafts(jnp.zeros((bucket.num_rows, 0), jnp.int32), jnp.zeros(bucket.num_rows, jnp.int32))
+    assert model.proposer is not None, "nobody proposes drafts"
+    with jax.named_scope("propose"):
+        drafts = model.proposer.propose(state, slots, lengths, bucket.num_drafts)
+    # The token behind the last draft is sampled, too.
+    room = jnp.minimum(most, state["limit"][slots] - lengths) - 1
+    tokens = jnp.clip(drafts.tokens, 0, model.spec.vocab_size - 1)
+    return Drafts(tokens, jnp.clip(drafts.counts, 0, jnp.maximum(room, 0)))
+
+
+def _verify(
+    now: _Decoding,
+    logits: jax.Array,
+    alive: jax.Array,
+    drafts: Drafts,
+    firsts: jax.Array,
+    slots: jax.Array,
+    lengths: jax.Array,
+    model: StepModel,
+) -> _Decoding:
+    """Samples behind each row's last token, logits[firsts[r]], and behind each draft that equals what was sampled.
+
+    So each token is sampled from the same logits, with the same noise and the same state as without drafts.
+    """
+    num_drafts, trash = drafts.tokens.shape[1], _trash_slot(now.state)
+    row = jnp.arange(len(slots))
+
+    def at_next(carry: tuple[jax.Array, jax.Array, _Decoding]) -> tuple[jax.Array, jax.Array, _Decoding]:
+        index, matches, now = carry
+        at = jnp.where(matches, slots, trash)
+        here = logits[jnp.clip(firsts + index, 0, len(logits) - 1)]
+        state, tokens, best = _sample(now.state, here, at, lengths + index, model)
+        now = now.take(matches, state, tokens, best)
+        draft = jnp.minimum(index, num_drafts - 1)
+        is_drafted = matches & (index < drafts.counts)
+        is_accepted = is_drafted & (drafts.tokens[:, draft] == tokens)
+        now = replace(
+            now,
+            num_drafted=now.num_drafted.at[row, draft].add(is_drafted),
+            num_accepted=now.num_accepted.at[row, draft].add(is_accepted),
+        )
+        return index + 1, is_accepted & (state["is_over"][slots] == 0), now
+
+    carry = (jnp.int32(0), alive, now)
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), at_next, carry)[2]
 
 
 def forward(
@@ -141,7 +246,7 @@ def forward(
     scores = PromptScores(best, hidden if model.sampling.has_wide_scores else None)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
-    slots = jnp.where(batch.samples, slots, trash)
+    slots = jnp.where(batch.max_new > 0, slots, trash)
     return kv_pages, state, Unsampled(hidden[last], slots, starts + batch.lengths), scores
 
 
@@ -150,7 +255,8 @@ def sample_rows(
 ) -> tuple[DeviceState, DeviceOutput]:
     """Samples a token for every row that `forward` left. `state` is donated. `head`: what `project_logits` reads."""
     slots = unsampled.slots
-    state, tokens, best = _sample(head, state, unsampled.hidden, slots, unsampled.positions, model)
+    logits = project_logits(head, _share(model), unsampled.hidden)
+    state, tokens, best = _sample(state, logits, slots, unsampled.positions, model)
     counts = (slots != _trash_slot(state)).astype(jnp.int32)
     yielded = jnp.stack([counts, tokens], axis=1)
     best = jax.tree.map(lambda x: x[None], best)
@@ -232,16 +338,10 @@ def _compute(
 
 
 def _sample(
-    head: Params,
-    state: DeviceState,
-    hidden: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    model: StepModel,
+    state: DeviceState, logits: jax.Array, slots: jax.Array, positions: jax.Array, model: StepModel
 ) -> tuple[DeviceState, jax.Array, DeviceLogprobs]:
     """The tokens i32[R] at `positions` of `slots`, which the state has as their last ones then."""
     with jax.named_scope("sample"):
-        logits = project_logits(head, _share(model), hidden)
         rows = Rows(state, slots)
         vocab_size, axis, options = model.spec.vocab_size, model.axis, model.sampling
         tokens = sample(logits, rows, positions, vocab_size, axis, options)

@@ -19,6 +19,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.prompt_scores import PromptScores
+from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
@@ -129,6 +130,7 @@ class StepCompiler:
     mesh: Mesh
     sampling: SamplerOptions = DEFAULT_OPTIONS
     make: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
+    proposer: Proposer | None = None
     _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
     _distributions: dict[int, Callable[[], DistributionProgram]] = field(default_factory=dict)
     _wide_scores: dict[int, WideScoreProgram] = field(default_factory=dict)
@@ -212,7 +214,7 @@ class StepCompiler:
     def _make(
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
     ) -> jax.stages.Compiled:
-        model = StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size), self.sampling)
+        model = StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size), self.sampling, self.proposer)
         on_parts = out_specs if self.mesh.size > 1 else None
         return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))
 

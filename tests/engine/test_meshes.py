@@ -66,7 +66,7 @@ def quick_compilation() -> Iterator[None]:
 def one_program() -> Iterator[None]:
     """Engines with the bucket that holds every plan, and no other."""
     with quick_compilation(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketLadder, "build", lambda *counts, width: BucketLadder((Bucket(16, 8),)))
+        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((Bucket(16, 8),)))
         yield
 
 

@@ -1,0 +1,69 @@
+"""Proposers: each guesses the next tokens of a row. The step that computes the row's next token verifies the guesses.
+
+They run on the device, inside of the step. So nothing returns to the host between proposing and verifying.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "counts"], meta_fields=[])
+@dataclass(frozen=True)
+class Drafts:
+    """The tokens that may follow each row's last one: the first `counts[r]` of `tokens[r]`."""
+
+    tokens: jax.Array  # i32[R, K]
+    counts: jax.Array  # i32[R], K at most
+
+
+class Proposer(Protocol):
+    """What guesses. It is frozen and hashable, because it is part of what a program is compiled from."""
+
+    def propose(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
+        """Returns up to `num_drafts` tokens for each of `slots` i32[R], which have `lengths` i32[R] tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class NgramProposer:
+    """Guesses that a row goes on as it did after the last tokens that were the same: prompt lookup decoding.
+
+    The most tokens count that are the same, from `shortest` to `longest`, and then the place nearest to the end. A
+    place so near that not all drafts follow it is the end of a loop, which is taken to go on.
+    (A. Saxena, "Prompt Lookup Decoding", 2023.)
+    """
+
+    shortest: int
+    longest: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shortest <= self.longest:
+            raise ValueError(
+                f"prompt_lookup_min must be from 1 to prompt_lookup_max, got {self.shortest} and {self.longest}"
+            )
+
+    def propose(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
+        tokens = state[HISTORY.name][slots]  # i32[R, L]
+        places = jnp.arange(tokens.shape[1])
+        # How many tokens before each place equal as many before the end of the row.
+        same = jnp.ones(tokens.shape, jnp.bool_)
+        num_same = jnp.zeros(tokens.shape, jnp.int32)
+        for back in range(1, self.longest + 1):
+            last = jnp.take_along_axis(tokens, jnp.maximum(lengths - back, 0)[:, None], axis=1)
+            same &= (jnp.roll(tokens, back, axis=1) == last) & (places >= back)
+            num_same += same
+        is_before = places < lengths[:, None]
+        found = jnp.where(is_before & (num_same >= self.shortest), num_same, 0)
+        # The largest number, and of these the last place.
+        place = jnp.argmax(found * tokens.shape[1] + jnp.where(found > 0, places, 0), axis=1)
+        period = jnp.maximum(lengths - place, 1)
+        at = place[:, None] + jnp.arange(num_drafts) % period[:, None]
+        is_found = jnp.take_along_axis(found, place[:, None], axis=1)[:, 0] > 0
+        drafts = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
+        return Drafts(drafts, jnp.where(is_found, num_drafts, 0))
