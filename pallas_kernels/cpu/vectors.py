@@ -83,7 +83,7 @@ def dot_pairs(a: Value, b: Value, c: Value) -> Value:
 
 
 def exp(x: Value) -> Value:
-    """Returns e**x of a vector, with a relative error below 3e-7; outside of -87 to 88 as at the ends. NaN stays NaN."""
+    """Returns e**x of a vector, with a relative error below 3e-7; beyond -87 and 88 as there. NaN stays NaN."""
     e = x.emitter
     x = e.min(e.vector(88.0), e.max(e.vector(-87.0), x))
     shifted = e.fma(x, e.vector(1.44269504), e.vector(0.5))
