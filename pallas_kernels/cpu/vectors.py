@@ -83,9 +83,9 @@ def dot_pairs(a: Value, b: Value, c: Value) -> Value:
 
 
 def exp(x: Value) -> Value:
-    """Returns e**x of a vector, with a relative error below 3e-7; beyond 87 as at 87. NaN stays NaN."""
+    """Returns e**x of a vector, with a relative error below 3e-7; beyond -87 and 88 as there. NaN stays NaN."""
     e = x.emitter
-    x = e.min(e.vector(87.0), e.max(e.vector(-87.0), x))
+    x = e.min(e.vector(88.0), e.max(e.vector(-87.0), x))
     shifted = e.fma(x, e.vector(1.44269504), e.vector(0.5))
     turns = e.intrinsic(f"llvm.floor.v{e.lanes}f32", x.ir.type, shifted)
     rest = e.fma(turns, e.vector(-0.693359375), x)

@@ -151,7 +151,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Answer]:
-    with one_program(), tiny_llm(model, max_logprobs=-1) as llm:
+    with one_program(), tiny_llm(model, dtype="float32", max_logprobs=-1) as llm:
         return answers(llm)
 
 
@@ -167,7 +167,10 @@ def expected(model: str) -> list[Answer]:
 )
 def test_the_same_tokens_on_every_mesh(model: str, expected: list[Answer], mesh: str) -> None:
     # With the program for decoding alone once too: its rows are its tokens.
-    with quick_compilation() if mesh == "1x2" else one_program(), tiny_llm(model, mesh=mesh, max_logprobs=-1) as llm:
+    with (
+        quick_compilation() if mesh == "1x2" else one_program(),
+        tiny_llm(model, mesh=mesh, dtype="float32", max_logprobs=-1) as llm,
+    ):
         assert_same(answers(llm), expected)
         assert sum(replica.num_steps > 0 for replica in llm.engine.replicas) == llm.config.mesh_shape.data
 
@@ -225,7 +228,7 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def shared_two(seven: Path) -> Iterator[LLM]:
-    with one_program(), tiny_llm(seven, mesh="2x1", max_logprobs=-1) as llm:
+    with one_program(), tiny_llm(seven, mesh="2x1", dtype="float32", max_logprobs=-1) as llm:
         yield llm
 
 

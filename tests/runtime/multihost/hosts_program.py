@@ -36,6 +36,7 @@ def options(mesh: str, **others: Any) -> dict[str, Any]:
         token_buckets=(16,),
         num_pages=40,
         compilation_cache=None,
+        dtype="float32",  # in bfloat16, which some CPUs take by default, sums over more devices are other tokens
     )
     return small | others
 
