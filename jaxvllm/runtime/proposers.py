@@ -57,7 +57,7 @@ class NgramProposer:
         for back in range(1, self.longest + 1):
             last = jnp.take_along_axis(tokens, jnp.maximum(lengths - back, 0)[:, None], axis=1)
             same &= (jnp.roll(tokens, back, axis=1) == last) & (places >= back)
-            num_same += same
+            num_same += same.astype(jnp.int32)
         is_before = places < lengths[:, None]
         found = jnp.where(is_before & (num_same >= self.shortest), num_same, 0)
         # The largest number, and of these the last place.

@@ -111,7 +111,7 @@ class _Decoding:
         return replace(
             self,
             state=state,
-            counts=self.counts + rows,
+            counts=self.counts + rows.astype(jnp.int32),
             tokens=self.tokens.at[row, at].set(tokens, mode="drop"),
             logprobs=jax.tree.map(lambda all_, now: all_.at[at, row].set(now, mode="drop"), self.logprobs, best),
         )
@@ -148,7 +148,7 @@ def decode(
         tables = now.state["page_tables"][slots]
         last = now.state["history"][slots, starts]
         drafts = _drafts(now.state, slots, lengths, batch.max_new - now.counts, model, bucket)
-        rows = RaggedRows.build(tables[:, 0], starts, is_alive * (1 + drafts.counts), bucket.num_tokens)
+        rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + drafts.counts, 0), bucket.num_tokens)
         token_ids = last
         if bucket.num_drafts:
             place = jnp.arange(bucket.num_tokens) - rows.query_starts[rows.token_rows]
@@ -212,8 +212,8 @@ def _verify(
         is_accepted = is_drafted & (drafts.tokens[:, draft] == tokens)
         now = replace(
             now,
-            num_drafted=now.num_drafted.at[row, draft].add(is_drafted),
-            num_accepted=now.num_accepted.at[row, draft].add(is_accepted),
+            num_drafted=now.num_drafted.at[row, draft].add(is_drafted.astype(jnp.int32)),
+            num_accepted=now.num_accepted.at[row, draft].add(is_accepted.astype(jnp.int32)),
         )
         return index + 1, is_accepted & (state["is_over"][slots] == 0), now
 

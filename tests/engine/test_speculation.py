@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": {5: 3.0, 7: -4.0}},
     {"temperature": 0.0, "bad_words": ["a", "bc"]},
     {"temperature": 0.0, "stop": ["e", "ab"]},
-    {"temperature": 0.0, "stop_token_ids": tuple(range(20, 60)), "min_tokens": 6, "logprobs": 0},
+    {"temperature": 0.0, "stop_token_ids": tuple(range(20, 50)), "min_tokens": 6, "logprobs": 0},
     {"temperature": 0.2, "n": 3},
     {"temperature": 0.0, "max_tokens": 2},
     {"temperature": 0.0, "allowed_token_ids": tuple(range(30, 50))},
