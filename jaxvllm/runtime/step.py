@@ -62,8 +62,8 @@ class StepModel:
 class DeviceOutput:
     """What a step yields for its R rows."""
 
-    # How many tokens, then W tokens, then for each of K drafts how often it was verified, and how often accepted: one
-    # array, i32[R, 1 + W + 2 K], since each is a transfer.
+    # i32[R, 1 + W + 2 K]: how many tokens, then the tokens, then for each place of a draft how often there was one, and
+    # how often it was accepted. One array, since each is a transfer.
     yielded: jax.Array
     logprobs: DeviceLogprobs  # [W, R]
 
@@ -93,7 +93,7 @@ class _Decoding:
     counts: jax.Array  # i32[R]: tokens that each row has yielded
     tokens: jax.Array  # i32[R, W]
     logprobs: DeviceLogprobs  # [W, R]
-    num_drafted: jax.Array  # i32[R, K]: drafts that were verified, by their place
+    num_drafted: jax.Array  # i32[R, K]: drafts that there were, by their place
     num_accepted: jax.Array  # i32[R, K]
 
     @classmethod
@@ -208,15 +208,12 @@ def _verify(
         state, tokens, best = _sample(now.state, here, at, lengths + index, model)
         now = now.take(matches, state, tokens, best)
         draft = jnp.minimum(index, num_drafts - 1)
-        is_drafted = matches & (index < drafts.counts)
-        is_accepted = is_drafted & (drafts.tokens[:, draft] == tokens)
-        now = replace(
-            now,
-            num_drafted=now.num_drafted.at[row, draft].add(is_drafted.astype(jnp.int32)),
-            num_accepted=now.num_accepted.at[row, draft].add(is_accepted.astype(jnp.int32)),
-        )
+        is_accepted = matches & (index < drafts.counts) & (drafts.tokens[:, draft] == tokens)
+        now = replace(now, num_accepted=now.num_accepted.at[row, draft].add(is_accepted.astype(jnp.int32)))
         return index + 1, is_accepted & (state["is_over"][slots] == 0), now
 
+    drafted = alive[:, None] & (jnp.arange(num_drafts) < drafts.counts[:, None])
+    now = replace(now, num_drafted=now.num_drafted + drafted.astype(jnp.int32))
     carry = (jnp.int32(0), alive, now)
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), at_next, carry)[2]
 

@@ -30,8 +30,9 @@ class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
     `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
-    missing but behind its end. Where that is enough, each decode step has `num_drafts` drafts. The first group has `num_pages` and `window`; `more_groups` are the others. A step may
-    be cut to one of `sizes`. The first `num_tight_steps` steps have no more than `room`.
+    missing but behind its end. Where that is enough, each decode step has `num_drafts` drafts. The first group has
+    `num_pages` and `window`; `more_groups` are the others. A step may be cut to one of `sizes`. The first
+    `num_tight_steps` steps have no more than `room`.
     """
 
     policy: str = "v1"
