@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import pytest
 from jax._src import cache_key
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
 from jaxvllm.cli.generate import Timeline
@@ -31,6 +30,7 @@ from pallas_kernels.backend import Backend
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
 from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
+from tests.jax_cache import jax_cache
 from tests.models.fixture import Fixture
 
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
@@ -76,18 +76,11 @@ def programs_move(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     Or 8x1 would compile one program eight times, 35 seconds; it takes 5.
     """
-    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in options}
     hashed = cache_key._hash_serialized_compile_options
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, jax_cache(tmp_path_factory.mktemp("xla")):
         patch.setattr(cache_key, "_hash_serialized_compile_options", lambda *args, **_: hashed(*args, True))
-        for name, value in zip(options, (str(tmp_path_factory.mktemp("xla")), 0.0), strict=True):
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         yield
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 @dataclass(frozen=True)
