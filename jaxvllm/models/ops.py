@@ -63,16 +63,34 @@ class LayerSlice:
 Matrix = jax.Array | InOut | KernelMatrix | LayerMatrix | LayerSlice
 
 
-def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
-    """Multiplies x [T, in] by weight [..., in] and adds `bias` [...]: [T, ...] in `dtype` (None: that of x)."""
+@dataclass(frozen=True)
+class _ForKernel:
+    """What our kernels for CPUs are called with."""
+
+    matrices: list[jax.Array]  # of which the call picks number `index`
+    index: jax.Array | int
+    chip: CpuChip
+
+
+def _for_kernel(weight: Matrix) -> _ForKernel | None:
+    """Returns the arguments of a kernel that multiplies by `weight`; None: XLA does it."""
     if isinstance(weight, KernelMatrix):
-        weight = LayerMatrix((weight,), 0)
+        return _ForKernel([weight.array], 0, weight.chip)
     if isinstance(weight, LayerMatrix):
         if ours := [matrix for matrix in weight.of_layers if isinstance(matrix, KernelMatrix)]:
-            y = small_matmul(x, [m.array for m in ours], weight.index, dtype=dtype, chip=ours[0].chip)
-            return biased(y.reshape(x.shape[0], *ours[0].array.shape[:-1]), bias)
+            return _ForKernel([matrix.array for matrix in ours], weight.index, ours[0].chip)
+    return None
+
+
+def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
+    """Multiplies x [T, in] by weight [..., in] and adds `bias` [...]: [T, ...] in `dtype` (None: that of x)."""
+    if (ours := _for_kernel(weight)) is not None:
+        y = small_matmul(x, ours.matrices, ours.index, dtype=dtype, chip=ours.chip)
+        return biased(y.reshape(x.shape[0], *ours.matrices[0].shape[:-1]), bias)
+    if isinstance(weight, LayerMatrix):
         branches = [partial(project, weight=matrix, dtype=dtype) for matrix in weight.of_layers]
         return biased(jax.lax.switch(weight.index, branches, x), bias)
+    assert not isinstance(weight, KernelMatrix), "a kernel multiplies by it"
     is_slice = isinstance(weight, LayerSlice)
     if isinstance(weight, InOut):
         matrix, contracted, out_shape = weight.array, 0, weight.out_shape
@@ -88,12 +106,9 @@ def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: 
 
 def project_gated(x: jax.Array, weight: Matrix, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
     """Returns activation(gate x) * up x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
-    if isinstance(weight, KernelMatrix):
-        weight = LayerMatrix((weight,), 0)
-    if isinstance(weight, LayerMatrix) and bias is None and activation != "gelu":
-        if ours := [matrix for matrix in weight.of_layers if isinstance(matrix, KernelMatrix)]:
-            arrays = [matrix.array for matrix in ours]
-            return small_gated_matmul(x, arrays, weight.index, gate=activation, chip=ours[0].chip)
+    ours = _for_kernel(weight)
+    if ours is not None and bias is None and activation != "gelu":
+        return small_gated_matmul(x, ours.matrices, ours.index, gate=activation, chip=ours.chip)
     gate_up = project(x, weight, bias)  # [T, 2, F]
     return activate(gate_up[:, 0], activation) * gate_up[:, 1]
 

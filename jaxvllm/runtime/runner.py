@@ -176,14 +176,12 @@ class Runner:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
-        rarely = (
-            *(self._admit_rare, self._recall, self._recount, self._store_masks, self._fork),
-            compiler.compile_distributions,
-        )
+        rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
         with ThreadPoolExecutor(1) as other:
             no_admissions = pack_admissions((), self._sizes)
             admit_later = other.submit(compile_update, partial(admit, sizes=self._sizes), no_admissions)
-            self.programs = Programs(ladder, compiler.compile, yields, afterwards=rarely)
+            afterwards = (*rarely, compiler.compile_distributions)
+            self.programs = Programs(ladder, compiler.compile, yields, afterwards)
             self._admit = admit_later.result()
 
     @property

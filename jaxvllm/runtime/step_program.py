@@ -146,6 +146,8 @@ class StepCompiler:
                 self._samplers[bucket.num_rows] = self.compile_sampler(bucket.num_rows)
                 self._distributions[bucket.num_rows] = cache(partial(self._compile_distributions, bucket.num_rows))
             begin = begin_later.result()
+        if bucket.is_split:  # a row has asked for it that may want distributions in the step at hand
+            self._distributions[bucket.num_rows]()
         if self.sampling.has_wide_scores and bucket.num_tokens not in self._wide_scores:
             self._wide_scores[bucket.num_tokens] = self._compile_wide_scores(bucket.num_tokens)
         return StepProgram(
