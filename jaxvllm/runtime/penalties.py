@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.step_plan import Admission
-from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotField
+from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, DeviceState, Rows, SlotField
 from jaxvllm.runtime.stages import Share, Stage
 from jaxvllm.runtime.token_mask import mask_words, pack_bits, unpack_bits
 
@@ -45,9 +45,21 @@ def _asks(rows: Rows) -> jax.Array:
     return (rows[REPETITION.name] != 1) | (rows[FREQUENCY.name] != 0) | (rows[PRESENCE.name] != 0)
 
 
+def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """i16[R, V]: how often each token of this share is among the drafts in front of each row's position."""
+    row = jnp.arange(len(positions))
+    counts = jnp.zeros((len(positions), share.size), jnp.int16)
+    lengths, history = rows[LENGTH.name], rows.state[HISTORY.name]
+    for place in range(rows.num_drafts):
+        at = lengths + place
+        columns = jnp.where(at < positions, share.columns(history[rows.slots, at]), share.size)
+        counts = counts.at[row, columns].add(1, mode="drop")
+    return counts
+
+
 def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
     """Repetition concerns tokens of prompt and output; frequency and presence, which follow, only the output's."""
-    counts = share.take(rows[OUTPUT_COUNTS.name])
+    counts = share.take(rows[OUTPUT_COUNTS.name]) + _draft_counts(rows, positions, share)
     in_output = counts > 0
     is_repeated = in_output | unpack_bits(rows[PROMPT_TOKENS.name], share)
     repetition = rows[REPETITION.name][:, None]

@@ -60,7 +60,8 @@ from jaxvllm.runtime.state import (
     recall,
     recount,
 )
-from jaxvllm.runtime.step import DeviceOutput, Unsampled
+from jaxvllm.runtime.step import Unsampled
+from jaxvllm.runtime.step_model import DeviceOutput
 from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched

@@ -20,7 +20,8 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.memory import GPU_SHARE_VARIABLE, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.state import state_bytes
-from jaxvllm.runtime.step import StepModel, forward
+from jaxvllm.runtime.step import forward
+from jaxvllm.runtime.step_model import StepModel
 from jaxvllm.runtime.step_program import StepCompiler, StepProgram, head_of
 from pallas_kernels.backend import REFERENCE
 from sharding.placement import mesh_of
