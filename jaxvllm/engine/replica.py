@@ -111,7 +111,7 @@ class Replica:
         num_drafts, most = programs.ladder.num_drafts, programs.num_draft_steps(num_rows)
         if not most or not self._draft_pace.wants_drafts(num_rows):
             return num_steps, 0
-        return (1 + num_drafts) * min(max(num_steps // (1 + num_drafts), 1), most), num_drafts
+        return (1 + num_drafts) * min(num_steps, most), num_drafts
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""

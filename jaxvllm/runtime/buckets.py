@@ -120,7 +120,7 @@ class BucketLadder:
         if not self.num_drafts:
             return ()
         k, rows = self.num_drafts, [bucket for bucket in self.buckets if bucket.is_decode]
-        return tuple(Bucket(b.num_rows * (1 + k), b.num_rows, max(b.width // (1 + k), 1), num_drafts=k) for b in rows)
+        return tuple(Bucket(b.num_rows * (1 + k), b.num_rows, b.width, num_drafts=k) for b in rows)
 
     def compile_order(self) -> tuple[Bucket, ...]:
         """Returns all buckets: the first, the largest, which holds every plan, the widest, and then the others."""

@@ -49,10 +49,10 @@ def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
     """i16[R, V]: how often each token of this share is among the drafts in front of each row's position."""
     row = jnp.arange(len(positions))
     counts = jnp.zeros((len(positions), share.size), jnp.int16)
-    lengths, history = rows[LENGTH.name], rows.state[HISTORY.name]
     for place in range(rows.num_drafts):
-        at = lengths + place
-        columns = jnp.where(at < positions, share.columns(history[rows.slots, at]), share.size)
+        at = rows[LENGTH.name] + place
+        drafts = rows.state[HISTORY.name][rows.slots, at]
+        columns = jnp.where(at < positions, share.columns(drafts), share.size)
         counts = counts.at[row, columns].add(1, mode="drop")
     return counts
 
