@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, Self, get_args
 
-Method = Literal["ngram"]
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa"]
 MAX_DRAFTS = 15  # of a row in a step
+_OF_MODELS = ("draft_model", "eagle", "eagle3", "medusa")  # which need a model
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class SpeculativeConfig:
     """Which proposer guesses, and how many tokens at once. Raises ValueError for values that are out of range."""
 
     method: Method
+    model: str | None = None  # the draft model or head: its directory, or its name on the hub
     num_speculative_tokens: int = 3  # of a row in a step
     prompt_lookup_min: int = 2  # ngram: tokens that must be the same before what is guessed
     prompt_lookup_max: int = 5  # ngram: the most that are compared
@@ -21,6 +23,11 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
+        if (self.model is not None) != (self.method in _OF_MODELS):
+            rule = "needs a model" if self.model is None else "has no model"
+            raise ValueError(f"method {self.method} {rule}: those with one are {', '.join(_OF_MODELS)}")
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ValueError(f"model must be a directory or a name on the hub, not {self.model!r}")
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFTS),
             ("prompt_lookup_max", 32),

@@ -15,7 +15,7 @@ from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
-from jaxvllm.runtime.proposers import Proposer
+from jaxvllm.runtime.proposers import Known, Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
@@ -128,8 +128,8 @@ def _decode_once(
     tables = now.state["page_tables"][slots]
     rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), bucket.num_tokens)
     last = now.state["history"][slots, starts]
-    hidden, kv_pages = compute(params, now.kv_pages, last, rows, tables, model)
-    logits = project_logits(params, model.shard, hidden)
+    computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model)
+    logits = project_logits(params, model.shard, computed.hidden)
     tokens, best = draw(now.state, logits, slots, lengths, model)
     counts = is_alive.astype(jnp.int32)
     is_over = are_stops(now.state, tokens, slots, lengths)
@@ -161,7 +161,8 @@ def _draft_and_verify(
     # The token behind the last draft is sampled, too.
     room = jnp.minimum(most, now.state["limit"][slots] - lengths) - 1
     with jax.named_scope("propose"):
-        drafts = proposer.propose(now.state, slots, lengths, num_drafts)
+        known = Known(params, now.kv_pages, now.state, slots, lengths, jnp.where(is_alive, room, 0), model)
+        kv_pages, drafts = proposer.propose(known, num_drafts)
         places = jnp.arange(num_drafts)
         drafted = places < jnp.minimum(drafts.counts, room)[:, None]  # [R, K]
         num_drafted = drafted.sum(axis=1, dtype=jnp.int32)
@@ -173,8 +174,8 @@ def _draft_and_verify(
     rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + num_drafted, 0), num_tokens)
     token_slots = jnp.where(rows.is_real(), slots[rows.token_rows], trash_slot(state))
     token_ids = state["history"][token_slots, rows.positions]
-    hidden, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model)
-    logits = project_logits(params, model.shard, hidden)
+    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, proposer.depths)
+    logits = project_logits(params, model.shard, computed.hidden)
     next_positions = rows.positions + 1
     tokens, best = draw(state, logits, token_slots, next_positions, model, num_drafts)
     is_stop = are_stops(state, tokens, token_slots, next_positions)
@@ -186,6 +187,9 @@ def _draft_and_verify(
     counts = jnp.where(is_alive, 1 + goes_on.sum(axis=1), 0)
     accepted = matches & (places < counts[:, None])
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    if proposer.cache is not None:
+        with jax.named_scope("follow"):
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model)
     now = replace(
         now,
         num_steps=now.num_steps + 1,

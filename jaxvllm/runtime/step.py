@@ -18,6 +18,7 @@ from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.prompt_scores import PromptScores, score
+from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs, distributions, token_logprobs
 from jaxvllm.runtime.slot_fields import DeviceState, Rows
 from jaxvllm.runtime.step_model import (
@@ -46,10 +47,18 @@ class Unsampled:
 
 
 def forward(
-    params: Params, kv_pages: KVCachePages, state: DeviceState, packed: jax.Array, *, model: StepModel, bucket: Bucket
+    params: Params,
+    kv_pages: KVCachePages,
+    state: DeviceState,
+    packed: jax.Array,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+    proposer: Proposer | None = None,
 ) -> tuple[KVCachePages, DeviceState, Unsampled, PromptScores]:
     """Computes the tokens of a packed batch and writes their KV. `kv_pages` and `state` are donated.
 
+    A `proposer` follows, so that it can guess what comes behind these tokens.
     Inside shard_map each device has its share of `params` and `kv_pages`, and the same of everything else.
     """
     batch = unpack(packed, bucket, model.sizes)
@@ -63,7 +72,12 @@ def forward(
     rows = RaggedRows.build(tables[:, 0], starts, batch.lengths, bucket.num_tokens)
     is_decode = batch.decodes[rows.token_rows] & rows.is_real()
     token_ids = jnp.where(is_decode, state["history"][slots, starts][rows.token_rows], batch.token_ids)
-    hidden, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model)
+    depths = () if proposer is None else proposer.depths
+    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, depths)
+    hidden = computed.hidden
+    if proposer is not None:
+        with jax.named_scope("follow"):
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, batch.lengths, model)
     with jax.named_scope("history"):
         history = state["history"]
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)

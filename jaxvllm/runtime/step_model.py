@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.models.decoder import forward as run_decoder
+from jaxvllm.models.decoder import forward_with_states
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -41,6 +41,17 @@ class StepModel:
         return Spread(self.spec, self.axis.size).shard
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states"], meta_fields=[])
+@dataclass(frozen=True)
+class Computed:
+    """What a step computed of its T tokens."""
+
+    rows: RaggedRows
+    token_ids: jax.Array  # i32[T]
+    hidden: jax.Array  # f[T, E], behind the final norm
+    states: jax.Array  # f[N, T, E], behind those layers that the proposer asks for
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["yielded", "logprobs"], meta_fields=[])
 @dataclass(frozen=True)
 class DeviceOutput:
@@ -59,14 +70,16 @@ def compute(
     rows: RaggedRows,
     tables: jax.Array,
     model: StepModel,
-) -> tuple[jax.Array, KVCachePages]:
-    """The hidden states [T, E] of `token_ids`, whose KV is in the pages then. `tables` i32[R, groups, max_pages]."""
+    depths: tuple[int, ...] = (),
+) -> tuple[Computed, KVCachePages]:
+    """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages]."""
     spec, backend, shard = model.spec, model.backend, model.shard
     groups = model.shape.groups(spec)
+    own_pages, others = kv_pages[: len(groups)], kv_pages[len(groups) :]
     rows_of = [replace(rows, page_table=tables[:, number]) for number in range(len(groups))]
     plan_of = [
         plan_rows(rows, pages, num_heads=shard.num_heads, dtype=params["embed"].dtype, backend=backend)
-        for rows, pages in zip(rows_of, kv_pages, strict=True)
+        for rows, pages in zip(rows_of, own_pages, strict=True)
     ]
     # A layer's group is known by its window, and its place in the group by its number, which may be a loop's.
     number_of = {spec.windows[layer]: number for number, group in enumerate(groups) for layer in group.layers}
@@ -96,7 +109,10 @@ def compute(
         )
         return out, (*kv[:number], pages, *kv[number + 1 :])
 
-    return run_decoder(params, shard, token_ids, rows.positions, kv_pages, attend, model.axis)
+    hidden, states, own_pages = forward_with_states(
+        params, shard, token_ids, rows.positions, own_pages, attend, model.axis, depths
+    )
+    return Computed(rows, token_ids, hidden, states), (*own_pages, *others)
 
 
 def draw(

@@ -159,7 +159,8 @@ class StepCompiler:
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
         """`StepProgram.begin` of `bucket`."""
         run = partial(decode if bucket.is_decode else forward, bucket=bucket)
-        if bucket.num_drafts:
+        follows = self.proposer is not None and self.proposer.cache is not None and not bucket.is_decode
+        if bucket.num_drafts or follows:
             run = partial(run, proposer=self.proposer)
         packed = self._everywhere((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
         arguments = (self.params, self.kv, self._state, packed)

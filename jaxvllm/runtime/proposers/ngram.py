@@ -1,33 +1,15 @@
-"""Proposers: each guesses the next tokens of a row. The step that computes the row's next token verifies the guesses.
-
-They run on the device, inside of the step. So nothing returns to the host between proposing and verifying.
-"""
+"""Drafts from the row itself: prompt lookup."""
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.models.params import Params
+from jaxvllm.runtime.cache_shape import KVCachePages
+from jaxvllm.runtime.proposers.proposer import Drafts, Known
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "counts"], meta_fields=[])
-@dataclass(frozen=True)
-class Drafts:
-    """The tokens that may follow each row's last one: the first `counts[r]` of `tokens[r]`."""
-
-    tokens: jax.Array  # i32[R, K]
-    counts: jax.Array  # i32[R], K at most
-
-
-class Proposer(Protocol):
-    """What guesses. It is frozen and hashable, because it is part of what a program is compiled from."""
-
-    def propose(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
-        """Returns up to `num_drafts` tokens for each of `slots` i32[R], which have `lengths` i32[R] tokens."""
-        ...
+from jaxvllm.runtime.step_model import Computed, StepModel
 
 
 @dataclass(frozen=True)
@@ -48,8 +30,17 @@ class NgramProposer:
                 f"prompt_lookup_min must be from 1 to prompt_lookup_max, got {self.shortest} and {self.longest}"
             )
 
-    def propose(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
-        tokens = state[HISTORY.name][slots]  # i32[R, L]
+    @property
+    def cache(self) -> None:
+        return None
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return ()
+
+    def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
+        lengths = known.lengths
+        tokens = known.state[HISTORY.name][known.slots]  # i32[R, L]
         places = jnp.arange(tokens.shape[1])
         # How many tokens before each place equal as many before the end of the row.
         same = jnp.ones(tokens.shape, jnp.bool_)
@@ -66,4 +57,16 @@ class NgramProposer:
         at = place[:, None] + jnp.arange(num_drafts) % period[:, None]
         is_found = jnp.take_along_axis(found, place[:, None], axis=1)[:, 0] > 0
         drafts = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
-        return Drafts(drafts, jnp.where(is_found, num_drafts, 0))
+        return known.kv_pages, Drafts(drafts, jnp.where(is_found, num_drafts, 0))
+
+    def follow(
+        self,
+        params: Params,
+        kv_pages: KVCachePages,
+        state: DeviceState,
+        slots: jax.Array,
+        computed: Computed,
+        counts: jax.Array,
+        model: StepModel,
+    ) -> tuple[KVCachePages, DeviceState]:
+        return kv_pages, state
