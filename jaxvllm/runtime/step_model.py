@@ -147,13 +147,10 @@ def append(
 
     `over` bool[R]: whether the last of these ends the row. The trash slot stays as it is.
     """
-    trash, num_tokens = trash_slot(state), tokens.shape[1]
-    places = jnp.arange(num_tokens)
+    trash, places = trash_slot(state), jnp.arange(tokens.shape[1])
     at = jnp.where((slots == trash) | (counts == 0), trash + 1, slots)  # past all, so dropped
     each = jnp.where(places < counts[:, None], at[:, None], trash + 1)
-    for place in range(num_tokens):
-        state = count_tokens(state, Rows(state, jnp.minimum(each[:, place], trash)), tokens[:, place])
-    return state | {
+    return count_tokens(state, slots, tokens, counts) | {
         "history": state["history"].at[each, lengths[:, None] + places].set(tokens, mode="drop"),
         "length": state["length"].at[at].set(lengths + counts, mode="drop"),
         "is_over": state["is_over"].at[at].set(over.astype(jnp.int32), mode="drop"),
