@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 # Weight of the newest measurement: a step that the machine delayed is forgotten after a few others.
 _NEWEST = 0.25
-# Where drafts do not pay, every so many steps have some all the same, since what the rows write changes. Each such try
-# that does not pay makes the pause twice as long.
+# Every so many steps one is of the kind that is slower, since what the rows write changes, and so does the machine's
+# time. Each such try that changes nothing makes the pause twice as long.
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 256
 
@@ -18,14 +18,22 @@ class _Measured:
     drafted_seconds: float | None = None
     tokens: float = 1.0  # of a row in a step with drafts
     pause: int = FIRST_PAUSE
-    steps_left: int = 0  # without drafts before the next try
+    steps_left: int = 0  # before one of the slower kind is tried
 
     @property
     def pays(self) -> bool:
         """Whether a row gets its tokens sooner by steps with drafts."""
-        if self.plain_seconds is None:
+        if self.plain_seconds is None or self.drafted_seconds is None:
             return False
-        return self.drafted_seconds is None or self.tokens * self.plain_seconds > self.drafted_seconds
+        return self.tokens * self.plain_seconds > self.drafted_seconds
+
+    def plan_try(self, paid: bool, was_drafted: bool) -> None:
+        """Plans the next try, after a step was measured. `paid`: what `pays` was before."""
+        if self.pays != paid:
+            self.pause = FIRST_PAUSE
+        elif was_drafted == paid or self.steps_left > 0:  # two tries may be under way
+            return
+        self.steps_left, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
 
 
 class DraftPace:
@@ -37,29 +45,34 @@ class DraftPace:
     def wants_drafts(self, num_rows: int) -> bool:
         """Whether the next step of `num_rows` rows should have drafts."""
         of = self._of(num_rows)
-        if of.pays:
-            return True
+        if of.plain_seconds is None:
+            return False
         of.steps_left -= 1
-        return of.plain_seconds is not None and of.steps_left < 0
+        return of.pays != (of.steps_left < 0)
 
     def plain(self, num_rows: int, seconds: float) -> None:
         """Takes in that a decode step without drafts took `seconds`."""
         of = self._of(num_rows)
-        of.plain_seconds = _mean(of.plain_seconds, seconds)
+        paid = of.pays
+        of.plain_seconds = _time(of.plain_seconds, seconds)
+        of.plan_try(paid, was_drafted=False)
 
     def drafted(self, num_rows: int, seconds: float, tokens: float) -> None:
         """Takes in that a step with drafts took `seconds`, and brought each row `tokens` on average."""
         of = self._of(num_rows)
+        paid = of.pays
         of.tokens = tokens if of.drafted_seconds is None else _mean(of.tokens, tokens)
-        of.drafted_seconds = _mean(of.drafted_seconds, seconds)
-        if of.pays:
-            of.pause = FIRST_PAUSE
-        elif of.steps_left <= 0:
-            of.steps_left, of.pause = of.pause, min(2 * of.pause, LONGEST_PAUSE)
+        of.drafted_seconds = _time(of.drafted_seconds, seconds)
+        of.plan_try(paid, was_drafted=True)
 
     def _of(self, num_rows: int) -> _Measured:
         return self._measured.setdefault(num_rows.bit_length(), _Measured())
 
 
-def _mean(known: float | None, newest: float) -> float:
-    return newest if known is None else known + _NEWEST * (newest - known)
+def _time(known: float | None, newest: float) -> float:
+    """Believes a shorter time at once: a machine may delay a step, and never hastens one."""
+    return newest if known is None or newest < known else _mean(known, newest)
+
+
+def _mean(known: float, newest: float) -> float:
+    return known + _NEWEST * (newest - known)

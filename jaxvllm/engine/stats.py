@@ -26,6 +26,7 @@ class EngineStats:
     num_drafts: int = 0  # times that a row's next token was computed with draft tokens behind it
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that were what was sampled
+    num_accepted_per_pos: tuple[int, ...] = ()  # the same by their position among the drafts of a row
 
 
 @dataclass(frozen=True)
