@@ -40,6 +40,7 @@ class DraftPace:
     """Decides by the time that a token of a row takes with drafts and without them, for each number of rows."""
 
     def __init__(self) -> None:
+        self._was_plain = True
         self._measured: dict[int, _Measured] = {}  # by the bit length of the number of rows
 
     def wants_drafts(self, num_rows: int) -> bool:
@@ -52,13 +53,20 @@ class DraftPace:
 
     def plain(self, num_rows: int, seconds: float) -> None:
         """Takes in that a decode step without drafts took `seconds`."""
+        self._was_plain = True
         of = self._of(num_rows)
         paid = of.pays
         of.plain_seconds = _time(of.plain_seconds, seconds)
         of.plan_try(paid, was_drafted=False)
 
     def drafted(self, num_rows: int, seconds: float, tokens: float) -> None:
-        """Takes in that a step with drafts took `seconds`, and brought each row `tokens` on average."""
+        """Takes in that a step with drafts took `seconds`, and brought each row `tokens` on average.
+
+        The first behind a plain one does not count: a draft model computes there what it missed.
+        """
+        if self._was_plain:
+            self._was_plain = False
+            return
         of = self._of(num_rows)
         paid = of.pays
         of.tokens = tokens if of.drafted_seconds is None else _mean(of.tokens, tokens)

@@ -101,7 +101,7 @@ def decode(
     def once(now: _Progress) -> _Progress:
         is_alive = alive(now)
         slots = jnp.where(is_alive, batch.slots, trash_slot(state))
-        step = _decode_once if proposer is None else partial(_draft_and_verify, proposer=proposer)
+        step = partial(_draft_and_verify if bucket.num_drafts else _decode_once, proposer=proposer)
         return step(params, now, is_alive, slots, batch.max_new - now.counts, model=model, bucket=bucket)
 
     now = _Progress.begin(kv_pages, open_pages(state, batch), bucket, model.spec.vocab_size)
@@ -121,19 +121,25 @@ def _decode_once(
     *,
     model: StepModel,
     bucket: Bucket,
+    proposer: Proposer | None,
 ) -> _Progress:
-    """One token for each row that is alive."""
+    """One token for each row that is alive. A `proposer` follows."""
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = now.state["page_tables"][slots]
     rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), bucket.num_tokens)
     last = now.state["history"][slots, starts]
-    computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model)
+    depths = () if proposer is None else proposer.depths
+    computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths)
     logits = project_logits(params, model.shard, computed.hidden)
     tokens, best = draw(now.state, logits, slots, lengths, model)
     counts = is_alive.astype(jnp.int32)
     is_over = are_stops(now.state, tokens, slots, lengths)
-    state = append(now.state, slots, lengths, tokens[:, None], counts, is_over)
+    state = now.state
+    if proposer is not None:
+        with jax.named_scope("follow"):
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model)
+    state = append(state, slots, lengths, tokens[:, None], counts, is_over)
     now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
     return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
 
@@ -147,13 +153,14 @@ def _draft_and_verify(
     *,
     model: StepModel,
     bucket: Bucket,
-    proposer: Proposer,
+    proposer: Proposer | None,
 ) -> _Progress:
     """Up to K + 1 tokens for each row that is alive, and `most` i32[R].
 
     All positions are sampled at once. A position counts only if each draft before it is what was sampled there, and
     then its logits, its noise and its history are those that it would have had without drafts.
     """
+    assert proposer is not None, "nobody proposes drafts"
     num_drafts, num_tokens = bucket.num_drafts, bucket.num_tokens
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
@@ -189,7 +196,7 @@ def _draft_and_verify(
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     if proposer.cache is not None:
         with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model)
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model, num_drafted)
     now = replace(
         now,
         num_steps=now.num_steps + 1,

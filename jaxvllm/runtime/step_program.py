@@ -159,14 +159,19 @@ class StepCompiler:
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
         """`StepProgram.begin` of `bucket`."""
         run = partial(decode if bucket.is_decode else forward, bucket=bucket)
-        follows = self.proposer is not None and self.proposer.cache is not None and not bucket.is_decode
-        if bucket.num_drafts or follows:
+        if self.proposer is not None and (bucket.num_drafts or self._follows(bucket)):
             run = partial(run, proposer=self.proposer)
         packed = self._everywhere((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
         arguments = (self.params, self.kv, self._state, packed)
         outputs = (PartitionSpec(),) * (2 if bucket.is_decode else 3)
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
         return self._make(run, arguments, (pages, *outputs), donates=(1, 2))
+
+    def _follows(self, bucket: Bucket) -> bool:
+        """Whether the proposer follows the steps of a bucket without drafts."""
+        if self.proposer is None or self.proposer.cache is None:
+            return False
+        return self.proposer.follows_all or not bucket.is_decode
 
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""

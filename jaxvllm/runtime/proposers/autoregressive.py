@@ -14,6 +14,9 @@ from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, FEATURES, 
 from jaxvllm.runtime.step_model import Computed, StepModel, trash_slot
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
 
+# Tokens of each row that a head catches up with at once.
+CATCH_UP = 8
+
 
 @dataclass(frozen=True)
 class AutoregressiveProposer:
@@ -34,16 +37,21 @@ class AutoregressiveProposer:
         return DraftCache(head.num_layers, head.num_kv_heads, head.head_size, head.feature_size)
 
     @property
+    def follows_all(self) -> bool:
+        return self.head.feature_size > 0
+
+    @property
     def depths(self) -> tuple[int, ...]:
         return self.head.depths
 
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         state, slots, lengths, model = known.state, known.slots, known.lengths, known.model
-        tables = state["page_tables"][slots]
-        # A row whose tokens were computed by steps that the head did not follow has no drafts.
-        is_ready = (state[DRAFT_LENGTH.name][slots] == lengths - 1) & (known.room > 0)
-        if self.head.feature_size:
+        tables, kv_pages = state["page_tables"][slots], known.kv_pages
+        is_ready = known.room > 0
+        if self.follows_all:
             is_ready &= state[FEATURE_LENGTH.name][slots] == lengths - 1
+        else:
+            kv_pages = self._catch_up(known, is_ready)
 
         def guess_next(
             place: jax.Array, carry: tuple[KVCachePages, jax.Array, jax.Array, jax.Array]
@@ -60,9 +68,27 @@ class AutoregressiveProposer:
         last = state["history"][slots, jnp.maximum(lengths - 1, 0)]
         features = self._features_of(state, slots, known.params)
         drafts = jnp.zeros((len(slots), num_drafts), jnp.int32)
-        start = (known.kv_pages, features, last, drafts)
+        start = (kv_pages, features, last, drafts)
         kv_pages, _, _, drafts = jax.lax.fori_loop(0, num_drafts, guess_next, start)
         return kv_pages, Drafts(drafts, jnp.where(is_ready, num_drafts, 0))
+
+    def _catch_up(self, known: Known, wanted: jax.Array) -> KVCachePages:
+        """Computes of the rows `wanted` bool[R] what the head has not seen before their last token."""
+        state, slots, num_rows = known.state, known.slots, len(known.slots)
+        tables, ends = state["page_tables"][slots], jnp.where(wanted, known.lengths - 1, 0)
+        features = jnp.zeros((num_rows * CATCH_UP, 0), known.params["embed"].dtype)
+
+        def some(carry: tuple[jax.Array, KVCachePages]) -> tuple[jax.Array, KVCachePages]:
+            done, kv_pages = carry
+            counts = jnp.clip(ends - done, 0, CATCH_UP)
+            rows = RaggedRows.build(tables[:, 0], jnp.where(counts > 0, done, 0), counts, num_rows * CATCH_UP)
+            tokens = state["history"][slots[rows.token_rows], rows.positions]
+            _, _, kv_pages = self._apply(known.params, kv_pages, tokens, rows, features, known.model)
+            return done + counts, kv_pages
+
+        start = (jnp.minimum(state[DRAFT_LENGTH.name][slots], ends), known.kv_pages)
+        kv_pages: KVCachePages = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < ends), some, start)[1]
+        return kv_pages
 
     def follow(
         self,
@@ -73,35 +99,36 @@ class AutoregressiveProposer:
         computed: Computed,
         counts: jax.Array,
         model: StepModel,
+        num_drafted: jax.Array | None = None,
     ) -> tuple[KVCachePages, DeviceState]:
         rows, trash = computed.rows, trash_slot(state)
-        firsts = rows.query_starts[:-1]
-        starts = rows.kv_lens - rows.query_lens()
-        features = self.head.features(params, computed.hidden, computed.states)  # [T, F]
-        before = jnp.roll(features, 1, axis=0)
-        if self.head.feature_size:
-            is_known = (state[FEATURE_LENGTH.name][slots] == starts) & (starts > 0)
-            num_tokens = len(computed.token_ids)
-            at_first = jnp.minimum(firsts, num_tokens - 1)
-            here = jnp.where(is_known[:, None], self._features_of(state, slots, params), features[at_first])
-            is_first = rows.is_real() & (jnp.arange(num_tokens) == firsts[rows.token_rows])
-            before = jnp.where(is_first[:, None], here[rows.token_rows], before)
-        tables = state["page_tables"][slots]
-        rows = replace(rows, page_table=tables[:, 0])
-        _, _, kv_pages = self._apply(params, kv_pages, computed.token_ids, rows, before, model)
         at = jnp.where((counts > 0) & (slots != trash), slots, trash + 1)  # past all, so dropped
-        reached = starts + counts
-        known = state[DRAFT_LENGTH.name]
-        state = state | {
-            DRAFT_LENGTH.name: known.at[at].set(jnp.where(known[slots] == starts, reached, known[slots]), mode="drop")
-        }
-        if self.head.feature_size:
-            last = jnp.clip(firsts + counts - 1, 0, len(features) - 1)
+        starts = rows.kv_lens - rows.query_lens()
+        lengths = state[DRAFT_LENGTH.name]
+        if num_drafted is not None and not self.follows_all:
+            # Proposing computed the last token and all drafts but the last.
+            reached = starts + jnp.minimum(counts, num_drafted)
+            reached = jnp.where(num_drafted > 0, reached, lengths[slots])
+            return kv_pages, state | {DRAFT_LENGTH.name: lengths.at[at].set(reached, mode="drop")}
+        firsts, reached = rows.query_starts[:-1], starts + counts
+        features = self.head.features(params, computed.hidden, computed.states)  # [T, F]
+        before = features
+        if self.follows_all:
+            num_tokens = len(computed.token_ids)
+            is_known = (state[FEATURE_LENGTH.name][slots] == starts) & (starts > 0)
+            at_first = features[jnp.minimum(firsts, num_tokens - 1)]
+            first = jnp.where(is_known[:, None], self._features_of(state, slots, params), at_first)
+            is_first = rows.is_real() & (jnp.arange(num_tokens) == firsts[rows.token_rows])
+            before = jnp.where(is_first[:, None], first[rows.token_rows], jnp.roll(features, 1, axis=0))
+            last = features[jnp.clip(firsts + counts - 1, 0, num_tokens - 1)].astype(jnp.float32)
             state |= {
-                FEATURES.name: state[FEATURES.name].at[at].set(features[last].astype(jnp.float32), mode="drop"),
+                FEATURES.name: state[FEATURES.name].at[at].set(last, mode="drop"),
                 FEATURE_LENGTH.name: state[FEATURE_LENGTH.name].at[at].set(reached, mode="drop"),
             }
-        return kv_pages, state
+        rows = replace(rows, page_table=state["page_tables"][slots][:, 0])
+        _, _, kv_pages = self._apply(params, kv_pages, computed.token_ids, rows, before, model)
+        reached = jnp.where(lengths[slots] == starts, reached, lengths[slots])
+        return kv_pages, state | {DRAFT_LENGTH.name: lengths.at[at].set(reached, mode="drop")}
 
     def _features_of(self, state: DeviceState, slots: jax.Array, params: Params) -> jax.Array:
         """The features [R, F] of the last token of each row that is computed."""

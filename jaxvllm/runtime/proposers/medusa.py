@@ -25,6 +25,10 @@ class MedusaProposer:
         return DraftCache(num_features=self.heads.hidden_size)
 
     @property
+    def follows_all(self) -> bool:
+        return True
+
+    @property
     def depths(self) -> tuple[int, ...]:
         return ()
 
@@ -50,6 +54,7 @@ class MedusaProposer:
         computed: Computed,
         counts: jax.Array,
         model: StepModel,
+        num_drafted: jax.Array | None = None,
     ) -> tuple[KVCachePages, DeviceState]:
         rows, trash = computed.rows, trash_slot(state)
         at = jnp.where((counts > 0) & (slots != trash), slots, trash + 1)  # past all, so dropped

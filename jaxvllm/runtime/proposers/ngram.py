@@ -35,6 +35,10 @@ class NgramProposer:
         return None
 
     @property
+    def follows_all(self) -> bool:
+        return False
+
+    @property
     def depths(self) -> tuple[int, ...]:
         return ()
 
@@ -68,5 +72,6 @@ class NgramProposer:
         computed: Computed,
         counts: jax.Array,
         model: StepModel,
+        num_drafted: jax.Array | None = None,
     ) -> tuple[KVCachePages, DeviceState]:
         return kv_pages, state

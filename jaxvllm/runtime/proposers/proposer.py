@@ -42,6 +42,10 @@ class Proposer(Protocol):
         """What it keeps on the device; None: it keeps nothing, and `follow` is not called."""
 
     @property
+    def follows_all(self) -> bool:
+        """Whether it must follow steps without drafts, too. Otherwise it computes later what it missed of these."""
+
+    @property
     def depths(self) -> tuple[int, ...]:
         """Numbers of layers behind which it wants to see the states of the model."""
 
@@ -57,5 +61,9 @@ class Proposer(Protocol):
         computed: Computed,
         counts: jax.Array,
         model: StepModel,
+        num_drafted: jax.Array | None = None,
     ) -> tuple[KVCachePages, DeviceState]:
-        """Takes in what the step computed of `slots` i32[R]: the first `counts[r]` tokens of row r are right."""
+        """Takes in what the step computed of `slots` i32[R]: the first `counts[r]` tokens of row r are right.
+
+        `num_drafted` i32[R] says how many of a row were drafts, in a step for which it proposed.
+        """
