@@ -13,10 +13,9 @@ from jaxvllm.core.sampling_params import StructuredOutputsParams
 from jaxvllm.engine import drafting as drafting_module
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
-from jaxvllm.runtime.cache_shape import KVCachePages
-from jaxvllm.runtime.proposers import Drafts, Known, Proposer
+from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
-from jaxvllm.runtime.slot_fields import HISTORY
+from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
 
 PROMPTS = [*random_prompts(8, longest=30, seed=5), *([3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4)]
@@ -42,22 +41,21 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True)
-class _Knowing(NgramProposer):
+class _Knowing(HistoryProposer):
     """A proposer that knows how sequences go on, and says `shift` more than the token; right where that is 0."""
 
-    sequences: tuple[tuple[int, ...], ...] = ()
-    shift: int = 0
+    sequences: tuple[tuple[int, ...], ...]
+    shift: int
 
-    def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
-        lengths = known.lengths
+    def look(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
         width = max(map(len, self.sequences)) + num_drafts
         right = jnp.asarray([[*one, *[0] * (width - len(one))] for one in self.sequences], jnp.int32)  # [S, width]
-        history = jnp.pad(known.state[HISTORY.name][known.slots], ((0, 0), (0, width)))[:, :width]
+        history = jnp.pad(state[HISTORY.name][slots], ((0, 0), (0, width)))[:, :width]
         is_same = (history[:, None] == right) | (jnp.arange(width) >= lengths[:, None, None])
         at = jnp.argmax(is_same.all(axis=2), axis=1)
         places = jnp.clip(lengths[:, None] + jnp.arange(num_drafts), 0, width - 1)
         drafts = right[at[:, None], places] + self.shift
-        return known.kv_pages, Drafts(drafts, jnp.full(len(lengths), num_drafts))
+        return Drafts(drafts, jnp.full(len(lengths), num_drafts))
 
 
 def drafting(directory: Path, monkeypatch: pytest.MonkeyPatch, proposer: Proposer, num_drafts: int = 3) -> LLM:
@@ -102,7 +100,7 @@ def test_everything_is_as_without_drafts(
     shift = {"right": 0, "wrong": 1, "beyond the vocabulary": 10**6, "negative": -(10**6)}
     greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
     sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
-    proposer = NgramProposer(1, 3) if kind == "ngram" else _Knowing(1, 1, sequences, shift[kind])
+    proposer = NgramProposer(1, 3) if kind == "ngram" else _Knowing(sequences, shift[kind])
     with drafting(tiny_checkpoint, monkeypatch, proposer) as llm:
         assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
         [replica] = llm.engine.replicas

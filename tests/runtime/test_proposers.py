@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxvllm.runtime.proposers import NgramProposer
+from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.slot_fields import HISTORY
 
 WIDTH = 24  # tokens that a slot has room for
@@ -32,7 +32,7 @@ def expected(tokens: list[int], proposer: NgramProposer, num_drafts: int) -> lis
 def propose(
     history: jax.Array, slots: jax.Array, lengths: jax.Array, proposer: NgramProposer, num_drafts: int
 ) -> tuple[jax.Array, jax.Array]:
-    drafts = proposer.propose({HISTORY.name: history}, slots, lengths, num_drafts)
+    drafts = proposer.look({HISTORY.name: history}, slots, lengths, num_drafts)
     return drafts.tokens, drafts.counts
 
 

@@ -16,12 +16,13 @@ from jaxvllm.runtime import decoding
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
-from jaxvllm.runtime.proposers import Drafts
+from jaxvllm.runtime.proposers import Drafts, HistoryProposer
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.state import new_state
-from jaxvllm.runtime.step_model import StepModel
+from jaxvllm.runtime.step_model import Computed, StepModel
 from jaxvllm.runtime.token_mask import pack_bits
 from pallas_kernels.backend import REFERENCE
+from pallas_kernels.ragged_paged_attention import RaggedRows
 from tests.models.fixture import Fixture
 from tests.runtime.plans import make_plan
 from tests.runtime.test_sampler import Row, kept, processed, softmax
@@ -46,10 +47,10 @@ OPTIONS = [
 
 
 @dataclass(frozen=True)
-class _Likely:
+class _Likely(HistoryProposer):
     """Guesses for half of the slots the likeliest tokens, and for the others the second likeliest."""
 
-    def propose(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
+    def look(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
         following = jnp.asarray(np.argsort(-LOGITS, axis=1)[:, :2])
         guesses = [state["history"][slots, lengths - 1]]
         for _ in range(num_drafts):
@@ -92,11 +93,17 @@ def begun(state: DeviceState, seeds: np.ndarray) -> DeviceState:
     return state | {"history": history, "output_counts": counts, "length": lengths, "seed": jnp.asarray(seeds)}
 
 
+def _pass_tokens_on(
+    params: Any, kv_pages: Any, token_ids: jax.Array, rows: RaggedRows, *rest: Any
+) -> tuple[Computed, Any]:
+    return Computed(rows, token_ids, token_ids, token_ids[None]), kv_pages
+
+
 @pytest.fixture(scope="module")
 def decode() -> Iterator[Decode]:
     """`decoding.decode` of a model that looks its logits up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "compute", lambda params, kv_pages, token_ids, *rest: (token_ids, kv_pages))
+        patch.setattr(decoding, "compute", _pass_tokens_on)
         patch.setattr(decoding, "project_logits", lambda params, shard, tokens: jnp.asarray(LOGITS)[tokens])
         yield jax.jit(partial(decoding.decode, model=MODEL, bucket=BUCKET, proposer=_Likely()), donate_argnums=2)
 

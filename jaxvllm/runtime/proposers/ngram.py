@@ -5,15 +5,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.params import Params
-from jaxvllm.runtime.cache_shape import KVCachePages
-from jaxvllm.runtime.proposers.proposer import Drafts, Known
+from jaxvllm.runtime.proposers.proposer import Drafts, HistoryProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
-from jaxvllm.runtime.step_model import Computed, StepModel
 
 
 @dataclass(frozen=True)
-class NgramProposer:
+class NgramProposer(HistoryProposer):
     """Guesses that a row goes on as it did after the last tokens that were the same: prompt lookup decoding.
 
     The most tokens count that are the same, from `shortest` to `longest`, and then the place nearest to the end. A
@@ -30,21 +27,8 @@ class NgramProposer:
                 f"prompt_lookup_min must be from 1 to prompt_lookup_max, got {self.shortest} and {self.longest}"
             )
 
-    @property
-    def cache(self) -> None:
-        return None
-
-    @property
-    def follows_all(self) -> bool:
-        return False
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        return ()
-
-    def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
-        lengths = known.lengths
-        tokens = known.state[HISTORY.name][known.slots]  # i32[R, L]
+    def look(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
+        tokens = state[HISTORY.name][slots]  # i32[R, L]
         places = jnp.arange(tokens.shape[1])
         # How many tokens before each place equal as many before the end of the row.
         same = jnp.ones(tokens.shape, jnp.bool_)
@@ -61,17 +45,4 @@ class NgramProposer:
         period = jnp.maximum(lengths - place, 1)
         at = place[:, None] + jnp.arange(num_drafts) % period[:, None]
         drafts = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
-        return known.kv_pages, Drafts(drafts, jnp.where(best > 0, num_drafts, 0))
-
-    def follow(
-        self,
-        params: Params,
-        kv_pages: KVCachePages,
-        state: DeviceState,
-        slots: jax.Array,
-        computed: Computed,
-        counts: jax.Array,
-        model: StepModel,
-        num_drafted: jax.Array | None = None,
-    ) -> tuple[KVCachePages, DeviceState]:
-        return kv_pages, state
+        return Drafts(drafts, jnp.where(best > 0, num_drafts, 0))

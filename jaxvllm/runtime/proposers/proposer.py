@@ -67,3 +67,39 @@ class Proposer(Protocol):
 
         `num_drafted` i32[R] says how many of a row were drafts, in a step for which it proposed.
         """
+
+
+class HistoryProposer:
+    """A proposer that looks at the tokens of its rows alone, and keeps nothing."""
+
+    @property
+    def cache(self) -> None:
+        return None
+
+    @property
+    def follows_all(self) -> bool:
+        return False
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return ()
+
+    def look(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
+        """Returns up to `num_drafts` tokens for each of `slots` i32[R], which have `lengths` i32[R] tokens."""
+        raise NotImplementedError
+
+    def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
+        return known.kv_pages, self.look(known.state, known.slots, known.lengths, num_drafts)
+
+    def follow(
+        self,
+        params: Params,
+        kv_pages: KVCachePages,
+        state: DeviceState,
+        slots: jax.Array,
+        computed: Computed,
+        counts: jax.Array,
+        model: StepModel,
+        num_drafted: jax.Array | None = None,
+    ) -> tuple[KVCachePages, DeviceState]:
+        return kv_pages, state
