@@ -39,7 +39,9 @@ class _Measured:
 class DraftPace:
     """Decides by the time that a token of a row takes with drafts and without them, for each number of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, catches_up: bool = False) -> None:
+        """`catches_up`: the first step with drafts behind plain ones computes what its proposer missed of these."""
+        self._catches_up = catches_up
         self._was_plain = True
         self._measured: dict[int, _Measured] = {}  # by the bit length of the number of rows
 
@@ -60,11 +62,8 @@ class DraftPace:
         of.plan_try(paid, was_drafted=False)
 
     def drafted(self, num_rows: int, seconds: float, tokens: float) -> None:
-        """Takes in that a step with drafts took `seconds`, and brought each row `tokens` on average.
-
-        The first behind a plain one does not count: a draft model computes there what it missed.
-        """
-        if self._was_plain:
+        """Takes in that a step with drafts took `seconds`, and brought each row `tokens` on average."""
+        if self._catches_up and self._was_plain:
             self._was_plain = False
             return
         of = self._of(num_rows)

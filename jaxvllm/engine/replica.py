@@ -66,7 +66,7 @@ class Replica:
         self.num_drafted = np.zeros(runner.programs.ladder.num_drafts, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._pace = BurstPace(burst_seconds)
-        self._draft_pace = DraftPace()
+        self._draft_pace = DraftPace(runner.proposer_catches_up)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
 

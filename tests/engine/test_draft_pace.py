@@ -95,3 +95,14 @@ def test_drafts_that_are_never_right_cost_more_than_nothing() -> None:
     pace = DraftPace()
     serve(pace, Machine(0.010, 0.010, 1.0), 10)
     assert not pace.wants_drafts(4)
+
+
+def test_a_step_that_catches_up_with_plain_ones_is_not_measured() -> None:
+    pace = DraftPace(catches_up=True)
+    pace.plain(4, PAYS.plain_seconds)
+    pace.drafted(4, 1.0, PAYS.tokens)
+    assert pace.wants_drafts(4), "there is no measurement yet"
+    pace.drafted(4, PAYS.drafted_seconds, PAYS.tokens)
+    assert serve(pace, PAYS, 10) == [True] * 10
+    pace = DraftPace(catches_up=True)
+    assert runs(serve(pace, LOSES, 100))[:3] == [(False, 1), (True, 2), (False, FIRST_PAUSE)]
