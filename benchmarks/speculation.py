@@ -10,19 +10,19 @@ tokens by what a step with drafts costs beside one without. It writes benchmarks
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from benchmarks.provenance import ROOT, machine, spread, write_record
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.stats import StepReport
-from tools.demo_corpus import EVALUATION_SEED, chat
+from tools.demo_corpus import EVALUATION_SEED, chat, is_held_out
 from tools.demo_stories import story
 from tools.demo_tokenizer import ChatTemplate
 
@@ -67,10 +67,10 @@ def _prompts(kind: str, count: int) -> Iterator[str]:
     while found < count:
         if kind == "stories":
             tale = story(rng)
-            text, is_new = " ".join(tale.text.split()[:12]), tale.is_held_out
+            text, is_new = " ".join(tale.text.split()[:12]), is_held_out(tale.key)
         else:
             one = chat(rng, COPIES[found % len(COPIES)])
-            text, is_new = template.render(list(one.task.messages[:1]), None, add_generation_prompt=True), one.held_out
+            text, is_new = template.render(one.task.messages[:1], prompt=True), one.held_out
         if is_new:
             found += 1
             yield text
@@ -122,8 +122,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     device = machine()
-    works = [Work(kind, requests, heat) for kind in ("stories", "copies") for requests in REQUESTS for heat in (0.0, 0.7)]
-    methods: dict[str, dict[str, Any] | None] = {"none": None} | {name: METHODS[name] for name in args.methods.split(",")}
+    works = [
+        Work(kind, requests, heat) for kind in ("stories", "copies") for requests in REQUESTS for heat in (0.0, 0.7)
+    ]
+    methods: dict[str, dict[str, Any] | None] = {"none": None} | {
+        name: METHODS[name] for name in args.methods.split(",")
+    }
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         llms = {

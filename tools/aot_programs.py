@@ -14,7 +14,7 @@ from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
-from jaxvllm.runtime.proposers import NgramProposer
+from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import REFERENCE, Backend

@@ -144,6 +144,7 @@ class Replica:
             num_prefill=plan.num_tokens - plan.num_decode,
             num_rows=plan.num_rows,
             num_steps=num_steps,
+            num_drafts=plan.num_drafts,
             bucket_tokens=bucket.num_tokens,
             host_seconds=launched.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,

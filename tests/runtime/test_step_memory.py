@@ -19,7 +19,7 @@ from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.memory import GPU_SHARE_VARIABLE, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
-from jaxvllm.runtime.proposers import NgramProposer
+from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
