@@ -13,6 +13,7 @@ p behind the final norm, whose LM head gives token p + 1, and guesses token p + 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -87,7 +88,10 @@ class Eagle3Shape:
             params[name] = jnp.asarray(value, jnp.float32)
         nothing = jnp.zeros((self.hidden, 2 * self.hidden), jnp.float32)
         params["fc.weight"] = jnp.concatenate([nothing, jnp.eye(self.hidden)], 1)
-        return params | {"norm.weight": target["model.norm.weight"], "lm_head.weight": target[EMBEDDING][draft_ids]}
+        # Copies, because training gives up the arrays that it is given.
+        params["norm.weight"] = jnp.array(target["model.norm.weight"])
+        params["lm_head.weight"] = target[EMBEDDING][draft_ids]
+        return params
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ def _eagle3_outputs(params: Params, features: jax.Array, mixed: jax.Array) -> tu
     return norm(x, params["norm.weight"]) @ params["lm_head.weight"].T, x
 
 
+@partial(jax.jit, static_argnums=0)
 def eagle3_pass(
     shape: Eagle3Shape, params: Params, embedding: jax.Array, tokens: jax.Array, features: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -185,14 +190,18 @@ def eagle3_draft(
     `states` are the target's residual states f32[T - 1 or more, E] after 0, 1, ..., L layers: the last token is not
     computed yet. `draft_ids` i32[draft vocabulary] are the target's ids of the draft vocabulary.
     """
-    known = list(tokens)
-    computed = eagle3_features(shape, params, states)[: len(known) - 1]
-    features = jnp.concatenate([computed[:1], computed])
-    for _ in range(count):
+    computed = eagle3_features(shape, params, states)[: len(tokens) - 1]
+    known = np.zeros(len(tokens) + count, np.int32)
+    known[: len(tokens)] = tokens
+    # As `features_before`, but the last token, whose own state is not computed, reads a real feature, too.
+    features = jnp.concatenate([computed[:1], computed, jnp.zeros((count, shape.hidden))])
+    for at in range(len(tokens), len(known)):
+        # What stands behind position `at` - 1 changes nothing before it, and one length compiles once.
         scored, x = eagle3_pass(shape, params, embedding, jnp.asarray(known), features)
-        known.append(int(draft_ids[int(jnp.argmax(scored[-1]))]))
-        features = jnp.concatenate([features, x[-1:]])
-    return known[len(tokens) :]
+        known[at] = draft_ids[int(jnp.argmax(scored[at - 1]))]
+        features = features.at[at].set(x[at - 1])
+    drafted: list[int] = known[len(tokens) :].tolist()
+    return drafted
 
 
 def eagle3_unrolled(

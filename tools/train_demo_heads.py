@@ -1,13 +1,13 @@
-"""Trains the heads that draft for the embedded demo model: `python -m tools.train_demo_heads --head eagle3` (or medusa).
+"""Trains the heads that draft for the embedded demo model: `python -m tools.train_demo_heads --head eagle3`.
 
 The defaults reproduce the files in `jaxvllm/assets`: the corpus comes from a fixed seed, the labels are the target's
-own probabilities, and nothing is downloaded. `--evaluate` prints, as Markdown, how many of the drafted tokens of both
-heads and of the draft model the target accepts on held-out documents.
+own probabilities, and nothing is downloaded. `--head medusa` trains the other head. `--evaluate` prints, as Markdown,
+how many drafted tokens of both heads and of the draft model the target accepts on held-out documents.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.demo_batches import Packer
+from tools.demo_batches import Batch, Packer
 from tools.demo_corpus import TRAINING_SEED, Corpus
 from tools.demo_heads import (
     EAGLE3,
@@ -35,7 +35,7 @@ from tools.demo_model import DEMO, ModelShape, Params, load, residual_states
 from tools.demo_optimizer import Moments, start, update
 from tools.train_demo_model import ASSETS, schedule
 
-STEPS = {"eagle3": 2500, "medusa": 1200}
+STEPS = {"eagle3": 900, "medusa": 500}
 # How many drafted tokens the EAGLE-3 head is trained to guess, one from the other.
 UNROLL = 5
 # A later guess matters only where the earlier ones were accepted.
@@ -146,11 +146,12 @@ def _step(
     return *update(params, gradients, moments, step, scale), value
 
 
-def train(tokenizer: Tokenizer, loss: Loss, params: Params, steps: int, save: Callable[[Params], None]) -> list[float]:
+def train(
+    batches: Iterator[Batch], loss: Loss, params: Params, steps: int, save: Callable[[Params], None]
+) -> list[float]:
     """Trains for `steps` batches, saves at every eighth so that a stopped run leaves a head, and returns the losses."""
     moments = start(params)
     print(f"{sum(value.size for value in params.values()):,} parameters, {steps} steps", flush=True)
-    batches = Packer(tokenizer).batches(Corpus(TRAINING_SEED).part(held_out=False))
     began, values = time.monotonic(), []
     for number, batch in enumerate(islice(batches, steps)):
         scale = jnp.float32(schedule(number, steps))
@@ -179,16 +180,17 @@ def main() -> None:
         print(report(ASSETS, options.output))
         return
     tokenizer = Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
+    batches = Packer(tokenizer).batches(Corpus(TRAINING_SEED).part(held_out=False))
     target = Target(DEMO, load(ASSETS / "demo", DEMO))
     steps, folder = options.steps or STEPS[options.head], options.output / f"demo-{options.head}"
     if options.head == "eagle3":
         ids = frequent_tokens(tokenizer, EAGLE3.draft_vocab)
         first = EAGLE3.init(TRAINING_SEED, target.params, ids)
         loss = partial(eagle3_loss, target, EAGLE3, ids)
-        train(tokenizer, loss, first, steps, lambda params: save_eagle3(folder, EAGLE3, params, ids))
+        train(batches, loss, first, steps, lambda params: save_eagle3(folder, EAGLE3, params, ids))
     else:
         loss = partial(medusa_loss, target, MEDUSA)
-        train(tokenizer, loss, MEDUSA.init(), steps, lambda params: save_medusa(folder, MEDUSA, params))
+        train(batches, loss, MEDUSA.init(), steps, lambda params: save_medusa(folder, MEDUSA, params))
 
 
 if __name__ == "__main__":

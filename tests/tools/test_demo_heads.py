@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import jax
@@ -12,7 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from tools import demo_model
 from tools.demo_acceptance import Continuation, Score, eagle3_guesses, medusa_guesses, scores
+from tools.demo_batches import Batch
 from tools.demo_heads import (
     EAGLE3,
     EMBEDDING,
@@ -30,12 +33,15 @@ from tools.demo_heads import (
     save_eagle3,
     save_medusa,
 )
-from tools.demo_model import DEMO, ModelShape, decode, load, logits, residual_states
+from tools.demo_model import DEMO, ModelShape, decode, load, logits
 from tools.train_demo_heads import ASSETS, Target, eagle3_loss, medusa_loss, path_weights, train
 
 TARGET = ModelShape(hidden=16, layers=3, heads=2, kv_heads=1, head_size=8, ffn=16)
 HEAD = Eagle3Shape(hidden=16, heads=4, kv_heads=2, head_size=8, ffn=8, draft_vocab=32, aux_layers=(1, 2, 3))
 MEDUSAS = MedusaShape(hidden=16, heads=2)
+# One program each compiles sooner than their many operations.
+residual_states = jax.jit(demo_model.residual_states, static_argnums=0)
+unroll = jax.jit(eagle3_unrolled, static_argnums=(0, 6))
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(2048)[:32])
 
 
@@ -57,18 +63,18 @@ def test_an_unrolled_guess_is_a_pass_over_real_and_drafted_features(target: Targ
     tokens = jnp.asarray(np.random.default_rng(4).integers(0, 2048, (1, 13)), jnp.int32)
     segments = jnp.asarray([[1] * 5 + [2] * 8])
     states, _ = residual_states(TARGET, target.params, tokens, segments)
-    unrolled = eagle3_unrolled(HEAD, params, target.embedding, tokens, segments, states, 4)
+    unrolled = unroll(HEAD, params, target.embedding, tokens, segments, states, 4)
     own = tokens[0, 5:]
     # The second document alone has other positions than behind the first one. RoPE sees their differences only.
     alone, _ = residual_states(TARGET, target.params, own[None], jnp.ones_like(own[None]))
     real = features_before(eagle3_features(HEAD, params, [state[0] for state in alone]))
     for last in (1, 2, 4):
-        features = real[: last + 1]
-        for step in range(4):
-            at = last + step
-            scored, x = eagle3_pass(HEAD, params, target.embedding, own[: at + 1], features)
-            np.testing.assert_allclose(scored[-1], unrolled[step][0, 5 + at], rtol=2e-4, atol=2e-4)
-            features = jnp.concatenate([features, x[-1:]])
+        features = real
+        for at in range(last, last + 4):
+            scored, x = eagle3_pass(HEAD, params, target.embedding, own, features)
+            np.testing.assert_allclose(scored[at], unrolled[at - last][0, 5 + at], rtol=2e-4, atol=2e-4)
+            # A drafted token has no feature of the target's. What stands behind it changes nothing before it.
+            features = features.at[at + 1 :].set(x[at])
 
 
 def test_a_draft_is_the_best_of_each_pass(target: Target) -> None:
@@ -80,7 +86,7 @@ def test_a_draft_is_the_best_of_each_pass(target: Target) -> None:
     # The same tokens, seen by the unrolled form as a text that is there already.
     tokens = jnp.asarray([known + drafted])
     states = [jnp.concatenate([state, jnp.zeros((4, 16))])[None] for state in _states(target, known)]
-    unrolled = eagle3_unrolled(HEAD, params, target.embedding, tokens, jnp.ones_like(tokens), states, 3)
+    unrolled = unroll(HEAD, params, target.embedding, tokens, jnp.ones_like(tokens), states, 3)
     assert drafted == [int(DRAFT_IDS[jnp.argmax(unrolled[step][0, 8 + step])]) for step in range(3)]
 
 
@@ -95,7 +101,9 @@ def test_untrained_medusa_heads_repeat_the_lm_head(target: Target) -> None:
     tokens = jnp.asarray(np.random.default_rng(6).integers(0, 2048, (1, 7)), jnp.int32)
     _, last = residual_states(TARGET, target.params, tokens, jnp.ones_like(tokens))
     for scored in medusa_logits(MEDUSAS, MEDUSAS.init(), target.embedding, last):
-        np.testing.assert_allclose(scored, logits(TARGET, target.params, tokens, jnp.ones_like(tokens)), rtol=1e-6)
+        np.testing.assert_allclose(
+            scored, logits(TARGET, target.params, tokens, jnp.ones_like(tokens)), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_guess_counts_as_much_as_the_path_to_it() -> None:
@@ -119,17 +127,18 @@ def test_a_guess_counts_as_much_as_the_path_to_it() -> None:
                 assert float(path[row, at]) == pytest.approx(expected), (step, row, at)
 
 
-def test_both_heads_learn(target: Target, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A few steps lower both losses, and the file that a run leaves has the last parameters."""
+def test_both_heads_learn(target: Target, tmp_path: Path) -> None:
+    """Steps over one batch lower both losses, and the file that a run leaves has its last parameters."""
+    tokens = np.random.default_rng(8).integers(0, 2048, (2, 17), np.int32)
+    batch = Batch(tokens, np.ones_like(tokens), np.ones((2, 16), np.float32))
     first = HEAD.init(2, target.params, DRAFT_IDS)
+    started = np.asarray(first["fc.weight"])
     eagle3 = partial(eagle3_loss, target, HEAD, DRAFT_IDS)
-    kept = train(tokenizer, eagle3, first, 6, lambda params: save_eagle3(tmp_path, HEAD, params, DRAFT_IDS))
-    assert kept[-1] < kept[0]
-    params, draft_ids = load_eagle3(tmp_path, HEAD)
-    np.testing.assert_array_equal(draft_ids, DRAFT_IDS)
-    assert params.keys() == first.keys()
-    losses = train(tokenizer, partial(medusa_loss, target, MEDUSAS), MEDUSAS.init(), 6, lambda params: None)
-    assert losses[-1] < losses[0]
+    losses = train(repeat(batch), eagle3, first, 16, lambda params: save_eagle3(tmp_path, HEAD, params, DRAFT_IDS))
+    assert losses[-1] < 0.8 * losses[0]
+    assert np.abs(np.asarray(load_eagle3(tmp_path, HEAD)[0]["fc.weight"]) - started).max() > 0.001
+    losses = train(repeat(batch), partial(medusa_loss, target, MEDUSAS), MEDUSAS.init(), 40, lambda params: None)
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_a_stored_eagle3_head_has_the_names_and_shapes_of_its_format(target: Target, tmp_path: Path) -> None:
@@ -184,7 +193,7 @@ def test_the_shipped_heads_guess_for_the_shipped_model(tokenizer: Tokenizer) -> 
     prompt = tokenizer.encode("<|bos|>Once upon a time", add_special_tokens=False).ids
     tokens = np.asarray([prompt + decode(DEMO, demo.params, [prompt], 48, -1)[0]], np.int32)
     params, draft_ids = load_eagle3(ASSETS / "demo-eagle3", EAGLE3)
-    eagle3 = eagle3_guesses(demo.params, params, draft_ids, jnp.asarray(tokens))
+    eagle3 = jax.jit(partial(eagle3_guesses, demo.params, params, draft_ids))(jnp.asarray(tokens))
     medusa = medusa_guesses(demo.params, load_medusa(ASSETS / "demo-medusa", MEDUSA), jnp.asarray(tokens))
     for guessed in (eagle3[0], medusa[0]):
         assert np.mean(np.asarray(guessed)[0, len(prompt) : -1] == tokens[0, len(prompt) + 1 :]) > 0.5
