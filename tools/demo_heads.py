@@ -1,4 +1,4 @@
-"""EAGLE-3 and Medusa heads for the demo model in plain JAX, and their files as vLLM reads them.
+"""EAGLE-3 and Medusa heads for the demo model in plain JAX, and their files with the names of vLLM's formats.
 
 They are apart from the engine on purpose, so that the engine is compared with independent code.
 

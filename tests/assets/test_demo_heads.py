@@ -1,4 +1,4 @@
-"""The embedded EAGLE-3 and Medusa heads are small, fit the model, and have the names and shapes that vLLM reads."""
+"""The embedded EAGLE-3 and Medusa heads are small, fit the model, and have the names and shapes of vLLM's formats."""
 
 import json
 from pathlib import Path
