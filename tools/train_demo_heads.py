@@ -149,7 +149,7 @@ def _step(
 def train(
     batches: Iterator[Batch], loss: Loss, params: Params, steps: int, save: Callable[[Params], None]
 ) -> list[float]:
-    """Trains for `steps` batches, saves at every eighth so that a stopped run leaves a head, and returns the losses."""
+    """Trains for `steps` batches and returns the losses. Saves at every eighth and at the end."""
     moments = start(params)
     print(f"{sum(value.size for value in params.values()):,} parameters, {steps} steps", flush=True)
     began, values = time.monotonic(), []
@@ -161,7 +161,7 @@ def train(
         if (number + 1) % 25 == 0:
             recent = float(np.mean(jax.device_get(values[-25:])))
             print(f"step {number + 1} loss {recent:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
-        if (number + 1) % max(1, steps // 8) == 0:
+        if (number + 1) % max(1, steps // 8) == 0 or number + 1 == steps:
             save(params)
     return [float(value) for value in values]
 

@@ -137,8 +137,12 @@ def test_both_heads_learn(target: Target, tmp_path: Path) -> None:
     losses = train(repeat(batch), eagle3, first, 16, lambda params: save_eagle3(tmp_path, HEAD, params, DRAFT_IDS))
     assert losses[-1] < 0.8 * losses[0]
     assert np.abs(np.asarray(load_eagle3(tmp_path, HEAD)[0]["fc.weight"]) - started).max() > 0.001
-    losses = train(repeat(batch), partial(medusa_loss, target, MEDUSAS), MEDUSAS.init(), 40, lambda params: None)
+    saved: list[int] = []
+    losses = train(
+        repeat(batch), partial(medusa_loss, target, MEDUSAS), MEDUSAS.init(), 41, lambda params: saved.append(1)
+    )
     assert losses[-1] < 0.95 * losses[0]
+    assert len(saved) == 9  # Every fifth step, and the last one.
 
 
 def test_a_stored_eagle3_head_has_the_names_and_shapes_of_its_format(target: Target, tmp_path: Path) -> None:
