@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 COPIES = ("json", "story_questions")
 REQUESTS = (1, 16, 64)
 # So many prompts are answered in a round, however many of them are there at once.
-PROMPTS = {1: 16, 16: 32, 64: 64}
+PROMPTS = {1: 8, 16: 32, 64: 64}
 MAX_TOKENS = 160
 
 
