@@ -2,9 +2,10 @@
 
 The prompts are of held-out documents, of two kinds: `stories`, whose text is new, and `copies`, whose answers repeat
 the prompt (JSON from a text, questions about a story). 1, 16 or 64 of them are there at once, and answers end where the
-model ends them. Each engine has a process of its own, which sleeps while another is measured, and rounds alternate between them. This prints output tokens a second,
-the ratio to the engine without drafts, how many tokens a verification yielded, and the ratio that theory expects: these
-tokens by what a step with drafts costs beside one without. It writes benchmarks/results/speculation-DATE-COMMIT.json.
+model ends them. Each engine has a process of its own, which sleeps while another is measured, and rounds alternate
+between them. This prints output tokens a second, the ratio to the engine without drafts, how many tokens a verification
+yielded, and the ratio that theory expects: these tokens by what a step with drafts costs beside one without. It writes
+benchmarks/results/speculation-DATE-COMMIT.json.
 
     python -m benchmarks.speculation [--methods ngram,draft,eagle3,medusa] [--rounds 5] [--dtype float32]
 """
