@@ -8,10 +8,12 @@ from statistics import fmean
 # times as long as the one before it, because the host read the output late.
 WINDOW = 8
 # A kind that is slower is tried so many calls on end, after a pause of other calls, since what the rows write changes,
-# and so does the machine's time. Each try that changes nothing makes the pause twice as long.
+# and so does the machine's time. Each try that changes nothing makes the pause twice as long, and it is as long as it
+# takes for tries to cost no more than this share of the time.
 TRY = 4
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 512
+MOST_FOR_TRIES = 0.02
 
 
 @dataclass
@@ -61,7 +63,14 @@ class _Measured:
             self.tried += self.calls_left < 0 and was_drafted != self.pays
             if self.tried < TRY:
                 return
-        self.calls_left, self.pause, self.tried = self.pause, min(2 * self.pause, LONGEST_PAUSE), 0
+        self.calls_left, self.tried = max(self.pause, int(TRY * self._loss / MOST_FOR_TRIES)), 0
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+    @property
+    def _loss(self) -> float:
+        """What a call of the slower kind loses, in calls of the quicker one, which would bring its tokens sooner."""
+        plain, drafted = self.plain.middle, self.drafted.middle / self.tokens.middle  # for a token of a row
+        return (plain / drafted - 1) / self.tokens.middle if self.pays else (drafted / plain - 1) * self.tokens.middle
 
 
 class DraftPace:

@@ -17,7 +17,7 @@ class Machine:
     tokens: float
 
 
-PAYS, LOSES = Machine(0.010, 0.012, 1.5), Machine(0.010, 0.020, 1.5)
+PAYS, LOSES = Machine(0.010, 0.0148, 1.5), Machine(0.010, 0.0152, 1.5)  # by little, so that tries cost little
 
 
 def serve(pace: DraftPace, machine: Machine, num_steps: int, num_rows: int = 4) -> list[bool]:
@@ -108,6 +108,21 @@ def test_each_number_of_rows_has_times_of_its_own_to_the_next_power_of_two() -> 
     serve(pace, PAYS, 20, num_rows=2)
     assert pace.wants_drafts(3) and not pace.wants_drafts(63)
     assert not pace.wants_drafts(64), "nothing was measured yet"
+
+
+@pytest.mark.parametrize(
+    "machine", [Machine(0.010, 0.060, 3.0), Machine(0.010, 0.012, 4.0), Machine(0.010, 0.050, 1.0)]
+)
+def test_tries_cost_little_of_the_time(machine: Machine) -> None:
+    """Time for as many tokens as there were, by the quicker kind alone, and as it was."""
+    pace = DraftPace()
+    serve(pace, machine, 2 * TRY)
+    had_drafts = serve(pace, machine, 3000)
+    seconds = sum(machine.drafted_seconds if drafted else machine.plain_seconds for drafted in had_drafts)
+    tokens = sum(machine.tokens if drafted else 1 for drafted in had_drafts)
+    best = tokens * min(machine.plain_seconds, machine.drafted_seconds / machine.tokens)
+    assert seconds < 1.025 * best
+    assert len(set(had_drafts)) == 2, "there were tries"
 
 
 def test_drafts_that_are_never_right_cost_more_than_nothing() -> None:
