@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, Self, get_args
 
-Method = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa"]
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
 MAX_DRAFTS = 15  # of a row in a step
 _OF_MODELS = ("draft_model", "eagle", "eagle3", "medusa")  # which need a model
 
@@ -15,7 +15,7 @@ class SpeculativeConfig:
     """Which proposer guesses, and how many tokens at once. Raises ValueError for values that are out of range."""
 
     method: Method
-    model: str | None = None  # the draft model or head: its directory, or its name on the hub
+    model: str | None = None  # the draft: a directory, or a name on the hub; mtp: the model itself has it
     num_speculative_tokens: int = 3  # of a row in a step
     prompt_lookup_min: int = 2  # ngram: tokens that must be the same before what is guessed
     prompt_lookup_max: int = 5  # ngram: the most that are compared

@@ -1,4 +1,4 @@
-"""Reads draft heads from the formats in which they are published: EAGLE, EAGLE-3, speculators, and Medusa."""
+"""Reads draft heads from the formats in which they are published: EAGLE, EAGLE-3, speculators, Medusa, MTP."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxvllm.models.families import find_family, mimo
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
 from jaxvllm.models.heads.medusa import MedusaHeads
+from jaxvllm.models.heads.mtp import MtpHead
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.hf_weights import WeightFiles, open_weights
 from jaxvllm.models.params import Params
@@ -19,14 +21,27 @@ from jaxvllm.models.weight_names import Source, separate_projections
 
 # Tensors that say again what others say.
 _REDUNDANT = ("t2d",)
+# The names of the parts of an MTP head.
+_OF_DEEPSEEK = {
+    "embedding_norm": "enorm",
+    "feature_norm": "hnorm",
+    "fc": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
+_OF_MIMO = {
+    "embedding_norm": "token_layernorm",
+    "feature_norm": "hidden_layernorm",
+    "fc": "input_proj",
+    "final_norm": "final_layernorm",
+}
 
 
 class _Tensors:
-    """The tensors of a head, of which each must be used."""
+    """The tensors of a head, of which each must be used: those that begin with `start`, but for the `redundant`."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, start: str = "", redundant: tuple[str, ...] = _REDUNDANT):
         self._files: WeightFiles = open_weights(directory)
-        self._left = self._files.names - set(_REDUNDANT)
+        self._left = {name for name in self._files.names if name.startswith(start)} - set(redundant)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files.names
@@ -183,6 +198,38 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
         )
     tensors.end()
     return MedusaHeads(E, count, depth), params
+
+
+def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MtpHead, Params]:
+    """Reads the MTP head that lies in the checkpoint of the model `target` itself. The rest is as for `read_eagle`.
+
+    It has the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. Of several such
+    layers, the first guesses all drafts.
+    """
+    family = find_family(config)
+    with _told_of(directory):
+        if not HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0):
+            raise ValueError(
+                "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
+            )
+        if target.norm_placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
+            raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
+    rope = target.ropes[target.layer_rope[-1]]
+    spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
+    is_mimo = family is mimo.FAMILY
+    start = "model.mtp_layers.0." if is_mimo else f"{family.prefixes[0]}layers.{target.num_layers}."
+    # The first of these are copies of the model's own.
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    tensors, E = _Tensors(directory, start, tuple(start + name for name in copies)), spec.hidden_size
+    params: Params = {
+        key: tensors.take(f"{start}{name}.weight", *((E, 2 * E) if key == "fc" else (E,)))
+        for key, name in (_OF_MIMO if is_mimo else _OF_DEEPSEEK).items()
+    }
+    if is_mimo:
+        params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)  # it has the feature first
+    params["layers"] = [tensors.layer(family.layer_sources(spec, 0, start))]
+    tensors.end()
+    return MtpHead(spec, (target.num_layers,) if is_mimo else ()), params
 
 
 @contextmanager
