@@ -79,6 +79,20 @@ class _Tensors:
             )
 
 
+def method_of(name: str, config: Mapping[str, Any]) -> str:
+    """The method of a draft by its config.json, and by the `name` of its directory, as vLLM finds it.
+
+    What is no head is a model.
+    """
+    told = " ".join(map(str, [*(config.get("architectures") or ()), config.get("model_type")])).lower()
+    name = name.lower()
+    if "speculators_model_type" in config or "eagle3" in told or "eagle3" in name:
+        return "eagle3"
+    if "eagle" in told or "eagle-" in name:
+        return "eagle"
+    return "medusa" if "medusa" in told or "medusa_num_heads" in config else "draft_model"
+
+
 def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[EagleHead, Params]:
     """Reads an EAGLE head for the model `target`: its value, and its arrays on the host.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.models import checkpoint
-from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
+from jaxvllm.models.heads.files import method_of, read_eagle, read_eagle3, read_medusa
 from jaxvllm.models.heads.head import DraftHead
 from jaxvllm.models.params import Params
 from sharding.axis import ALONE
@@ -189,6 +189,23 @@ def test_medusa(names: str, size: int | str, lm_heads: str, tmp_path: Path) -> N
         if size != V:
             logits = reference.spread_over(logits[:, TOKEN_MAP] if size != 5 else logits, TOKEN_MAP, V)
         assert_near(got[number], logits)
+
+
+@pytest.mark.parametrize(
+    "name, config, method",
+    [
+        ("draft", {"speculators_model_type": "eagle3", "architectures": ["SomeDraftModel"]}, "eagle3"),
+        ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
+        ("Qwen3-8B_eagle3", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "eagle3"),
+        ("draft", {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle"}, "eagle"),
+        ("EAGLE-LLaMA3-Instruct-8B", {"architectures": ["LlamaForCausalLM"]}, "eagle"),
+        ("draft", {"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
+        ("medusa-vicuna", {"medusa_num_heads": 5, "medusa_num_layers": 1}, "medusa"),
+        ("draft", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
+    ],
+)
+def test_a_draft_tells_its_method(name: str, config: dict[str, Any], method: str) -> None:
+    assert method_of(name, config) == method
 
 
 Shapes = dict[str, list[int]]
