@@ -101,7 +101,7 @@ def build(
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
     speculation = config.speculation
-    drafting = None if speculation is None else Drafting.of(speculation, resolved)
+    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = BucketLadder.build(

@@ -16,7 +16,7 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.heads.draft_model import DraftModel
-from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
+from jaxvllm.models.heads.files import method_of, read_eagle, read_eagle3, read_medusa, read_mtp
 from jaxvllm.models.ops import KernelMatrix
 from jaxvllm.models.orientation import with_kernel
 from jaxvllm.models.params import Params
@@ -41,15 +41,16 @@ class Drafting:
     params: Params | None = None
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, target: ResolvedConfig) -> "Drafting":
+    def of(cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path) -> "Drafting":
         """Reads what `config` names, for the model `target`. Raises ValueError where they do not go together."""
-        if config.model is None:
+        if config.method == "ngram":
             return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
-        directory = checkpoint.resolve(config.model)
+        directory = target_directory if config.model is None else checkpoint.resolve(config.model)
         hf_config = checkpoint.read_config(directory)
-        if config.method == "draft_model":
+        method = config.method or method_of(Path(config.model or "").name, hf_config)
+        if method == "draft_model":
             return cls._of_model(directory, hf_config, target)
-        read, proposer = _HEADS[config.method]
+        read, proposer = _HEADS[method]
         head, params = read(directory, hf_config, target.spec)
         return cls(proposer(head), jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
 
@@ -85,6 +86,7 @@ class Drafting:
 _HEADS: dict[str, tuple[Callable[..., tuple[Any, Params]], Callable[[Any], Proposer]]] = {
     "eagle": (read_eagle, AutoregressiveProposer),
     "eagle3": (read_eagle3, AutoregressiveProposer),
+    "mtp": (read_mtp, AutoregressiveProposer),
     "medusa": (read_medusa, MedusaProposer),
 }
 

@@ -73,7 +73,7 @@ class EagleHead:
         own = params[DRAFT]
         x = project(jnp.concatenate([embedded(params, token_ids, axis), features], 1), own["fc"], own.get("fc_bias"))
         for number, layer in enumerate(own["layers"]):
-            h = self.spec.norm(x, layer["attention_norm"]) if "attention_norm" in layer else x
+            h = self.spec.norm(x, layer["attention_norm"]) if number else x
             x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
         return x, x, kv
 
@@ -93,10 +93,6 @@ class Eagle3Head:
     depths: tuple[int, ...]
     norm_before_residual: bool = False  # the layer adds to the normed feature
     norm_output: bool = False  # the next feature is what the last norm returns
-
-    def __post_init__(self) -> None:
-        if len(set(self.depths)) != len(self.depths):
-            raise ValueError(f"eagle_aux_hidden_state_layer_ids must differ, got {list(self.depths)}")
 
     @property
     def num_layers(self) -> int:

@@ -39,7 +39,8 @@ class MedusaHeads:
             if "lm_heads" not in own:
                 logits.append(project_logits(params, shard, x))
                 continue
-            of_head = project(x, own["lm_heads"][number], dtype=jnp.float32)
+            lm_heads = own["lm_heads"]  # one for each, or one for all
+            of_head = project(x, lm_heads[min(number, len(lm_heads) - 1)], dtype=jnp.float32)
             if "columns" in own:
                 of_head = jnp.pad(of_head, ((0, 0), (0, 1)), constant_values=-jnp.inf)[:, own["columns"]]
             logits.append(share_of(of_head, spec, shard, axis))
