@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
+from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_options import advice_on
@@ -55,6 +56,7 @@ class EngineConfig:
     )
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
+    speculative_config: str | None = None  # as JSON: {"method": "ngram", "num_speculative_tokens": 3}; None: no drafts
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
@@ -81,6 +83,8 @@ class EngineConfig:
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
         object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", str(SpeculativeConfig.read(self.speculative_config)))
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -121,6 +125,11 @@ class EngineConfig:
     def has_others(self) -> bool:
         """Whether this process is one of several."""
         return self.multihost or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How drafts are made; None: there are none."""
+        return None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -54,6 +54,12 @@ _HOSTS = "one process runs on each host; see docs/scaling.md"
 _COORDINATOR = Advice(
     _HOSTS, "coordinator", "{master_addr}:{master_port}", {"master_addr": "HOST", "master_port": "PORT"}
 )
+_SPECULATION = Advice(
+    "ngram and mtp need no model, and a model may tell its method",
+    "speculative_config",
+    '{{"method": "{spec_method}", "model": "{spec_model}", "num_speculative_tokens": {spec_tokens}}}',
+    {"spec_method": "METHOD", "spec_model": "MODEL", "spec_tokens": "3"},
+)
 _REQUEST_LOG = "only a server logs requests: one line for each, without its text"
 
 ADVICE: Mapping[str, Advice] = {
@@ -63,6 +69,9 @@ ADVICE: Mapping[str, Advice] = {
         "every layer is spread over all M devices of --mesh 1xM; the layers are never divided among devices"
     ),
     "distributed_executor_backend": Advice("one process drives all devices of its host"),
+    "spec_method": _SPECULATION,
+    "spec_model": _SPECULATION,
+    "spec_tokens": _SPECULATION,
     "nnodes": Advice(_HOSTS, "num_processes"),
     "node_rank": Advice(_HOSTS, "process_id"),
     "master_addr": _COORDINATOR,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from jaxvllm.bench.drafts import Drafts
 from jaxvllm.bench.load import Target, run_load
 from jaxvllm.bench.report import Run
 from jaxvllm.bench.samples import Dataset, Sample
@@ -25,6 +26,7 @@ from jaxvllm.client.errors import ServerError
 BUSY = 0.7
 SHORT = 1.0
 PAUSE = 1.0  # seconds between two tries to reach a server that is still starting
+SETTLE = 1.5  # seconds: our server tells its engine's counts once a second
 SPARE_FILES = 64  # open files that are not connections
 
 
@@ -50,11 +52,15 @@ class Benchmark:
         samples = self.dataset.sample(self.traffic.num_prompts, self.vocabulary, self.dataset_path, samples_rng)
         patiently(lambda: self._try(api, samples[0].stranger), self.patience)
         allow_connections(min(len(samples), self.traffic.max_concurrency or len(samples)))
+        before = Drafts.read(api.metrics())
         arrivals = self.traffic.arrivals(arrivals_rng)
         with tqdm(total=len(samples), unit="req", disable=None if self.shows_progress else True) as bar:
             load = run_load(self.target, samples, arrivals, self.traffic.max_concurrency, bar.update)
             outcome = asyncio.run(load)
-        run = Run(self.traffic, outcome, measure(outcome, self.percentiles, self.goodput), self.shown)
+        if before.accepted_per_pos:  # the server speculates
+            time.sleep(SETTLE)
+        drafts = Drafts.read(api.metrics()).since(before)
+        run = Run(self.traffic, outcome, measure(outcome, self.percentiles, self.goodput), self.shown, drafts)
         self._tell_troubles(run)
         return run
 

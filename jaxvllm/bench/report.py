@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from jaxvllm.bench.drafts import Drafts
 from jaxvllm.bench.load import Outcome
 from jaxvllm.bench.summary import LATENCIES, Summary
 from jaxvllm.bench.traffic import Traffic
@@ -21,6 +22,7 @@ class Run:
     outcome: Outcome
     summary: Summary
     shown: Sequence[str]  # the latencies in the table and in the JSON, by their names in the JSON
+    drafts: Drafts  # that the server verified meanwhile, for whatever client
 
     def table(self) -> str:
         """Returns the table, 50 columns wide."""
@@ -51,7 +53,22 @@ class Run:
             lines.append(f"{headline:-^{WIDTH}}")
             lines += [_line(f"Mean {short} (ms):", latency.mean), _line(f"Median {short} (ms):", latency.median)]
             lines += [_line(f"P{_number(p)} {short} (ms):", value) for p, value in latency.percentiles.items()]
+        if self.drafts.drafts:
+            lines += self._draft_lines()
         return "\n".join([*lines, "=" * WIDTH])
+
+    def _draft_lines(self) -> list[str]:
+        drafts = self.drafts
+        return [
+            f"{'Speculative Decoding':-^{WIDTH}}",
+            _line("Acceptance rate (%):", drafts.acceptance_rate),
+            _line("Acceptance length:", drafts.acceptance_length),
+            _line("Drafts:", drafts.drafts),
+            _line("Draft tokens:", drafts.draft_tokens),
+            _line("Accepted tokens:", drafts.accepted_tokens),
+            "Per-position acceptance (%):",
+            *(_line(f"  Position {at}:", 100 * rate) for at, rate in enumerate(drafts.rates_per_pos)),
+        ]
 
     def details(self) -> dict[str, Any]:
         """Returns vLLM's lists that have an entry for each request."""
@@ -96,7 +113,7 @@ class Run:
                 f"std_{name}_ms": latency.std,
             }
             result |= {f"p{_number(p)}_{name}_ms": value for p, value in latency.percentiles.items()}
-        return result
+        return result | (self.drafts.record() if self.drafts.drafts else {})
 
 
 def file_name(label: str, traffic: Traffic, model: str, now: datetime) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,4 +87,4 @@ class _Advised:
 
 
 def _written(field: str, value: str) -> str:
-    return f"{flag_of(field)} {value}".rstrip()
+    return f"{flag_of(field)} {shlex.quote(value)}" if value else flag_of(field)

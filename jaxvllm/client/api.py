@@ -63,6 +63,13 @@ class Api:
         """Returns the JSON object at `path`."""
         return self._object(self._answer(self._client.build_request("GET", path)))
 
+    def metrics(self) -> str:
+        """Returns what the server tells Prometheus, or nothing where it tells nothing."""
+        try:
+            return self._answer(self._client.build_request("GET", "/metrics")).text
+        except ServerError:
+            return ""
+
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the JSON object that answers `body`."""
         return self._object(self._answer(self._client.build_request("POST", path, json=body)))

@@ -129,13 +129,20 @@ class Scheduler:
         """Tokens of `request` that would not be computed if it were admitted now: their KV is in the prefix cache."""
         return self._cached_prefix(request).num_pages * self.cache.page_size
 
-    def schedule(self, width: int = 1, sizes: StepSizes | None = None, room: StepRoom | None = None) -> StepPlan | None:
+    def schedule(
+        self,
+        width: int = 1,
+        sizes: StepSizes | None = None,
+        room: StepRoom | None = None,
+        num_drafts: int = 0,
+    ) -> StepPlan | None:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the
         policy v0 while prompts wait. Where nothing waits, no prompt is computed and no row waits for the host, the step
-        is `width` decode steps in one, if there are pages for them without a preemption. Tokens that a constraint
-        forces are computed at once, if the budget and the free pages have room for them.
+        yields up to `width` tokens a row, if there are pages for them without a preemption: by as many decode steps in
+        one, or by fewer with `num_drafts` draft tokens each, which are not counted as computed. Tokens that a
+        constraint forces are computed at once, if the budget and the free pages have room for them.
 
         With `sizes` the last chunk may be shorter than the budget allows, so that the step fills one of them. With
         `room`, which may grow from call to call but not shrink, the step has no more tokens and rows than that, but for
@@ -149,9 +156,12 @@ class Scheduler:
         constrained = decode[self.slots.is_constrained[decode]]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
         width = 1 if forced else self._constrained.width(constrained, width)
+        if width <= num_drafts:  # not even one step with all of its drafts
+            num_drafts = 0
+        width -= width % (1 + num_drafts)
         new_pages = self._grow(decode, width, forced)
         if new_pages is None and (width > 1 or forced):
-            width, forced = 1, {}
+            width, num_drafts, forced = 1, 0, {}
             new_pages = self._grow(decode, width)
         preempts = new_pages is None
         if new_pages is None:
@@ -179,7 +189,7 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        return self._plan(decode, new_pages, chunks, admissions, width)
+        return self._plan(decode, new_pages, chunks, admissions, width, num_drafts)
 
     def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
         """Makes `tokens` known, so that the row computes them as it would compute a prompt."""
@@ -504,7 +514,13 @@ class Scheduler:
     # Bookkeeping.
 
     def _plan(
-        self, decode: SlotIds, new_pages: Opened, chunks: list[_Chunk], admissions: list[Admission], width: int
+        self,
+        decode: SlotIds,
+        new_pages: Opened,
+        chunks: list[_Chunk],
+        admissions: list[Admission],
+        width: int,
+        num_drafts: int,
     ) -> StepPlan:
         slots = self.slots
         num_decode, num_rows = len(decode), len(decode) + len(chunks)
@@ -537,6 +553,7 @@ class Scheduler:
             next_tokens=next_tokens,
             wants_logprobs=bool(slots.wants_logprobs[rows].any()),
             width=width,
+            num_drafts=num_drafts,
             masked=self._constrained.masked(rows, num_decode, max_new),
             distributions=distributions & (max_new > 0) if distributions.any() else None,
             wide_scores=np.isin(np.arange(num_rows), wide_rows) if wide_rows else None,

@@ -66,10 +66,11 @@ class Admission:
 class StepPlan:
     """One step. Decode rows come first (the device knows their position and token), then prefill chunks.
 
-    A decode row computes the next token of slot `slots[r]`, up to `width` times in a row, and yields at most
-    `max_new[r]` tokens. A prefill row computes `lengths[r]` known tokens from position `starts[r]` on, and yields one
-    token where they end the prompt, or where a constraint forced them. Decode rows have length 1, and as `starts[r]`
-    the last position that may come first: how far a row got is known on the device, and here when an output was read.
+    A decode row computes the next token of slot `slots[r]`, `num_steps` times in a row, each time with as many draft
+    tokens behind it as `num_drafts` allows, and yields at most `max_new[r]` tokens. A prefill row computes `lengths[r]`
+    known tokens from position `starts[r]` on, and yields one token where they end the prompt, or where a constraint
+    forced them. Decode rows have length 1, and as `starts[r]` the last position that may come first: how far a row got
+    is known on the device, and here when an output was read.
 
     `new_pages` are the pages that rows may need beyond those they have. `token_ids` are the prefill rows' inputs, row
     after row. `next_tokens[r]` is the token behind a chunk of a prompt that is scored (any one behind the last chunk),
@@ -86,7 +87,8 @@ class StepPlan:
     token_ids: Ints  # i32[T - num_decode]
     next_tokens: Ints  # i32[R]
     wants_logprobs: bool  # whether any row does
-    width: int = 1  # decode steps in one; more than 1 only where all rows decode
+    width: int = 1  # the most tokens that a row yields; more than 1 only where all rows decode
+    num_drafts: int = 0  # of a row in each decode step
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
     distributions: NDArray[np.bool_] | None = None  # bool[R]: rows that want the values of all tokens; None: no row
     wide_scores: NDArray[np.bool_] | None = None  # bool[R]: scored rows that want more than the best few; None: no row
@@ -100,6 +102,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the model computes at once."""
         return self.num_decode + len(self.token_ids)
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps in one."""
+        return self.width // (1 + self.num_drafts)
 
     @property
     def samples(self) -> NDArray[np.bool_]:
@@ -161,6 +168,14 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """What became of drafts, by row and by their place behind the row's last token."""
+
+    drafted: Ints  # i32[R, K]: how often there was one
+    accepted: Ints  # i32[R, K]: how often it was what was sampled
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """What the device computed for a plan's rows, on the host; log-probabilities only when a row asked for them.
 
@@ -175,6 +190,7 @@ class StepOutput:
     scores: TopLogprobs | None = None  # of T tokens
     wide_scores: TopLogprobs | None = None  # of N tokens, with more than MAX_LOGPROBS best ones
     distributions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # f32[V] of rows that want them
+    drafts: DraftCounts | None = None  # of the plan's rows, if it has drafts
 
 
 @dataclass(frozen=True)

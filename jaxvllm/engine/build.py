@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,21 +15,23 @@ from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.models import checkpoint
+from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two, row_counts
+from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.host_heap import keep_temporaries
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
-from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
@@ -97,11 +100,15 @@ def build(
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
+    speculation = config.speculation
+    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory)
+    proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
         _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
         width=config.max_decode_burst,
+        num_drafts=0 if speculation is None else speculation.num_speculative_tokens,
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.stage("tokenizer"):
@@ -116,19 +123,24 @@ def build(
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     with clock.stage("weights"):
         replicas = _load(config, directory, resolved, meshes, backend)
+        for params, mesh in zip(replicas, meshes, strict=True):
+            if drafting is not None and (draft := drafting.place(mesh, backend)) is not None:
+                params[DRAFT] = draft
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.stage("memory"):
-        room = _num_pages(config, resolved, replicas[0], ladder.largest, backend, meshes, sampling, programs.make)
+        smallest = resolved.cache_shape(num_pages=2, draft=None if proposer is None else proposer.cache)
+        compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
+        room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
         num_pages = hosts.least(room)
-    shape = resolved.cache_shape(num_pages)
+    shape = smallest.with_pages(num_pages)
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make)
+        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make, proposer)
 
     with clock.stage("programs"):
         runners = _make_all(make_runner, replicas, meshes)
@@ -235,18 +247,17 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, default: tuple[int, ...]
 def _num_pages(
     config: EngineConfig,
     resolved: ResolvedConfig,
+    smallest: CacheShape,
     params: Params,
     largest: Bucket,
     backend: Backend,
     meshes: Sequence[Mesh],
-    sampling: SamplerOptions,
-    make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
+    compiler: Callable[..., StepCompiler],
 ) -> int:
     """Pages of each replica's first group: as the config says, or what the fullest device of this process has left.
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
-    smallest = resolved.cache_shape(num_pages=2)
     spread = Spread(resolved.spec, meshes[0].size)
     devices = [device for mesh in meshes for device in mesh.local_devices]
 
@@ -261,8 +272,7 @@ def _num_pages(
         room //= len(devices)  # they are all this host
     else:
         pages = smallest.pages(resolved.spec, backend, meshes[0])
-        compiler = StepCompiler(params, pages, resolved.spec, smallest, backend, meshes[0], sampling, make_program)
-        room -= compiler.compile(largest).step_bytes
+        room -= compiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
     room -= state_bytes(smallest.sizes(resolved.spec))
     return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
 

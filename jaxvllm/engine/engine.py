@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Unpack
 
+import numpy as np
+
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
@@ -205,6 +207,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns counters and gauges that say how busy the engine is."""
         schedulers = [replica.scheduler for replica in self.replicas]
+        drafted = np.sum([replica.num_drafted for replica in self.replicas], axis=0)
+        accepted = np.sum([replica.num_accepted for replica in self.replicas], axis=0)
         return EngineStats(
             num_steps=sum(replica.num_steps for replica in self.replicas),
             num_prompt_tokens=self._num_prompt_tokens,
@@ -222,6 +226,10 @@ class Engine:
             num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
             num_bucket_rows=sum(replica.num_bucket_rows for replica in self.replicas),
             num_padding_rows=sum(replica.num_padding_rows for replica in self.replicas),
+            num_drafts=int(drafted[:1].sum()),
+            num_draft_tokens=int(drafted.sum()),
+            num_accepted_tokens=int(accepted.sum()),
+            num_accepted_per_pos=tuple(accepted.tolist()),
         )
 
     def take_reports(self) -> list[StepReport]:

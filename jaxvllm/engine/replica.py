@@ -5,9 +5,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxvllm.core.scheduler import Scheduler
-from jaxvllm.core.step_plan import Ints, StepPlan
+from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
+from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.stats import StepReport
@@ -59,7 +62,11 @@ class Replica:
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_Launched] = deque()
         self._held: _Held | None = None  # behind all that are in flight
+        # Drafts that were verified, by their place behind the last token of a row.
+        self.num_drafted = np.zeros(runner.programs.ladder.num_drafts, np.int64)
+        self.num_accepted = self.num_drafted.copy()
         self._pace = BurstPace(burst_seconds)
+        self._draft_pace = DraftPace(runner.proposer_catches_up)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
 
@@ -83,8 +90,8 @@ class Replica:
             return
         start = time.monotonic()
         programs = self.runner.programs
-        width = self._pace.width(self.scheduler.num_running, programs.burst_width)
-        plan = self.scheduler.schedule(width, self.runner.step_sizes, programs.room)
+        width, num_drafts = self._width()
+        plan = self.scheduler.schedule(width, self.runner.step_sizes, programs.room, num_drafts)
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
@@ -96,6 +103,15 @@ class Replica:
             else:
                 self._launch(step, time.monotonic() - start)
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
+
+    def _width(self) -> tuple[int, int]:
+        """The most tokens that a row may get in the next step, and how many drafts it may have."""
+        programs, num_rows = self.runner.programs, self.scheduler.num_running
+        num_steps = self._pace.width(num_rows, programs.burst_width)
+        num_drafts, most = programs.ladder.num_drafts, programs.num_draft_steps(num_rows)
+        if not most or not self._draft_pace.wants_drafts(num_rows):
+            return num_steps, 0
+        return (1 + num_drafts) * min(num_steps, most), num_drafts
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
@@ -112,21 +128,29 @@ class Replica:
         for request_id in processed.stopped:
             self.scheduler.finish(request_id)
         bucket = launched.step.bucket
-        num_steps = max(int(output.counts.max()), 1)
+        num_steps = plan.num_steps if plan.num_drafts else max(int(output.counts.max()), 1)
         if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
-            self._pace.measured(plan.num_rows, num_steps, device_seconds)
+            if output.drafts is None:
+                self._pace.measured(plan.num_rows, num_steps, device_seconds)
+                self._draft_pace.plain(plan.num_rows, device_seconds / num_steps)
+            else:
+                tokens = float(output.counts[output.counts > 0].mean()) / num_steps
+                self._draft_pace.drafted(plan.num_rows, device_seconds / num_steps, tokens)
+                self.num_drafted += output.drafts.drafted.sum(axis=0)
+                self.num_accepted += output.drafts.accepted.sum(axis=0)
         report = StepReport(
             replica=self.index,
             num_decode=plan.num_decode,
             num_prefill=plan.num_tokens - plan.num_decode,
             num_rows=plan.num_rows,
             num_steps=num_steps,
+            num_drafts=plan.num_drafts,
             bucket_tokens=bucket.num_tokens,
             host_seconds=launched.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,
         )
         self._reports.append(report)
-        self._count_padding(plan, bucket, output.counts)
+        self._count_padding(plan, bucket, output)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
         return processed.outputs
 
@@ -159,13 +183,16 @@ class Replica:
         self.is_due = False
         self.scheduler = self._make_scheduler()
 
-    def _count_padding(self, plan: StepPlan, bucket: Bucket, counts: Ints) -> None:
+    def _count_padding(self, plan: StepPlan, bucket: Bucket, output: StepOutput) -> None:
         """Counts what the device computed of `bucket`, and which part of it was for nothing."""
         # A program of several decode steps ends with the last of its rows, and may find none at all.
-        num_steps = 1 if bucket.width == 1 else int(counts.max())
+        num_steps = plan.num_steps if plan.num_drafts else 1 if bucket.width == 1 else int(output.counts.max())
+        num_drafts = 0 if output.drafts is None else int(output.drafts.drafted.sum())
+        num_accepted = 0 if output.drafts is None else int(output.drafts.accepted.sum())
         self.num_bucket_tokens += num_steps * bucket.num_tokens
-        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens)
-        self.num_ended_tokens += num_steps * plan.num_decode - int(counts[: plan.num_decode].sum())
+        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens) - num_drafts
+        num_decoded = int(output.counts[: plan.num_decode].sum()) - num_accepted
+        self.num_ended_tokens += num_steps * plan.num_decode - num_decoded
         self.num_bucket_rows += num_steps * bucket.num_rows
         self.num_padding_rows += num_steps * (bucket.num_rows - plan.num_rows)
 

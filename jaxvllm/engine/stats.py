@@ -23,6 +23,10 @@ class EngineStats:
     num_ended_tokens: int  # those of rows that had ended: the host learns of an end one step late, or behind a burst
     num_bucket_rows: int  # rows of the same steps, padding included
     num_padding_rows: int
+    num_drafts: int = 0  # times that a row's next token was computed with draft tokens behind it
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # draft tokens that were what was sampled
+    num_accepted_per_pos: tuple[int, ...] = ()  # the same by their position among the drafts of a row
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class StepReport:
     num_prefill: int  # prompt tokens
     num_rows: int
     num_steps: int
+    num_drafts: int  # that a row may have had in a step
     bucket_tokens: int  # tokens that were computed, padding included
     host_seconds: float  # time to plan and launch the step and to turn its tokens into outputs
     device_seconds: float  # from its launch, or the end of the call before it, until its output was seen

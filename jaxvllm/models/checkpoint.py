@@ -28,8 +28,10 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, place
 
-# The model that ships inside the package.
-DEMO_MODEL = Path(jaxvllm.__file__).parent / "assets" / "demo"
+# The model that ships inside the package, and what drafts for it.
+ASSETS = Path(jaxvllm.__file__).parent / "assets"
+DEMO_MODEL = ASSETS / "demo"
+SHIPPED = ("demo", "demo-draft", "demo-eagle3", "demo-medusa")
 LoadFormat = Literal["auto", "dummy"]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Only these files of a hub repository are downloaded.
@@ -41,13 +43,13 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(model: str) -> Path:
-    """Returns the directory of a model: of "demo", of a local directory, or of a Hugging Face hub name.
+    """Returns the directory of a model: of one that ships with us, of a local directory, or of a Hugging Face hub name.
 
     A hub repository that is not here yet is downloaded. Raises ValueError when `model` is none of these, or the
     download fails.
     """
-    if model == "demo":
-        return DEMO_MODEL
+    if model in SHIPPED:
+        return ASSETS / model
     try:
         path = Path(model).expanduser()
     except RuntimeError as error:  # the ~ of a user who does not exist

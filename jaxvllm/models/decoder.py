@@ -49,21 +49,45 @@ def forward[Kv](
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
     behind the attention and behind the FFN (Megatron-LM, arXiv 1909.08053).
     """
+    x, _, kv = forward_with_states(params, spec, tokens, positions, kv, attend, axis)
+    return x, kv
+
+
+def forward_with_states[Kv](
+    params: Params,
+    spec: ModelSpec,
+    tokens: jax.Array,
+    positions: jax.Array,
+    kv: Kv,
+    attend: Attend[Kv],
+    axis: ModelAxis = ALONE,
+    depths: tuple[int, ...] = (),
+) -> tuple[jax.Array, jax.Array, Kv]:
+    """As `forward`, and between them the states [N, T, E] behind the first `depths[n]` layers, before any norm."""
     with jax.named_scope("embed"):
-        x = _embed(params["embed"], tokens, axis)
+        x = embed(params["embed"], tokens, axis)
         if spec.embed_scale != 1:
             # Rounded to the dtype of the weights first, as every checkpoint was trained.
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
     with jax.named_scope("rope"):
-        cos, sin = _rope_tables(spec.ropes, positions)
+        cos, sin = rope_tables(spec.ropes, positions)
+
+    # Where the state behind each layer goes; past all, where nobody asks for it.
+    places = np.full(spec.num_layers + 1, len(depths), np.int32)
+    places[list(depths)] = np.arange(len(depths))
 
     def layer_step(
-        carry: tuple[jax.Array, Kv], weights: Params, layer: LayerSpec, number: Scalar, window: Scalar, rope: Scalar
-    ) -> tuple[jax.Array, Kv]:
+        carry: tuple[jax.Array, jax.Array, Kv],
+        weights: Params,
+        layer: LayerSpec,
+        number: Scalar,
+        window: Scalar,
+        rope: Scalar,
+    ) -> tuple[jax.Array, jax.Array, Kv]:
         def attend_here(kv: Kv, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Kv]:
             return attend(kv, number, q, k, v, window)
 
-        x, kv = carry
+        x, states, kv = carry
         with jax.named_scope("attention"):
             h = spec.norm(x, weights["attention_norm"]) if "attention_norm" in weights else x
             h, kv = layer.attention.apply(weights, h, (cos[rope], sin[rope]), kv, attend_here, axis)
@@ -72,11 +96,16 @@ def forward[Kv](
             h = spec.norm(x, weights["ffn_norm"]) if "ffn_norm" in weights else x
             h = layer.ffn.apply(weights, h, axis)
             x = x + _branch_output(h, weights.get("ffn_post_norm"), spec)
-        return x, kv
+        if depths:
+            states = states.at[jnp.asarray(places)[number + 1]].set(x, mode="drop")
+        return x, states, kv
 
-    x, kv = over_layers(layer_step, (x, kv), params["layers"], spec)
+    states = jnp.zeros((len(depths), *x.shape), x.dtype)
+    if 0 in depths:
+        states = states.at[places[0]].set(x)
+    x, states, kv = over_layers(layer_step, (x, states, kv), params["layers"], spec)
     with jax.named_scope("final_norm"):
-        return spec.norm(x, params["final_norm"]), kv
+        return spec.norm(x, params["final_norm"]), states, kv
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:
@@ -95,7 +124,7 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
         return logits
 
 
-def _embed(table: jax.Array | KernelMatrix, tokens: jax.Array, axis: ModelAxis) -> jax.Array:
+def embed(table: jax.Array | KernelMatrix, tokens: jax.Array, axis: ModelAxis) -> jax.Array:
     """Looks up the rows [T, E] of `tokens` in `table`, of which each device has its share."""
     table = table.array if isinstance(table, KernelMatrix) else table
     if axis.size == 1:
@@ -112,7 +141,7 @@ def _branch_output(x: jax.Array, post_norm: jax.Array | None, spec: ModelSpec) -
     return x if spec.residual_scale == 1 else x * jnp.asarray(spec.residual_scale, x.dtype)
 
 
-def _rope_tables(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes cos and sin f32[ropes, T, rotary_dim / 2] of every rope, once a step."""
     inv_freq = np.asarray([rope.inv_freq for rope in ropes], np.float32)
     scale = np.asarray([rope.scale for rope in ropes], np.float32)[:, None, None]

@@ -22,6 +22,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 
+INTEGERS: Mapping[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -83,6 +85,15 @@ class WeightFiles:
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{where} has dtype {tensor.dtype}: supported are {', '.join(DTYPES)}")
         return np.ndarray(shape, DTYPES[tensor.dtype], file.mapped, tensor.offset)
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns a tensor of integers, i64. Raises ValueError if it is missing, or has another shape or dtype."""
+        file = self.files[self.file_of[name]] if name in self.file_of else None
+        tensor = None if file is None else file.tensors[name]
+        if file is None or tensor is None or tensor.shape != shape or tensor.dtype not in INTEGERS:
+            found = "none" if tensor is None else f"{tensor.dtype} {tensor.shape}"
+            raise ValueError(f"{self.directory} must have the integers {name} of shape {shape}, and has {found}")
+        return np.ndarray(shape, INTEGERS[tensor.dtype], file.mapped, tensor.offset).astype(np.int64)
 
 
 def open_weights(directory: Path) -> WeightFiles:
@@ -165,8 +176,12 @@ class StoredWeights:
             files.tensor(name, shape)
         # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
         known = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_embeddings else ()))
+        # Layers behind the last one that predict further tokens are draft heads: see `models.heads.mtp`.
+        ends = "eh_proj.weight"
+        starts = tuple(name.removesuffix(ends) for name in files.names if name.endswith(f".{ends}"))
+        foreign = (*family.foreign, *(start for start in starts if not any(name.startswith(start) for name in used)))
         unexpected = sorted(
-            name for name in files.names - set(used) if not name.endswith(known) and not name.startswith(family.foreign)
+            name for name in files.names - set(used) if not name.endswith(known) and not name.startswith(foreign)
         )
         if unexpected:
             name = unexpected[0]

@@ -13,7 +13,7 @@ from jaxvllm.core.step_plan import NOT_SCORED, StepPlan
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.slot_fields import SlotSizes
 
-_NUM_COLUMNS = 6  # slots, starts, lengths, samples, decodes, next_tokens
+_NUM_COLUMNS = 6  # slots, starts, lengths, max_new, decodes, next_tokens
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pages", "at"], meta_fields=[])
@@ -28,11 +28,11 @@ class OpenedPages:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "width",
+        "num_steps",
         "slots",
         "starts",
         "lengths",
-        "samples",
+        "max_new",
         "decodes",
         "next_tokens",
         "new_pages",
@@ -44,11 +44,11 @@ class OpenedPages:
 class Batch:
     """A `StepPlan` on the device, R rows and T tokens of a bucket. Padding rows: trash slot, length 0."""
 
-    width: jax.Array  # i32: decode steps to take, at most the bucket's width
+    num_steps: jax.Array  # i32: decode steps to take, at most the bucket's width
     slots: jax.Array  # i32[R]
     starts: jax.Array  # i32[R]; of decode rows, which the state has, only a bound
     lengths: jax.Array  # i32[R]
-    samples: jax.Array  # bool[R]
+    max_new: jax.Array  # i32[R]: tokens that the row may yield
     decodes: jax.Array  # bool[R]: the input token is the slot's last one
     next_tokens: jax.Array  # i32[R]: behind a row whose tokens are scored, else NOT_SCORED
     new_pages: tuple[OpenedPages, ...]  # one a group
@@ -61,7 +61,7 @@ def max_new_pages(bucket: Bucket, sizes: SlotSizes) -> tuple[int, ...]:
     A row whose last page has no room opens `pages_for` what it computes. So do tokens that a constraint forced, and
     prompts where there is a window; elsewhere these have all their pages from their admission on.
     """
-    by_rows = bucket.num_rows * pages_for(bucket.width, sizes.page_size)
+    by_rows = bucket.num_rows * pages_for(bucket.row_tokens, sizes.page_size)
     by_chunks = 0 if bucket.is_decode else bucket.num_tokens // sizes.page_size
     return (by_rows + by_chunks,) * len(sizes.windows)
 
@@ -76,14 +76,14 @@ def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
     """i32[packed_size(bucket, sizes)] of `plan`."""
     count = plan.num_rows
     packed = np.zeros(packed_size(bucket, sizes), np.int32)
-    packed[0] = plan.width
+    packed[0] = plan.num_steps
     first = 1 + _NUM_COLUMNS * bucket.num_rows
     columns = packed[1:first].reshape(_NUM_COLUMNS, bucket.num_rows)
     columns[0, count:] = sizes.trash_slot
     columns[0, :count] = plan.slots
     columns[1, :count] = plan.starts
     columns[2, :count] = plan.lengths
-    columns[3, :count] = plan.samples
+    columns[3, :count] = plan.max_new
     columns[4, : plan.num_decode] = 1
     columns[5, count:] = NOT_SCORED
     columns[5, :count] = plan.next_tokens
@@ -105,12 +105,10 @@ def unpack(packed: jax.Array, bucket: Bucket, sizes: SlotSizes) -> Batch:
     """The inverse of `pack`, traced."""
     first = 1 + _NUM_COLUMNS * bucket.num_rows
     columns = packed[1:first].reshape(_NUM_COLUMNS, bucket.num_rows)
-    slots, starts, lengths, samples, decodes, next_tokens = columns
+    slots, starts, lengths, max_new, decodes, next_tokens = columns
     new_pages = []
     for most in max_new_pages(bucket, sizes):
         new_pages.append(OpenedPages(packed[first : first + most], packed[first + most : first + 2 * most]))
         first += 2 * most
     token_ids = jnp.zeros(bucket.num_tokens, jnp.int32) if bucket.is_decode else packed[first:]
-    return Batch(
-        packed[0], slots, starts, lengths, samples != 0, decodes != 0, next_tokens, tuple(new_pages), token_ids
-    )
+    return Batch(packed[0], slots, starts, lengths, max_new, decodes != 0, next_tokens, tuple(new_pages), token_ids)

@@ -12,14 +12,16 @@ from jaxvllm.core.step_plan import StepPlan
 class Bucket:
     """A compiled shape. With `num_tokens == num_rows` it is a decode bucket: every row has exactly one token.
 
-    A decode bucket takes up to `width` decode steps in one call. One that is split samples in a second program, as
-    buckets with more tokens than rows do, so that something may come between: masks, which rows wait for.
+    A decode bucket takes up to `width` decode steps in one call. With `num_drafts`, each row has room for so many draft
+    tokens behind its last one, and each step yields up to one token more than that. A bucket that is split samples in a
+    second program, as mixed buckets do, so that something may come between: masks, which rows wait for.
     """
 
     num_tokens: int
     num_rows: int
     width: int = 1
     is_split: bool = False
+    num_drafts: int = 0  # of a row
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
@@ -28,23 +30,34 @@ class Bucket:
             raise ValueError(f"a bucket needs a width of 1, or more for decode rows alone, got {self.width} for {self}")
         if self.is_split and self.num_tokens != self.num_rows:
             raise ValueError(f"every bucket with more tokens than rows is split: do not say so, got it for {self}")
+        if self.num_drafts and self.num_tokens != self.num_rows * (1 + self.num_drafts):
+            raise ValueError(f"a row has one token and its drafts, got {self.num_drafts} drafts for {self}")
 
     @property
     def is_decode(self) -> bool:
         """Whether it is one program, from the rows' last tokens to the next ones."""
-        return self.num_tokens == self.num_rows and not self.is_split
+        return (self.num_tokens == self.num_rows or self.num_drafts > 0) and not self.is_split
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens that a row of a decode bucket yields in one call."""
+        return self.width * (1 + self.num_drafts)
 
     def holds(self, plan: StepPlan) -> bool:
         """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
 
         A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program.
         """
-        fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens and plan.width <= self.width
+        if plan.num_drafts != self.num_drafts or plan.width > self.row_tokens:
+            return False
+        fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens
         if self.is_split:
             return fits and plan.num_tokens == plan.num_rows
         return fits and (not self.is_decode or (plan.num_decode == plan.num_rows and not plan.is_split))
 
     def __str__(self) -> str:
+        if self.num_drafts:
+            return f"decode {self.num_rows} with {self.num_drafts} drafts each"
         if self.num_tokens > self.num_rows:
             return f"{self.num_tokens} tokens x {self.num_rows} rows"
         return f"decode {self.num_rows}{' in two programs' if self.is_split else ''}"
@@ -54,13 +67,17 @@ class Bucket:
 class BucketLadder:
     """The buckets of an engine, smallest first. The last one holds every plan that the scheduler can make.
 
-    Beside them there is a `split` one for every decode bucket, which few plans need.
+    Beside them there is a `split` one for every decode bucket, which few plans need, and where there is a proposer, one
+    with drafts.
     """
 
     buckets: tuple[Bucket, ...]
+    num_drafts: int = 0  # of a row; 0: there is no proposer
 
     @classmethod
-    def build(cls, row_counts: Iterable[int], token_counts: Iterable[int], width: int = 1) -> "BucketLadder":
+    def build(
+        cls, row_counts: Iterable[int], token_counts: Iterable[int], width: int = 1, num_drafts: int = 0
+    ) -> "BucketLadder":
         """Makes a decode bucket for each of `row_counts`, and two mixed buckets for each of `token_counts`.
 
         The decode buckets take up to `width` steps in one call. One mixed bucket has few rows (at most 8), the other
@@ -74,7 +91,7 @@ class BucketLadder:
         # This bucket holds every plan. If it had as many tokens as rows, it would be a decode bucket: so it has a token
         # more.
         mixed.add(Bucket(max(tokens[-1], rows[-1] + 1), rows[-1]))
-        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)))
+        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)), num_drafts)
 
     @property
     def largest(self) -> Bucket:
@@ -96,6 +113,14 @@ class BucketLadder:
         """For every decode bucket one that samples in a second program, the largest first, which holds what all do."""
         split = [Bucket(b.num_rows, b.num_rows, is_split=True) for b in self.buckets if b.is_decode]
         return (*split[-1:], *split[:-1])
+
+    @cached_property
+    def drafted(self) -> tuple[Bucket, ...]:
+        """For every decode bucket one with drafts, the smallest first, which gains most by them."""
+        if not self.num_drafts:
+            return ()
+        k, rows = self.num_drafts, [bucket for bucket in self.buckets if bucket.is_decode]
+        return tuple(Bucket(b.num_rows * (1 + k), b.num_rows, b.width, num_drafts=k) for b in rows)
 
     def compile_order(self) -> tuple[Bucket, ...]:
         """Returns all buckets: the first, the largest, which holds every plan, the widest, and then the others."""

@@ -21,7 +21,7 @@ from sharding.placement import place
 # The logical axes of a group's pages, [L, P, K, S, 2 D].
 PAGE_AXES = ("layers", None, "kv_heads", None, None)
 
-# The pages of each group.
+# The pages of each group, and behind them those of the proposer, if it has any.
 type KVCachePages = tuple[KVPages, ...]
 
 
@@ -31,6 +31,19 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int | None
+
+
+@dataclass(frozen=True)
+class DraftCache:
+    """What a proposer keeps: KV of so many layers for every token, and features of the last token of each slot.
+
+    Its pages have the numbers of those of the first group. Every device has all of it.
+    """
+
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_size: int = 0
+    num_features: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class CacheShape:
     max_pages: int  # of one slot
     dtype: jnp.dtype  # of keys and values
     step_tokens: int  # that a step may compute of one prompt
+    draft: DraftCache | None = None
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """The groups of the model's layers, the one that sees most first.
@@ -103,16 +117,16 @@ class CacheShape:
         return min(pages_for(num_tokens, self.page_size), self.most_pages(window, self.step_tokens))
 
     def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The pages of each group of a model spread over `mesh`, as `backend` lays them out."""
-        sharding = place(mesh)(PAGE_AXES)
-        return tuple(
-            jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
-            for struct in self._structs(spec, Spread(spec, mesh.size).whole.num_kv_heads, backend)
-        )
+        """The pages of each group of a model spread over `mesh`, as `backend` lays them out; those of drafts follow."""
+        sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
+        of_groups = self._structs(spec, Spread(spec, mesh.size).whole.num_kv_heads, backend)
+        placed = [(struct, sharding) for struct in of_groups]
+        placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in placed)
 
     def device_bytes(self, spread: Spread, backend: Backend) -> int:
-        """Bytes that the pages of all groups take of each device."""
-        structs = self._structs(spread.spec, spread.shard.num_kv_heads, backend)
+        """Bytes that all pages take of each device."""
+        structs = self._structs(spread.spec, spread.shard.num_kv_heads, backend) + self._draft_structs(backend)
         return sum(struct.size * struct.dtype.itemsize for struct in structs)
 
     def with_pages(self, num_pages: int) -> "CacheShape":
@@ -126,10 +140,18 @@ class CacheShape:
             for group, size in zip(self.groups(spec), self.group_sizes(spec), strict=True)
         ]
 
+    def _draft_structs(self, backend: Backend) -> list[jax.ShapeDtypeStruct]:
+        draft = self.draft
+        if draft is None or not draft.num_layers:
+            return []
+        sizes = (draft.num_layers, self.num_pages, self.page_size, draft.num_kv_heads, draft.head_size)
+        return [kv_pages_struct(*sizes, self.dtype, backend)]
+
     def sizes(self, spec: ModelSpec) -> SlotSizes:
         """What the state of the slots depends on."""
         windows = tuple(group.window for group in self.groups(spec))
-        return SlotSizes(self.num_slots, self.max_pages, self.page_size, spec.vocab_size, windows)
+        num_features = None if self.draft is None else self.draft.num_features
+        return SlotSizes(self.num_slots, self.max_pages, self.page_size, spec.vocab_size, windows, num_features)
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
         """The abstract state, which every device of `mesh` has whole."""

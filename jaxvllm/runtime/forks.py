@@ -53,6 +53,9 @@ def fork_slots(
         tables = tables.at[slots, group, columns[:, group]].set(new_pages[:, group], mode="drop")
     forked[PAGE_TABLES.name] = tables
 
+    # Pages of a proposer, which are behind those of the groups, have the numbers of those of the first group.
+    group_of = [group if group < sizes.num_groups else 0 for group in range(len(kv_pages))]
+
     def copy_page(row: jax.Array, kv_pages: KVCachePages) -> KVCachePages:
         return tuple(
             lax.dynamic_update_index_in_dim(
@@ -61,7 +64,7 @@ def fork_slots(
                 new_pages[row, group],
                 axis=1,
             )
-            for group, pages in enumerate(kv_pages)
+            for group, pages in zip(group_of, kv_pages, strict=True)
         )
 
     return lax.fori_loop(0, len(packed), copy_page, kv_pages), forked

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.step_plan import Admission
-from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotField
+from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, DeviceState, Rows, SlotField
 from jaxvllm.runtime.stages import Share, Stage
 from jaxvllm.runtime.token_mask import mask_words, pack_bits, unpack_bits
 
@@ -32,22 +32,39 @@ PROMPT_TOKENS = SlotField(  # as bits, those of a token mask
 OUTPUT_COUNTS = SlotField("output_counts", np.int16, 0, None, lambda sizes: (sizes.vocab_size,), is_rare=True)
 
 
-def count_tokens(state: DeviceState, rows: Rows, tokens: jax.Array) -> DeviceState:
-    """Counts `tokens` i32[R], which `rows` have sampled, for the rows that have penalties."""
-    counts = state[OUTPUT_COUNTS.name]
-    at = jnp.where(_asks(rows), rows.slots, len(counts))  # past all, so dropped
-    # Rows that yield something have slots of their own, so each element is set once.
-    more = jnp.minimum(counts[rows.slots, tokens], MAX_COUNT - 1) + jnp.int16(1)
-    return state | {OUTPUT_COUNTS.name: counts.at[at, tokens].set(more, mode="drop")}
+def count_tokens(state: DeviceState, slots: jax.Array, tokens: jax.Array, counts: jax.Array) -> DeviceState:
+    """Counts the first `counts[r]` of `tokens` i32[R, N] that `slots` i32[R] have sampled, if these have penalties."""
+    known, places = state[OUTPUT_COUNTS.name], jnp.arange(tokens.shape[1])
+    at = jnp.where(_asks(Rows(state, slots)), slots, len(known))  # past all, so dropped
+    at = jnp.where(places < counts[:, None], at[:, None], len(known))
+    # A token may be there several times: the last one has counted the others, and the largest number stays.
+    is_earlier = (tokens[:, :, None] == tokens[:, None]) & (places[:, None] > places)
+    reached = known[slots[:, None], tokens].astype(jnp.int32) + is_earlier.sum(axis=2, dtype=jnp.int32) + 1
+    reached = jnp.minimum(reached, MAX_COUNT).astype(known.dtype)
+    return state | {OUTPUT_COUNTS.name: known.at[at, tokens].max(reached, mode="drop")}
 
 
 def _asks(rows: Rows) -> jax.Array:
     return (rows[REPETITION.name] != 1) | (rows[FREQUENCY.name] != 0) | (rows[PRESENCE.name] != 0)
 
 
+def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    """i16[R, V]: how often each token of this share is among the drafts in front of each row's position."""
+    row = jnp.arange(len(positions))
+    counts = jnp.zeros((len(positions), share.size), jnp.int16)
+    for place in range(rows.num_drafts):
+        at = rows[LENGTH.name] + place
+        drafts = rows.state[HISTORY.name][rows.slots, at]
+        columns = jnp.where(at < positions, share.columns(drafts), share.size)
+        counts = counts.at[row, columns].add(1, mode="drop")
+    return counts
+
+
 def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
     """Repetition concerns tokens of prompt and output; frequency and presence, which follow, only the output's."""
     counts = share.take(rows[OUTPUT_COUNTS.name])
+    if rows.num_drafts:
+        counts += _draft_counts(rows, positions, share)
     in_output = counts > 0
     is_repeated = in_output | unpack_bits(rows[PROMPT_TOKENS.name], share)
     repetition = rows[REPETITION.name][:, None]

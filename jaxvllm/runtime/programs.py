@@ -77,6 +77,11 @@ class Programs[Program]:
         widest = self.ladder.widest
         return widest.width if widest in self._ready else 1
 
+    def num_draft_steps(self, num_rows: int) -> int:
+        """How many steps with drafts a plan of so many decode rows may take in one call; 0 while none is compiled."""
+        ready = [b.width for b in self.ladder.drafted if b.num_rows >= num_rows and b in self._ready]
+        return min(ready, default=0)
+
     def choose(self, plan: StepPlan) -> Bucket:
         """Returns the cheapest compiled bucket that holds `plan`. If there is none, it waits for one.
 
@@ -152,7 +157,7 @@ class Programs[Program]:
         # Plans may wait for the largest, and beside busy processes a thread that has given way gets 0.5% of a core.
         self._compile_all([self.ladder.largest])
         self._give_way()
-        self._compile_all(self.ladder.compile_order())
+        self._compile_all((*self.ladder.compile_order(), *self.ladder.drafted))
         for compile_it in self._afterwards:
             if self._must_end:
                 return

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxvllm.core.step_plan import Fork, StepOutput, StepPlan, TopLogprobs
+from jaxvllm.core.step_plan import DraftCounts, Fork, StepOutput, StepPlan, TopLogprobs
 from jaxvllm.core.step_sizes import StepSizes
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -42,6 +42,7 @@ from jaxvllm.runtime.multihost.calls import (
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.prompt_scores import PromptScores, pack_wide
+from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.state import (
@@ -59,7 +60,8 @@ from jaxvllm.runtime.state import (
     recall,
     recount,
 )
-from jaxvllm.runtime.step import DeviceOutput, Unsampled
+from jaxvllm.runtime.step import Unsampled
+from jaxvllm.runtime.step_model import DeviceOutput
 from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
@@ -131,6 +133,7 @@ class Runner:
         yields: bool = True,
         sampling: SamplerOptions = DEFAULT_OPTIONS,
         make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
+        proposer: Proposer | None = None,
     ):
         """Allocates pages and state on `mesh` and compiles the first bucket; the others follow in the background.
 
@@ -138,6 +141,8 @@ class Runner:
         `yields` see `Programs`.
         """
         self.shape = shape
+        # Whether a step with drafts takes longer behind steps without.
+        self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.follows_all
         self._leader = leader
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
@@ -172,7 +177,7 @@ class Runner:
 
         # Not the weights themselves: they must be free after `close`.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program)
+        compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
         with ThreadPoolExecutor(1) as other:
@@ -248,6 +253,10 @@ class Runner:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
         plan, result = step.plan, step.result
         yielded = np.asarray(result.output.yielded)[: plan.num_rows]
+        drafts = None
+        if plan.num_drafts:
+            drafted, accepted = np.split(yielded[:, 1 + step.bucket.row_tokens :], 2, axis=1)
+            drafts = DraftCounts(drafted, accepted)
         return StepOutput(
             yielded[:, 1 : 1 + plan.width],
             yielded[:, 0],
@@ -255,6 +264,7 @@ class Runner:
             _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
             None if plan.wide_scores is None else _on_host(result.wide_scores, int(plan.lengths @ plan.wide_scores)),
             _by_number(result.distributions, plan),
+            drafts,
         )
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:

@@ -95,6 +95,23 @@ def sample(
     return lax.cond(jnp.any(rows["temperature"] > 0), draw, lambda: greedy)
 
 
+def guess(logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis = ALONE) -> jax.Array:
+    """One token per row, i32[R], as `sample` would take it of these logits, were there no stages.
+
+    With the noise of `sample` a draft that is drawn from nearly the same distribution is mostly the same token.
+    """
+    temperature = rows["temperature"]
+    greedy = _argmax(logits, vocab_size, axis)
+
+    def draw() -> jax.Array:
+        own, own_positions = _own(rows, axis), axis.own_rows(positions)
+        scale = jnp.where(own["temperature"] > 0, own["temperature"], 1.0)[:, None]
+        drawn = _draw(axis.exchange(logits)[:, :vocab_size] / scale, own, own_positions)
+        return jnp.where(temperature > 0, axis.all_rows(drawn, len(logits)), greedy)
+
+    return lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
+
+
 def logprobs(
     logits: jax.Array,
     token_ids: jax.Array,
@@ -200,14 +217,14 @@ def _filter(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
 def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
     """i32[R]: the first of the largest logits, over all devices."""
     if axis.size == 1:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _first_largest(logits)
     share = logits.shape[-1]
     first = axis.first(share)
     if share * axis.size > vocab_size:
         logits = jnp.where(first + jnp.arange(share) < vocab_size, logits, -jnp.inf)
     # The best of each device and its token, as the bits of one array: one collective.
     best = lax.bitcast_convert_type(logits.max(axis=-1), jnp.int32)
-    tokens = first + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = first + _first_largest(logits)
     all_best, all_tokens = jnp.moveaxis(axis.stack(jnp.stack([best, tokens])), 1, 0)
     winner = jnp.argmax(lax.bitcast_convert_type(all_best, jnp.float32), axis=0)
     return jnp.take_along_axis(all_tokens, winner[None], axis=0)[0]
@@ -216,7 +233,17 @@ def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
 def _draw(scores: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
     """One token per row of filtered logits."""
     noise = jax.vmap(partial(_gumbel, size=scores.shape[-1]))(rows["seed"], positions)
-    return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+    return _first_largest(scores + noise)
+
+
+def _first_largest(values: jax.Array) -> jax.Array:
+    """i32[R]: where the largest of each row is, the first if it is there several times.
+
+    On CPU argmax of 16 rows of 152k floats takes 5.9 ms, and this 1.1; four rows of 2048 35 us and 4.
+    """
+    columns = jnp.arange(values.shape[-1], dtype=jnp.int32)
+    is_largest = values == values.max(axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_largest, columns, columns[-1]), axis=-1)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:

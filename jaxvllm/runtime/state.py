@@ -17,7 +17,7 @@ from jaxvllm.core.request import TokenIds
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
 from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
-from jaxvllm.runtime.slot_fields import HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
+from jaxvllm.runtime.slot_fields import DRAFTING, HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
 
 # Requests that one `admit` call brings in. One padded call costs what one request would; 64 arriving at once cost 8.
 ADMISSION_BATCH = 8
@@ -29,10 +29,17 @@ _OF_STAGES = (field for stage in (*LOGIT_STAGES, *FILTER_STAGES) for field in st
 SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, *_OF_STAGES)))
 
 
+def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
+    """All fields of slots of these sizes."""
+    if sizes.num_features is None:
+        return SLOT_FIELDS
+    return (*SLOT_FIELDS, *(field for field in DRAFTING if 0 not in field.shape(sizes)))
+
+
 def new_state(sizes: SlotSizes) -> DeviceState:
     """The state of an engine without requests."""
     rows = sizes.num_slots + 1
-    return {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in SLOT_FIELDS}
+    return {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def _layout(sizes: SlotSizes, is_rare: bool) -> list[_Words]:
     """An admission is one row of 32-bit words: its slot, then the rare or the other fields that it fills, in order."""
     words: list[_Words] = []
     first = 1
-    for field in SLOT_FIELDS:
+    for field in slot_fields(sizes):
         if field.fill is not None and field.is_rare == is_rare:
             words.append(_Words(field, first, field.shape(sizes)))
             first += math.prod(words[-1].shape)
@@ -168,5 +175,5 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 def state_bytes(sizes: SlotSizes) -> int:
     """Bytes that the state takes of each device."""
-    of_slot = sum(math.prod(field.shape(sizes)) * np.dtype(field.dtype).itemsize for field in SLOT_FIELDS)
+    of_slot = sum(math.prod(field.shape(sizes)) * np.dtype(field.dtype).itemsize for field in slot_fields(sizes))
     return of_slot * (sizes.num_slots + 1)

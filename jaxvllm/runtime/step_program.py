@@ -16,17 +16,16 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.decoding import decode
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.prompt_scores import PromptScores
+from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step import (
-    DeviceOutput,
-    StepModel,
     Unsampled,
-    decode,
     distribute,
     forward,
     pick_rows,
@@ -34,6 +33,7 @@ from jaxvllm.runtime.step import (
     sample_rows,
     score_widely,
 )
+from jaxvllm.runtime.step_model import DeviceOutput, StepModel
 from pallas_kernels.backend import Backend
 from sharding.axis import ModelAxis
 
@@ -74,7 +74,7 @@ class WideScoreProgram:
 class StepProgram:
     """The compiled step of a bucket: one program for decode rows, and two where prompts are computed.
 
-    `begin` is `step.decode`, which does all, or `step.forward`, to be followed by `sample`.
+    `begin` is `decoding.decode`, which does all, or `step.forward`, to be followed by `sample`.
     """
 
     begin: jax.stages.Compiled
@@ -129,6 +129,7 @@ class StepCompiler:
     mesh: Mesh
     sampling: SamplerOptions = DEFAULT_OPTIONS
     make: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
+    proposer: Proposer | None = None
     _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
     _distributions: dict[int, Callable[[], DistributionProgram]] = field(default_factory=dict)
     _wide_scores: dict[int, WideScoreProgram] = field(default_factory=dict)
@@ -157,12 +158,20 @@ class StepCompiler:
 
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
         """`StepProgram.begin` of `bucket`."""
-        run = decode if bucket.is_decode else forward
+        run = partial(decode if bucket.is_decode else forward, bucket=bucket)
+        if self.proposer is not None and (bucket.num_drafts or self._follows(bucket)):
+            run = partial(run, proposer=self.proposer)
         packed = self._everywhere((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
         arguments = (self.params, self.kv, self._state, packed)
         outputs = (PartitionSpec(),) * (2 if bucket.is_decode else 3)
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
-        return self._make(partial(run, bucket=bucket), arguments, (pages, *outputs), donates=(1, 2))
+        return self._make(run, arguments, (pages, *outputs), donates=(1, 2))
+
+    def _follows(self, bucket: Bucket) -> bool:
+        """Whether the proposer follows the steps of a bucket without drafts."""
+        if self.proposer is None or self.proposer.cache is None:
+            return False
+        return self.proposer.follows_all or not bucket.is_decode
 
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""

@@ -111,6 +111,11 @@ CASES = (
     RaggedCase("prefill-chunk", 8, 8, 16, 128, 192, _rows((130, 900), (0, 0), (0, 0), (0, 0))),
     # A few drafts a row to verify.
     RaggedCase("verify-drafts", 4, 1, 64, 128, 16, _rows((4, 300), (3, 129), (4, 4), (4, 256))),
+    # Up to seven drafts each: rows have all of them, are near their limit, have ended, or had no guess. They begin and
+    # end around pages, the window and the end of a chunk.
+    RaggedCase("verify-window-soft-cap", 4, 2, 64, 16, 40,
+               _rows((8, 260), (2, 33), (0, 0), (5, 5), (1, 41)), window=36, soft_cap=30.0),
+    RaggedCase("verify-int8", 8, 2, 64, 32, 24, _rows((8, 96), (7, 263), (6, 33)), kv_dtype="int8"),
     RaggedCase("one-token-in-a-large-bucket", 4, 2, 16, 16, 64, _rows((1, 100), (0, 0))),
 )  # fmt: skip
 

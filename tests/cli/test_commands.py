@@ -100,6 +100,13 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["serve", "--master-addr=a", "--master-port=9"], ["--master-addr a --master-port 9: use --coordinator a:9"]),
         (["serve", "--master-port", "9"], ["--master-port 9: use --coordinator HOST:9 ("]),
         (["serve", "--master-addr", "a"], ["--master-addr a: use --coordinator a:PORT ("]),
+        (
+            ["serve", "--spec-model", "a/head", "--spec-tokens=2"],
+            [
+                "--spec-model a/head --spec-tokens 2: use --speculative-config "
+                """'{"method": "METHOD", "model": "a/head", "num_speculative_tokens": 2}' (ngram and mtp need"""
+            ],
+        ),
         (["serve", "--enable-lora"], ["--enable-lora: leave it out (LoRA adapters are not supported yet)"]),
         (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
         (["chat", "hi", "-tp", "2"], ["unknown option -tp; see"]),

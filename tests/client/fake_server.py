@@ -32,6 +32,7 @@ class FakeServer:
         self.api_key: str | None = None
         self.max_model_len: int | None = None  # None: it does not tell
         self.odd_paths: set[str] = set()  # these answer 200, and no object
+        self.metrics: list[str] = []  # what it answers Prometheus, one after the other; then 404
         self._running = 0
         self._was_busy = False
 
@@ -45,6 +46,8 @@ class FakeServer:
         elif scope["path"] == "/v1/models":
             model = {"id": "fake", "object": "model"} | self._length()
             await _json(send, 200, {"object": "list", "data": [model]})
+        elif scope["path"] == "/metrics":
+            await _text(send, self.metrics.pop(0)) if self.metrics else await _json(send, 404, _error("not found"))
         else:
             body = json.loads(await _body(receive))
             self._running += 1
@@ -151,6 +154,11 @@ async def _json(send: Any, status: int, value: Any, headers: Any = ()) -> None:
         {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json"), *headers]}
     )
     await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+
+
+async def _text(send: Any, text: str) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
 async def _body(receive: Any) -> bytes:

@@ -30,8 +30,9 @@ class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
     `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
-    missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are the others. A step may
-    be cut to one of `sizes`. The first `num_tight_steps` steps have no more than `room`.
+    missing but behind its end. Where that is enough, each decode step has `num_drafts` drafts. The first group has
+    `num_pages` and `window`; `more_groups` are the others. A step may be cut to one of `sizes`. The first
+    `num_tight_steps` steps have no more than `room`.
     """
 
     policy: str = "v1"
@@ -42,6 +43,7 @@ class Setup:
     caching: bool = True
     depth: int = 2
     width: int = 1
+    num_drafts: int = 0
     seed: int | None = None
     window: int | None = None
     more_groups: tuple[GroupSize, ...] = ()
@@ -277,7 +279,7 @@ class Simulation:
         expected_victims, waits = self._predict_victims()
         self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes, self.room)
+        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes, self.room, self.setup.num_drafts)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -383,7 +385,10 @@ class Simulation:
             return 1
         if self._forced or any(s.starts_again for s in running):
             return 1
-        return self.setup.width if self._can_grow(running, self.setup.width) else 1
+        width, num_drafts = self.setup.width, self.setup.num_drafts
+        if width > num_drafts:
+            width -= width % (1 + num_drafts)
+        return width if self._can_grow(running, width) else 1
 
     def _follow(self, plan: StepPlan, preempted: bool) -> None:
         assert 0 < plan.num_tokens <= self.budget
@@ -397,6 +402,8 @@ class Simulation:
         else:
             assert joined or plan.width == self._width(before, preempted)
         assert plan.width == 1 or not joined
+        assert plan.num_drafts == (self.setup.num_drafts if plan.width > self.setup.num_drafts else 0)
+        assert plan.num_steps * (1 + plan.num_drafts) == plan.width
         decoding = {s for s in before if s.decoding}
         prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
         if plan.admissions:

@@ -37,6 +37,7 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         caching=draw(st.booleans()),
         depth=draw(st.sampled_from([2, 2, 1, 3])),
         width=draw(st.sampled_from([1, 1, 2, 5])),
+        num_drafts=draw(st.sampled_from([0, 0, 1, 3])),
         seed=draw(st.sampled_from([None, None, 0, 1])),
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
         more_groups=tuple(draw(st.sampled_from([(), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24))]))),

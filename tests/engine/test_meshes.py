@@ -24,8 +24,8 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
-from jaxvllm.runtime.sampler import DEFAULT_OPTIONS
 from jaxvllm.runtime.state import state_bytes
+from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import Backend
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
@@ -66,7 +66,7 @@ def quick_compilation() -> Iterator[None]:
 def one_program() -> Iterator[None]:
     """Engines with the bucket that holds every plan, and no other."""
     with quick_compilation(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketLadder, "build", lambda *counts, width: BucketLadder((Bucket(16, 8),)))
+        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((Bucket(16, 8),)))
         yield
 
 
@@ -211,9 +211,10 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
     page_bytes = resolved.dtype.itemsize * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
     fullest = jax.devices()[0]
     meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
-    state = state_bytes(resolved.cache_shape(num_pages=2).sizes(spec)) * sum(one.size for one in meshes)
+    smallest = resolved.cache_shape(num_pages=2)
+    state = state_bytes(smallest.sizes(spec)) * sum(one.size for one in meshes)
     monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes + state)
-    assert build._num_pages(config, resolved, {}, Bucket(16, 8), Backend(), meshes, DEFAULT_OPTIONS) == pages
+    assert build._num_pages(config, resolved, smallest, {}, Bucket(16, 8), Backend(), meshes, StepCompiler) == pages
 
 
 # Two replicas.

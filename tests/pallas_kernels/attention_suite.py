@@ -117,7 +117,7 @@ class AttentionSuite:
         np.testing.assert_array_equal(pages[:, 1:], expected[:, 1:])
         np.testing.assert_array_equal(np.delete(pages, LAYER, 0), np.delete(before, LAYER, 0))
 
-    @pytest.mark.parametrize("name", ["decode-mqa", "mixed-any-order"])
+    @pytest.mark.parametrize("name", ["decode-mqa", "mixed-any-order", "verify-window-soft-cap"])
     def test_bfloat16(self, name: str) -> None:
         call = self.call(next(case for case in CASES if case.name == name), jnp.bfloat16)
         out, pages = run(call, self.backend)

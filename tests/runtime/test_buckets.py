@@ -78,6 +78,34 @@ def test_a_plan_with_masks_gets_as_many_tokens_as_rows_where_it_can(drawn: tuple
         assert chosen.num_rows == min(bucket.num_rows for bucket in ladder.split if bucket.holds(masked))
 
 
+@given(ladders_and_plans(), st.integers(1, 15), st.integers(1, 4))
+def test_a_plan_with_drafts_gets_the_fewest_rows_with_as_many_drafts(
+    drawn: tuple[BucketLadder, StepPlan], num_drafts: int, num_steps: int
+) -> None:
+    ladder, plan = drawn
+    rows = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
+    ladder = BucketLadder.build(rows, [ladder.largest.num_tokens], width=3, num_drafts=num_drafts)
+    plan = replace(plan, width=num_steps * (1 + num_drafts), num_drafts=num_drafts)
+    assert plan.num_steps == num_steps
+    chosen = ladder.choose(plan, (*ladder.buckets, *ladder.split, *ladder.drafted))
+    if plan.num_decode < plan.num_rows or num_steps > 3:
+        assert chosen is None
+    else:
+        least = min(count for count in rows if count >= plan.num_rows)
+        assert chosen == Bucket(least * (1 + num_drafts), least, width=3, num_drafts=num_drafts)
+        assert chosen in ladder.drafted and chosen.is_decode and chosen.row_tokens == 3 * (1 + num_drafts)
+    without = replace(plan, width=1, num_drafts=0)
+    assert ladder.choose(without, ladder.drafted) is None
+
+
+def test_every_decode_bucket_has_one_with_drafts_the_smallest_first() -> None:
+    ladder = BucketLadder.build([8, 1, 4], [16], width=2, num_drafts=3)
+    assert ladder.drafted == tuple(Bucket(4 * rows, rows, 2, num_drafts=3) for rows in (1, 4, 8))
+    assert ladder.drafted[1] != Bucket(16, 4) and str(ladder.drafted[1]) == "decode 4 with 3 drafts each"
+    assert BucketLadder.build([8, 1, 4], [16]).drafted == ()
+    assert not set(ladder.drafted) & {*ladder.buckets, *ladder.split}
+
+
 @given(ladders_and_plans())
 def test_a_plan_runs_padded_while_smaller_ones_are_not_ready(drawn: tuple[BucketLadder, StepPlan]) -> None:
     ladder, plan = drawn
@@ -100,6 +128,7 @@ def test_a_plan_runs_padded_while_smaller_ones_are_not_ready(drawn: tuple[Bucket
         (Bucket(4, 4, is_split=True), 2, [1, 1], True),
         (Bucket(4, 4, is_split=True), 1, [2], False),  # its rows own one token each
         (Bucket(4, 4, is_split=True), 5, [], False),
+        (Bucket(16, 4, num_drafts=3), 4, [], False),  # the plan has no drafts
     ],
 )
 def test_what_a_bucket_holds(bucket: Bucket, num_decode: int, chunks: list[int], fits: bool) -> None:
@@ -157,6 +186,24 @@ def test_a_split_bucket_that_cannot_be() -> None:
         Bucket(8, 4, is_split=True)
     with pytest.raises(ValueError, match="a bucket needs a width of 1"):
         Bucket(4, 4, width=2, is_split=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(num_tokens=16, num_rows=4, num_drafts=2),
+        dict(num_tokens=4, num_rows=4, num_drafts=1),
+        dict(num_tokens=8, num_rows=4, num_drafts=-1),
+    ],
+)
+def test_a_row_has_one_token_and_its_drafts(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="a row has one token and its drafts"):
+        Bucket(**sizes)
+
+
+def test_a_bucket_with_drafts_is_one_program() -> None:
+    with pytest.raises(ValueError, match="do not say so"):
+        Bucket(16, 4, is_split=True, num_drafts=3)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [([], [4]), ([4], []), ([8], [4]), ([4, 8], [7, 4])])

@@ -19,7 +19,8 @@ from jaxvllm.models.ops import InOut, biased, project
 from jaxvllm.runtime import recipe
 from jaxvllm.runtime.recipe import TRACED_PACKAGES, NoName, Recipe
 from jaxvllm.runtime.sampler import SamplerOptions
-from jaxvllm.runtime.step import StepModel, forward
+from jaxvllm.runtime.step import forward
+from jaxvllm.runtime.step_model import StepModel
 from pallas_kernels.backend import REFERENCE
 from tests.models.fixture import Fixture
 from tests.runtime.test_step_memory import SHAPE

@@ -82,7 +82,8 @@ def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
 
     text = jax.jit(whole).lower(logits, state).compile().as_text()
     assert text is not None
-    always = text[text.index("\nENTRY") :]
+    # On CPU a reduction over the vocabulary goes by way of parts, which are as many as the words of a mask.
+    always = "\n".join(line for line in text[text.index("\nENTRY") :].splitlines() if "reduce-window" not in line)
     assert f"s32[{num_rows},{words}]" in text, "the masks are gathered somewhere"
     assert f"s32[{num_rows},{words}]" not in always
     assert f"s16[{num_rows},{vocab}]" not in always

@@ -15,7 +15,7 @@ from jaxvllm.core.sampling_params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, Sampl
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import count_tokens
-from jaxvllm.runtime.slot_fields import Rows, SlotSizes
+from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
     RECALL_TOKENS,
@@ -188,8 +188,9 @@ def test_sampled_tokens_are_counted_for_those_who_ask_up_to_what_fits() -> None:
     counts[2, 7] = 32767
     state |= {"output_counts": counts, "presence_penalty": np.asarray([0, 1, 1, *[0] * 10], np.float32)}
     slots = np.asarray([0, 1, 2, NUM_SLOTS])
-    after = jax.jit(lambda state, tokens: count_tokens(state, Rows(state, slots), tokens))(state, np.full(4, 7))
-    counts[1, 7] = 1
+    tokens = np.asarray([[7, 7, 7, 3], [7, 5, 7, 3], [7, 5, 7, 3], [7, 7, 7, 3]])
+    after = jax.jit(count_tokens)(state, slots, tokens, np.asarray([4, 3, 4, 4]))
+    counts[1, 7], counts[1, 5], counts[2, 5], counts[2, 3] = 2, 1, 1, 1
     np.testing.assert_array_equal(after["output_counts"], counts)
 
 

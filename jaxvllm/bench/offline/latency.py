@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.sampling_params import SamplingParams
@@ -42,32 +44,35 @@ class LatencyOptions:
 
 @dataclass(frozen=True)
 class Latencies:
-    """The seconds of each timed run, and the padding of all of them together."""
+    """The seconds of each timed run, and the padding and the drafts of all of them together."""
 
     seconds: tuple[float, ...]
     padding: Padding
+    drafts: Drafts
 
     @property
     def percentiles(self) -> dict[int, float]:
         return percentiles(self.seconds)
 
     def lines(self) -> list[str]:
-        """Returns vLLM's lines, and one about padding."""
+        """Returns vLLM's lines, one about padding, and one about drafts where there were any."""
         return [
             f"Avg latency: {np.mean(self.seconds):.6f} seconds",
             f"Std latency: {np.std(self.seconds):.6f} seconds",
             *(f"{share}% percentile latency: {value:.6f} seconds" for share, value in self.percentiles.items()),
             self.padding.line(),
+            *([self.drafts.line()] if self.drafts.drafts else []),
         ]
 
     def record(self) -> dict[str, Any]:
-        """Returns the figures under vLLM's keys, and those of padding."""
+        """Returns the figures under vLLM's keys, and those of padding and of drafts."""
         return {
             "avg_latency": float(np.mean(self.seconds)),
             "std_latency": float(np.std(self.seconds)),
             "latencies": list(self.seconds),
             "percentiles": {str(share): value for share, value in self.percentiles.items()},
             "padding": self.padding.record(),
+            **(self.drafts.record() if self.drafts.drafts else {}),
         }
 
 
@@ -100,7 +105,8 @@ class LatencyBenchmark:
         self._repeat(self._options.num_iters_warmup, "Warmup iterations")
         before = self._llm.engine.stats()
         seconds = self._repeat(self._options.num_iters, "Bench iterations")
-        return Latencies(seconds, Padding.between(before, self._llm.engine.stats()))
+        after = self._llm.engine.stats()
+        return Latencies(seconds, Padding.between(before, after), drafts_between(before, after))
 
     def profile(self, traced: Callable[[], AbstractContextManager[None]]) -> None:
         """Warms up, and runs the batch once inside of `traced()`."""

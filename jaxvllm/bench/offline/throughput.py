@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.bench.samples import Sample
 from jaxvllm.core.sampling_params import SamplingParams
@@ -36,13 +38,14 @@ class Throughput:
     num_prompt_tokens: int
     num_output_tokens: int
     padding: Padding
+    drafts: Drafts
 
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
 
     def lines(self) -> list[str]:
-        """Returns vLLM's lines, and one about padding."""
+        """Returns vLLM's lines, one about padding, and one about drafts where there were any."""
         counts = {
             "requests/s": self.num_requests,
             "total tokens/s": self.num_tokens,
@@ -53,6 +56,7 @@ class Throughput:
             f"Total num prompt tokens:  {self.num_prompt_tokens}",
             f"Total num output tokens:  {self.num_output_tokens}",
             self.padding.line(),
+            *([self.drafts.line()] if self.drafts.drafts else []),
         ]
 
     def record(self) -> dict[str, Any]:
@@ -67,6 +71,7 @@ class Throughput:
             "total_prompt_tokens": self.num_prompt_tokens,
             "total_output_tokens": self.num_output_tokens,
             "padding": self.padding.record(),
+            **(self.drafts.record() if self.drafts.drafts else {}),
         }
 
 
@@ -105,10 +110,12 @@ def measure_throughput(
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=shows_progress)
     seconds = time.perf_counter() - start
+    after = llm.engine.stats()
     return Throughput(
         seconds,
         len(outputs),
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
-        Padding.between(before, llm.engine.stats()),
+        Padding.between(before, after),
+        drafts_between(before, after),
     )

@@ -8,6 +8,7 @@ from jaxvllm.models.families import (
     gemma3,
     granite,
     llama,
+    mimo,
     mistral,
     olmo2,
     phi3,
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     olmo2.FAMILY,
     smollm3.FAMILY,
     granite.FAMILY,
+    mimo.FAMILY,
 )
 
 

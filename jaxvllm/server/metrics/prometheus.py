@@ -29,6 +29,9 @@ ENGINE_COUNTERS = (
     ("num_bucket_tokens", "bucket_tokens", "Tokens computed, padding included."),
     ("num_padding_tokens", "padding_tokens", "Padding computed, in tokens."),
     ("num_ended_tokens", "ended_row_tokens", "Tokens computed for rows that had ended."),
+    ("num_drafts", "spec_decode_num_drafts", "Times that draft tokens were verified for a row."),
+    ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
 )
 COUNTERS = tuple(name for name, _, _ in ENGINE_COUNTERS)
 
@@ -127,6 +130,11 @@ class Metrics(Collector):
         yield engine.gauge("kv_cache_usage_perc", "Share of the pages that requests own, from 0 to 1.", usage)
         for field, name, text in ENGINE_COUNTERS:
             yield engine.counter(name, text, self._totals[field])
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens that were accepted, by their position."
+        by_position: dict[tuple[str, ...], float] = {
+            (str(position),): count for position, count in enumerate(self._totals.accepted_per_pos)
+        }
+        yield engine.counters(name, text, ("position",), by_position)
         yield engine.counter("engine_starts", "Times that the engine's process was started.", self._num_starts)
         if self._facts is not None:
             sizes = {"block_size": str(self._facts.page_size), "num_gpu_blocks": str(self._facts.num_pages)}
@@ -159,29 +167,37 @@ class EngineTotals:
     """
 
     def __init__(self) -> None:
-        self._before = dict.fromkeys(COUNTERS, 0)  # counted before the last start from zero
-        self._now = dict.fromkeys(COUNTERS, 0)
+        # By the counter's name in `EngineStats`, and accepted drafts by their position.
+        self._before: Counter[str | int] = Counter()  # counted before the last start from zero
+        self._now: Counter[str | int] = Counter()
 
     def restart(self) -> None:
         """Takes note that the engine has a new process."""
-        for name in COUNTERS:
-            self._begin(name)
+        for key in [*self._now]:
+            self._begin(key)
 
     def update(self, stats: EngineStats) -> None:
         """Takes over the counts of the present process."""
-        for name in COUNTERS:
-            count = getattr(stats, name)
-            if count < self._now[name]:
-                self._begin(name)
-            self._now[name] = count
+        counts: dict[str | int, int] = {name: getattr(stats, name) for name in COUNTERS}
+        counts |= enumerate(stats.num_accepted_per_pos)
+        for key, count in counts.items():
+            if count < self._now[key]:
+                self._begin(key)
+            self._now[key] = count
 
     def __getitem__(self, name: str) -> int:
         """Returns the total of the counter `name` of `EngineStats`."""
         return self._before[name] + self._now[name]
 
-    def _begin(self, name: str) -> None:
-        self._before[name] += self._now[name]
-        self._now[name] = 0
+    @property
+    def accepted_per_pos(self) -> list[int]:
+        """The total of accepted drafts for each position."""
+        positions = sorted(key for key in self._now if isinstance(key, int))
+        return [self._before[position] + self._now[position] for position in positions]
+
+    def _begin(self, key: str | int) -> None:
+        self._before[key] += self._now[key]
+        self._now[key] = 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ FINAL_ONLY = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
 # What dashboards made for vLLM read, and of which kind it is there.
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
-    "counter": "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens request_success",
+    "counter": "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens request_success "
+    "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
+    "spec_decode_num_accepted_tokens_per_pos",
     "histogram": "request_prompt_tokens request_generation_tokens iteration_tokens_total request_params_n "
     "request_max_num_generation_tokens request_params_max_tokens time_to_first_token_seconds "
     "inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds "
@@ -314,6 +316,9 @@ def test_engine_counters(metrics: Metrics) -> None:
         "num_bucket_tokens": "bucket_tokens",
         "num_padding_tokens": "padding_tokens",
         "num_ended_tokens": "ended_row_tokens",
+        "num_drafts": "spec_decode_num_drafts",
+        "num_draft_tokens": "spec_decode_num_draft_tokens",
+        "num_accepted_tokens": "spec_decode_num_accepted_tokens",
     }
     assert {name: value(metrics, f"{names[name]}_total") for name in COUNTERS} == counts
 
@@ -342,6 +347,19 @@ def test_counters_never_go_back(events: list[dict[str, int] | str]) -> None:
             engine = replace(engine, num_preemptions=0)
         totals.update(engine)
         assert {name: totals[name] for name in COUNTERS} == counted
+
+
+def test_accepted_drafts_by_position(metrics: Metrics) -> None:
+    name = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert f"jaxvllm:{name}" not in {key for key, _ in samples(metrics)}, "an engine without drafts has no positions"
+    metrics.on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(5, 3, 0)), []))
+    metrics.on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(7, 3, 1)), []))
+    assert [value(metrics, name, position=str(position)) for position in range(3)] == [7, 3, 1]
+    metrics.on_start(2, FACTS)
+    assert [value(metrics, name, position=str(position)) for position in range(3)] == [7, 3, 1]
+    metrics.on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(9, 0, 0)), []))
+    assert [value(metrics, name, position=str(position)) for position in range(3)] == [16, 3, 1]
+    assert [key for key, _ in samples(metrics)].count(f"jaxvllm:{name}") == 3
 
 
 def test_a_restart_that_overtakes_the_last_pulse(metrics: Metrics) -> None:

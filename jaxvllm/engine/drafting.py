@@ -1,0 +1,114 @@
+"""From a `SpeculativeConfig` to what guesses: the proposer, and its parameters on the devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxvllm.core.speculative_config import SpeculativeConfig
+from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.heads.draft_model import DraftModel
+from jaxvllm.models.heads.files import method_of, read_eagle, read_eagle3, read_medusa, read_mtp
+from jaxvllm.models.ops import KernelMatrix
+from jaxvllm.models.orientation import with_kernel
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.runtime.proposers import Proposer
+from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
+from jaxvllm.runtime.proposers.medusa import MedusaProposer
+from jaxvllm.runtime.proposers.ngram import NgramProposer
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import CpuChip
+from sharding.placement import mesh_of, place
+
+# Arrays of heads by which matmuls multiply; others are norms, biases and tables.
+_MATRICES = frozenset({"fc", "qkv", "o", "gate_up", "down", "lm_head", "lm_heads", "weight"})
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What guesses, and its parameters on the host; None: it has none."""
+
+    proposer: Proposer
+    params: Params | None = None
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path) -> "Drafting":
+        """Reads what `config` names, for the model `target`. Raises ValueError where they do not go together."""
+        if config.method == "ngram":
+            return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
+        directory = target_directory if config.model is None else checkpoint.resolve(config.model)
+        hf_config = checkpoint.read_config(directory)
+        method = config.method or method_of(Path(config.model or "").name, hf_config)
+        if method == "draft_model":
+            return cls._of_model(directory, hf_config, target)
+        read, proposer = _HEADS[method]
+        head, params = read(directory, hf_config, target.spec)
+        return cls(proposer(head), jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
+
+    @classmethod
+    def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig) -> "Drafting":
+        spec = model_spec(hf_config)
+        if spec.max_position < target.max_model_len:
+            raise ValueError(
+                f"draft model {directory} has {spec.max_position} positions, and max_model_len is "
+                f"{target.max_model_len}: lower it, or take another draft"
+            )
+        host = mesh_of(jax.local_devices()[0])
+        params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host)
+        return cls(AutoregressiveProposer(DraftModel(spec)), jax.tree.map(np.asarray, params))
+
+    def place(self, mesh: Mesh, backend: Backend) -> Params | None:
+        """The parameters on every device of `mesh`."""
+        if self.params is None:
+            return None
+        params = _everywhere(self.params, mesh)
+        if not isinstance(backend.chip, CpuChip):
+            return params
+        if spec := self._draft_spec:
+            return with_kernel(params, spec, backend.chip)
+        return {name: _with_kernel(part, backend.chip, name) for name, part in params.items()}
+
+    @property
+    def _draft_spec(self) -> ModelSpec | None:
+        head = getattr(self.proposer, "head", None)
+        return head.spec if isinstance(head, DraftModel) else None
+
+
+_HEADS: dict[str, tuple[Callable[..., tuple[Any, Params]], Callable[[Any], Proposer]]] = {
+    "eagle": (read_eagle, AutoregressiveProposer),
+    "eagle3": (read_eagle3, AutoregressiveProposer),
+    "mtp": (read_mtp, AutoregressiveProposer),
+    "medusa": (read_medusa, MedusaProposer),
+}
+
+
+def _everywhere(params: Params, mesh: Mesh) -> Params:
+    def placed(array: np.ndarray) -> jax.Array:
+        everywhere = place(mesh)((None,) * array.ndim)
+        return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
+
+    return {name: jax.tree.map(placed, part) for name, part in params.items()}
+
+
+def _in_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Casts what is no integer."""
+    is_float = array.dtype == ml_dtypes.bfloat16 or np.issubdtype(array.dtype, np.floating)
+    return np.asarray(array.astype(dtype) if is_float else array)
+
+
+def _with_kernel(tree: Any, chip: CpuChip, name: str) -> Any:
+    """Lets our own kernel multiply by the matrices of a head."""
+    if isinstance(tree, dict):
+        return {key: _with_kernel(value, chip, key) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_kernel(value, chip, name) for value in tree]
+    return KernelMatrix(tree, chip) if name in _MATRICES else tree

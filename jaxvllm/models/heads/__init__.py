@@ -1,0 +1,1 @@
+"""Draft heads: small networks beside a model that guess what it will say."""

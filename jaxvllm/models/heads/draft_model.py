@@ -1,0 +1,75 @@
+"""A whole model as draft head: any family, of its own size, with the tokenizer of the model that it helps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.decoder import Attend, forward, project_logits
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.heads.vocabulary import share_of
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from sharding.axis import ALONE, ModelAxis
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """The model `spec`, which every device computes whole. It sees tokens alone."""
+
+    spec: ModelSpec
+
+    def __post_init__(self) -> None:
+        if any(window is not None for window in self.spec.windows) or self.spec.attention_soft_cap is not None:
+            raise ValueError("a draft model must see all positions, without a soft cap: take another")
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.spec.head_size
+
+    @property
+    def attention_scale(self) -> float:
+        return self.spec.attention_scale
+
+    @property
+    def feature_size(self) -> int:
+        return 0
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return ()
+
+    def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
+        return hidden[:, :0]
+
+    def apply(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        features: jax.Array,
+        kv: Any,
+        attend: Attend[Any],
+        axis: ModelAxis,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        token_ids = jnp.minimum(token_ids, self.spec.vocab_size - 1)
+        hidden, kv = forward(params[DRAFT], self.spec, token_ids, positions, kv, attend, ALONE)
+        return hidden, features, kv
+
+    def logits(
+        self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
+    ) -> jax.Array:
+        return share_of(project_logits(params[DRAFT], self.spec, hidden), spec, shard, axis)

@@ -1,0 +1,188 @@
+"""EAGLE heads: one decoder layer that reads the model's hidden states beside the tokens.
+
+EAGLE (arXiv 2401.15077) sees the hidden state behind the model's last layer. EAGLE-3 (arXiv 2503.01840) sees the states
+behind several layers, and has a vocabulary of its own, of the tokens that are common.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.decoder import Attend, embed, project_logits, rope_tables
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.heads.vocabulary import share_of
+from jaxvllm.models.ops import project
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from pallas_kernels.ragged_paged_attention import NO_WINDOW
+from sharding.axis import ALONE, ModelAxis
+
+
+@dataclass(frozen=True)
+class EagleHead:
+    """EAGLE: the embedding of a token and the feature in front of it, through `fc` and a layer without a first norm.
+
+    `spec` describes the layer: its heads, FFN, norms and rope.
+    """
+
+    spec: ModelSpec
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.spec.head_size
+
+    @property
+    def attention_scale(self) -> float:
+        return self.spec.attention_scale
+
+    @property
+    def feature_size(self) -> int:
+        return self.spec.hidden_size
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return ()
+
+    def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
+        return hidden
+
+    def apply(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        features: jax.Array,
+        kv: Any,
+        attend: Attend[Any],
+        axis: ModelAxis,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        own = params[DRAFT]
+        x = project(jnp.concatenate([embedded(params, token_ids, axis), features], 1), own["fc"], own.get("fc_bias"))
+        for number, layer in enumerate(own["layers"]):
+            h = self.spec.norm(x, layer["attention_norm"]) if number else x
+            x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
+        return x, x, kv
+
+    def logits(
+        self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
+    ) -> jax.Array:
+        if "lm_head" in params[DRAFT]:
+            return share_of(project(hidden, params[DRAFT]["lm_head"], dtype=jnp.float32), spec, shard, axis)
+        return project_logits(params, shard, hidden)
+
+
+@dataclass(frozen=True)
+class Eagle3Head:
+    """EAGLE-3: the layer reads the normed embedding beside the normed feature, and adds to the feature."""
+
+    spec: ModelSpec
+    depths: tuple[int, ...]
+    norm_before_residual: bool = False  # the layer adds to the normed feature
+    norm_output: bool = False  # the next feature is what the last norm returns
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.spec.head_size
+
+    @property
+    def attention_scale(self) -> float:
+        return self.spec.attention_scale
+
+    @property
+    def feature_size(self) -> int:
+        return self.spec.hidden_size
+
+    def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
+        own = params[DRAFT]
+        if "fc_norms" in own:
+            states = self.spec.norm(states, own["fc_norms"][:, None])
+        x = jnp.moveaxis(states, 0, 1).reshape(states.shape[1], -1)
+        if "input_norm" in own:
+            x = self.spec.norm(x, own["input_norm"])
+        return project(x, own["fc"])
+
+    def apply(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        features: jax.Array,
+        kv: Any,
+        attend: Attend[Any],
+        axis: ModelAxis,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        own, norm = params[DRAFT], self.spec.norm
+        x = features
+        for number, layer in enumerate(own["layers"]):
+            if number == 0:
+                embedding = norm(embedded(params, token_ids, axis), layer["attention_norm"])
+                h = norm(x, layer["feature_norm"])
+                x = h if self.norm_before_residual else x
+                h = jnp.concatenate([embedding, h], axis=1)
+            else:
+                h = norm(x, layer["attention_norm"])
+            x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
+        hidden = norm(x, own["final_norm"])
+        return hidden, hidden if self.norm_output else x, kv
+
+    def logits(
+        self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
+    ) -> jax.Array:
+        logits = project(hidden, params[DRAFT]["lm_head"], dtype=jnp.float32)
+        # Behind the last column stands what the head cannot say.
+        logits = jnp.pad(logits, ((0, 0), (0, 1)), constant_values=-jnp.inf)
+        return share_of(logits[:, params[DRAFT]["columns"]], spec, shard, axis)
+
+
+def embedded(params: Params, token_ids: jax.Array, axis: ModelAxis) -> jax.Array:
+    """The embeddings of tokens: the head's own, or those of the model."""
+    if "embed" in params[DRAFT]:
+        return embed(params[DRAFT]["embed"], token_ids, ALONE)
+    return embed(params["embed"], token_ids, axis)
+
+
+def decoder_layer(
+    spec: ModelSpec,
+    weights: Params,
+    number: int,
+    x: jax.Array,
+    h: jax.Array,
+    positions: jax.Array,
+    kv: Any,
+    attend: Attend[Any],
+) -> tuple[jax.Array, Any]:
+    """Adds to x [T, E] what attention makes of `h`, and then what the FFN makes of the sum."""
+    cos, sin = rope_tables(spec.ropes, positions)
+
+    def attend_here(kv: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        return attend(kv, number, q, k, v, NO_WINDOW)
+
+    h, kv = spec.usual_attention.apply(weights, h, (cos[0], sin[0]), kv, attend_here, ALONE)
+    x = x + h
+    return x + spec.usual_ffn.apply(weights, spec.norm(x, weights["ffn_norm"]), ALONE), kv

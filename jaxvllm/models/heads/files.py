@@ -1,0 +1,282 @@
+"""Reads draft heads from the formats in which they are published: EAGLE, EAGLE-3, speculators, Medusa, MTP."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxvllm.models.families import find_family, mimo
+from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
+from jaxvllm.models.heads.medusa import MedusaHeads
+from jaxvllm.models.heads.mtp import MtpHead
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.hf_weights import WeightFiles, open_weights
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.weight_names import Source, separate_projections
+
+# Tensors that say again what others say.
+_REDUNDANT = ("t2d",)
+# The names of the parts of an MTP head.
+_OF_DEEPSEEK = {
+    "embedding_norm": "enorm",
+    "feature_norm": "hnorm",
+    "fc": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
+_OF_MIMO = {
+    "embedding_norm": "token_layernorm",
+    "feature_norm": "hidden_layernorm",
+    "fc": "input_proj",
+    "final_norm": "final_layernorm",
+}
+
+
+class _Tensors:
+    """The tensors of a head, of which each must be used: those that begin with `start`, but for the `redundant`."""
+
+    def __init__(self, directory: Path, start: str = "", redundant: tuple[str, ...] = _REDUNDANT):
+        self._files: WeightFiles = open_weights(directory)
+        self._left = {name for name in self._files.names if name.startswith(start)} - set(redundant)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files.names
+
+    def take(self, name: str, *shape: int) -> np.ndarray:
+        self._left.discard(name)
+        return self._files.tensor(name, shape)
+
+    def layer(self, sources: Mapping[str, tuple[Source, ...]]) -> Params:
+        """The arrays of a layer, of which `sources` tells the parts."""
+        layer: Params = {}
+        for name, parts in sources.items():
+            taken = [self.take(part.name, *part.shape)[part.rows].reshape(part.view) for part in parts]
+            stops = [[at + size for at, size in zip(part.at, part.view, strict=True)] for part in parts]
+            layer[name] = np.empty(np.max(stops, axis=0), taken[0].dtype)
+            for part, stop, array in zip(parts, stops, taken, strict=True):
+                layer[name][tuple(map(slice, part.at, stop))] = array
+        return layer
+
+    def num_rows(self, name: str) -> int:
+        """How many rows the tensor has; 0: it is missing."""
+        file = self._files.file_of.get(name)
+        return 0 if file is None else (*self._files.files[file].tensors[name].shape, 1)[0]
+
+    def integers(self, name: str, *shape: int) -> np.ndarray:
+        self._left.discard(name)
+        return self._files.integers(name, shape)
+
+    def end(self) -> None:
+        if self._left:
+            name = min(self._left)
+            raise ValueError(
+                f"{self._files.directory}: unexpected tensor {name}: a head of this kind has none of that name, and "
+                "ignoring it would change what it guesses"
+            )
+
+
+def method_of(name: str, config: Mapping[str, Any]) -> str:
+    """The method of a draft by its config.json, and by the `name` of its directory, as vLLM finds it.
+
+    What is no head is a model.
+    """
+    told = " ".join(map(str, [*(config.get("architectures") or ()), config.get("model_type")])).lower()
+    name = name.lower()
+    if "speculators_model_type" in config or "eagle3" in told or "eagle3" in name:
+        return "eagle3"
+    if "eagle" in told or "eagle-" in name:
+        return "eagle"
+    return "medusa" if "medusa" in told or "medusa_num_heads" in config else "draft_model"
+
+
+def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[EagleHead, Params]:
+    """Reads an EAGLE head for the model `target`: its value, and its arrays on the host.
+
+    Raises ValueError that names the directory and what is wrong with it.
+    """
+    with _told_of(directory):
+        spec = replace(llama_spec(HfConfig(config)), tie_embeddings=False)
+    _check_hidden(directory, spec.hidden_size, target)
+    tensors, E = _Tensors(directory), spec.hidden_size
+    params: Params = {"fc": tensors.take("fc.weight", E, 2 * E)}
+    if "fc.bias" in tensors:
+        params["fc_bias"] = tensors.take("fc.bias", E)
+    layers = [dict(separate_projections(spec, number, f"layers.{number}.")) for number in range(spec.num_layers)]
+    del layers[0]["attention_norm"]  # `fc` stands in front of it
+    params["layers"] = [tensors.layer(layer) for layer in layers]
+    params |= _outer(tensors, spec.vocab_size, spec)
+    tensors.end()
+    return EagleHead(spec), params
+
+
+def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[Eagle3Head, Params]:
+    """Reads an EAGLE-3 head, also in the format of speculators. The rest is as for `read_eagle`."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ValueError(f"{directory} has speculators_model_type {kind!r}: of these, only eagle3 is supported")
+    values = dict(config.get("transformer_layer_config") or {})
+    values |= {key: value for key, value in config.items() if key != "transformer_layer_config"}
+    values.setdefault("norm_before_residual", kind is not None)
+    values |= dict(values.get("eagle_config") or {})
+    layers = target.num_layers
+    depths = values.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
+    is_rising = all(type(depth) is int for depth in depths) and list(depths) == sorted(set(depths))
+    if not is_rising or depths[0] < 0 or depths[-1] > layers:
+        raise ValueError(
+            f"{directory}: eagle_aux_hidden_state_layer_ids must rise from 0 to at most {layers}, the layers of the "
+            f"model, and are {list(depths)}"
+        )
+    with _told_of(directory):
+        options = HfConfig(values)
+        spec = replace(llama_spec(options), tie_embeddings=False)
+        norm_before_residual, norm_output = (
+            options.flag(name, False) for name in ("norm_before_residual", "norm_output")
+        )
+        if not options.flag("use_aux_hidden_state", True):
+            raise ValueError("eagle_config use_aux_hidden_state = False is not supported: take another head")
+        norm_before_fc, fc_norm = options.flag("norm_before_fc", False), options.flag("fc_norm", False)
+        size = options.integer("draft_vocab_size", spec.vocab_size)
+    tensors, E, H = _Tensors(directory), spec.hidden_size, target.hidden_size
+    _check_hidden(directory, values.get("target_hidden_size") or E, target)
+    if "embed_tokens.weight" not in tensors:
+        _check_hidden(directory, E, target)
+    params: Params = {"fc": tensors.take("fc.weight", E, len(depths) * H)}
+    if norm_before_fc:
+        params["input_norm"] = tensors.take("input_norm.weight", len(depths) * H)
+    if fc_norm:
+        params["fc_norms"] = np.stack([tensors.take(f"fc_norm.{i}.weight", H) for i in range(len(depths))])
+    names = [f"layers.{number}." for number in range(spec.num_layers)]
+    if "midlayer.hidden_norm.weight" in tensors:
+        names[0] = "midlayer."
+    if f"{names[0]}self_attn.q_norm.weight" in tensors:
+        spec = replace(spec, qk_norm="head")  # the layers are those of a Qwen 3
+    sources = [dict(separate_projections(spec, number, name)) for number, name in enumerate(names)]
+    sources[0]["qkv"] = tuple(
+        replace(part, shape=(part.shape[0], 2 * E), view=(*part.view[:2], 2 * E)) for part in sources[0]["qkv"]
+    )
+    params["layers"] = [tensors.layer(layer) for layer in sources]
+    params["layers"][0]["feature_norm"] = tensors.take(f"{names[0]}hidden_norm.weight", E)
+    params["final_norm"] = tensors.take("norm.weight", E)
+    if "lm_head.weight" not in tensors:
+        raise ValueError(f"{directory} lacks the tensor lm_head.weight: an EAGLE-3 head has an LM head of its own")
+    params |= _outer(tensors, size, spec)
+    ids = np.arange(size)
+    if "d2t" in tensors:
+        ids += tensors.integers("d2t", size)
+    params["columns"] = _columns(directory, ids, target.vocab_size)
+    tensors.end()
+    return Eagle3Head(spec, tuple(depths), norm_before_residual, norm_output), params
+
+
+def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MedusaHeads, Params]:
+    """Reads Medusa heads, by the names of vLLM or of their authors. The rest is as for `read_eagle`."""
+    with _told_of(directory):
+        values = HfConfig(config)
+        count = values.integer("num_heads", config.get("medusa_num_heads"))
+        depth = values.integer("num_hidden_layers", config.get("medusa_num_layers"))
+        shares = values.flag("original_lm_head", False)
+    tensors, E = _Tensors(directory), target.hidden_size
+    _check_hidden(directory, config.get("hidden_size") or E, target)
+    is_vllm = "blocks.0.layers.0.weight" in tensors
+    start = "medusa_heads." if "medusa_heads.0.0.linear.weight" in tensors else ""
+    params: Params = {"blocks": []}
+    for head in range(count):
+        blocks = []
+        for number in range(depth):
+            name = f"blocks.{head}.layers.{number}" if is_vllm else f"{start}{head}.{number}.linear"
+            blocks.append({"weight": tensors.take(f"{name}.weight", E, E)})
+            if f"{name}.bias" in tensors:
+                blocks[-1]["bias"] = tensors.take(f"{name}.bias", E)
+        params["blocks"].append(blocks)
+    size, ids = target.vocab_size, None
+    if "token_map" in tensors:
+        with _told_of(directory):
+            size = values.integer("truncated_vocab_size")
+        ids = tensors.integers("token_map", size)
+        params["columns"] = _columns(directory, ids, target.vocab_size)
+    names = [f"lm_heads.{head}.weight" if is_vllm else f"{start}{head}.{depth}.weight" for head in range(count)]
+    if shares:
+        names = [name for name in (f"{start}lm_head.weight", f"{start}lm_heads.0.weight") if name in tensors][:1]
+    if names:
+        # A head may have rows for all tokens, also where it only guesses some.
+        is_whole = ids is not None and tensors.num_rows(names[0]) > size
+        heads = [tensors.take(name, target.vocab_size if is_whole else size, E) for name in names]
+        params["lm_heads"] = [head[ids] for head in heads] if is_whole else heads
+    elif ids is not None:
+        raise ValueError(
+            f"{directory}: heads that share the model's LM head have its whole vocabulary, not a token_map"
+        )
+    tensors.end()
+    return MedusaHeads(E, count, depth), params
+
+
+def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MtpHead, Params]:
+    """Reads the MTP head that lies in the checkpoint of the model `target` itself. The rest is as for `read_eagle`.
+
+    It has the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. Of several such
+    layers, the first guesses all drafts.
+    """
+    family = find_family(config)
+    with _told_of(directory):
+        if not HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0):
+            raise ValueError(
+                "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
+            )
+        if target.norm_placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
+            raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
+    rope = target.ropes[target.layer_rope[-1]]
+    spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
+    is_mimo = family is mimo.FAMILY
+    start = "model.mtp_layers.0." if is_mimo else f"{family.prefixes[0]}layers.{target.num_layers}."
+    # The first of these are copies of the model's own.
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    tensors, E = _Tensors(directory, start, tuple(start + name for name in copies)), spec.hidden_size
+    params: Params = {
+        key: tensors.take(f"{start}{name}.weight", *((E, 2 * E) if key == "fc" else (E,)))
+        for key, name in (_OF_MIMO if is_mimo else _OF_DEEPSEEK).items()
+    }
+    if is_mimo:
+        params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)  # it has the feature first
+    params["layers"] = [tensors.layer(family.layer_sources(spec, 0, start))]
+    tensors.end()
+    return MtpHead(spec, (target.num_layers,) if is_mimo else ()), params
+
+
+@contextmanager
+def _told_of(directory: Path) -> Iterator[None]:
+    """Lets an error about a config say which it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
+
+
+def _check_hidden(directory: Path, hidden_size: int, target: ModelSpec) -> None:
+    if hidden_size != target.hidden_size:
+        raise ValueError(
+            f"{directory} is a head for hidden states of {hidden_size}, and the model has {target.hidden_size}: "
+            "take the head that was trained for it"
+        )
+
+
+def _outer(tensors: _Tensors, vocab_size: int, spec: ModelSpec) -> Params:
+    """The embedding and the LM head, where a head has its own."""
+    outer: Params = {}
+    if "embed_tokens.weight" in tensors:
+        outer["embed"] = tensors.take("embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    if "lm_head.weight" in tensors:
+        outer["lm_head"] = tensors.take("lm_head.weight", vocab_size, spec.hidden_size)
+    return outer
+
+
+def _columns(directory: Path, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """i32[vocab_size]: the place of each token among `ids`, or behind them all for a token that is not there."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{directory} maps its tokens to {ids.min()}..{ids.max()}, and the model has {vocab_size}")
+    columns = np.full(vocab_size, len(ids), np.int32)
+    columns[ids] = np.arange(len(ids), dtype=np.int32)
+    return columns

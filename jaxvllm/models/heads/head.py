@@ -1,0 +1,69 @@
+"""What a draft head is, whatever its architecture."""
+
+from typing import Any, Protocol
+
+import jax
+
+from jaxvllm.models.decoder import Attend
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from sharding.axis import ModelAxis
+
+# Where the parameters of a draft head are among those of its model. Every device has them whole.
+DRAFT = "draft"
+
+
+class DraftHead(Protocol):
+    """A network that guesses the token behind a known one. It is frozen and hashable.
+
+    It sees that token, and the feature of the position before: what the model thought there, or where that is unknown,
+    what the head itself thought. `params` are those of the model, with those of the head under `DRAFT`.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have keys and values."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_size(self) -> int: ...
+
+    @property
+    def attention_scale(self) -> float: ...
+
+    @property
+    def feature_size(self) -> int:
+        """F; 0: the head sees tokens alone."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of layers of the model behind which it sees the states, N of them."""
+
+    def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
+        """The features [T, F] of tokens with `hidden` [T, E] behind the final norm, and `states` [N, T, E]."""
+
+    def apply(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        features: jax.Array,
+        kv: Any,
+        attend: Attend[Any],
+        axis: ModelAxis,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Returns hidden states [T, E'], the features [T, F] that they stand for, and the cache.
+
+        token_ids, positions  # i32[T]
+        features  # [T, F], of the position before each token
+        """
+
+    def logits(
+        self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
+    ) -> jax.Array:
+        """This device's share f32[R, V] of the logits, over the vocabulary of the model `spec`."""

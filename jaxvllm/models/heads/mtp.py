@@ -1,0 +1,79 @@
+"""Multi-token prediction (arXiv 2412.19437, 2.2): one more layer in a model's own checkpoint, which guesses ahead."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.decoder import Attend, project_logits
+from jaxvllm.models.heads.eagle import decoder_layer, embedded
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.ops import project
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from sharding.axis import ModelAxis
+
+
+@dataclass(frozen=True)
+class MtpHead:
+    """A layer of the model's family over the normed embedding beside the normed feature, through `fc`.
+
+    `spec` describes the layer. The embedding and the LM head are those of the model. `depths` names the model's last
+    layer where the head was trained on what is in front of the final norm, and nothing where on what is behind it.
+    """
+
+    spec: ModelSpec
+    depths: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.spec.head_size
+
+    @property
+    def attention_scale(self) -> float:
+        return self.spec.attention_scale
+
+    @property
+    def feature_size(self) -> int:
+        return self.spec.hidden_size
+
+    def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
+        return states[0] if self.depths else hidden
+
+    def apply(
+        self,
+        params: Params,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        features: jax.Array,
+        kv: Any,
+        attend: Attend[Any],
+        axis: ModelAxis,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        own, norm = params[DRAFT], self.spec.norm
+        # Trained with zeros in the place of the first embedding that stands beside a feature, which is token 1's.
+        embedding = jnp.where(positions[:, None] > 1, embedded(params, token_ids, axis), 0)
+        parts = [norm(embedding, own["embedding_norm"]), norm(features, own["feature_norm"])]
+        x = project(jnp.concatenate(parts, axis=1), own["fc"])
+        [layer] = own["layers"]
+        x, kv = decoder_layer(self.spec, layer, 0, x, norm(x, layer["attention_norm"]), positions, kv, attend)
+        hidden = norm(x, own["final_norm"])
+        return hidden, hidden, kv
+
+    def logits(
+        self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
+    ) -> jax.Array:
+        return project_logits(params, shard, hidden)

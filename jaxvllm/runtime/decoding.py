@@ -1,0 +1,235 @@
+"""Decoding: several steps of rows that have their prompts behind them, in one program that asks the host nothing.
+
+Each step computes a row's last token, and behind it what a proposer guesses. Each position is sampled as it would have
+been alone, and a row goes on as far as its drafts are what was sampled (decision 0007).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.decoder import project_logits
+from jaxvllm.models.params import Params
+from jaxvllm.runtime.batch import unpack
+from jaxvllm.runtime.buckets import Bucket
+from jaxvllm.runtime.cache_shape import KVCachePages
+from jaxvllm.runtime.proposers import Drafts, Known, Proposer
+from jaxvllm.runtime.sampler import DeviceLogprobs
+from jaxvllm.runtime.slot_fields import DeviceState
+from jaxvllm.runtime.step_model import (
+    DeviceOutput,
+    StepModel,
+    append,
+    are_alive,
+    are_stops,
+    compute,
+    draw,
+    open_pages,
+    trash_slot,
+)
+from pallas_kernels.ragged_paged_attention import RaggedRows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["num_steps", "kv_pages", "state", "counts", "tokens", "logprobs", "num_drafted", "num_accepted"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class _Progress:
+    """How far a call of `decode` got, with W tokens a row at most and K drafts in a step."""
+
+    num_steps: jax.Array  # i32
+    kv_pages: KVCachePages
+    state: DeviceState
+    counts: jax.Array  # i32[R]: tokens that each row has yielded
+    tokens: jax.Array  # i32[R, W]
+    logprobs: DeviceLogprobs  # [W, R]
+    num_drafted: jax.Array  # i32[R, K]: drafts that there were, by their place
+    num_accepted: jax.Array  # i32[R, K]
+
+    @classmethod
+    def begin(cls, kv_pages: KVCachePages, state: DeviceState, bucket: Bucket, vocab_size: int) -> "_Progress":
+        num_rows, width = bucket.num_rows, bucket.row_tokens
+        best = DeviceLogprobs.zeros(num_rows, vocab_size)
+        best = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), best)
+        counts, tokens = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, width), jnp.int32)
+        drafts = jnp.zeros((num_rows, bucket.num_drafts), jnp.int32)
+        return cls(jnp.int32(0), kv_pages, state, counts, tokens, best, drafts, drafts)
+
+    def take(self, counts: jax.Array, tokens: jax.Array, best: DeviceLogprobs) -> "_Progress":
+        """Appends the first `counts[r]` of `tokens` i32[R, N] to row r, with what is reported of them, [R, N]."""
+        places = jnp.arange(tokens.shape[1])
+        at = jnp.where(places < counts[:, None], self.counts[:, None] + places, self.tokens.shape[1])
+        row = jnp.arange(len(tokens))[:, None]
+        return replace(
+            self,
+            counts=self.counts + counts,
+            tokens=self.tokens.at[row, at].set(tokens, mode="drop"),
+            logprobs=jax.tree.map(lambda all_, now: all_.at[at, row].set(now, mode="drop"), self.logprobs, best),
+        )
+
+    @property
+    def output(self) -> DeviceOutput:
+        columns = (self.counts[:, None], self.tokens, self.num_drafted, self.num_accepted)
+        return DeviceOutput(jnp.concatenate(columns, axis=1), self.logprobs)
+
+
+def decode(
+    params: Params,
+    kv_pages: KVCachePages,
+    state: DeviceState,
+    packed: jax.Array,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+    proposer: Proposer | None = None,
+) -> tuple[KVCachePages, DeviceState, DeviceOutput]:
+    """Takes up to `bucket.width` decode steps, as many as the batch says, and stops when every row has ended.
+
+    `kv_pages` and `state` are donated. Each row's position and input token come from `state`, and what it samples stays
+    there, so a caller dispatches the next step before reading this one. A row that ends yields no more tokens. Inside
+    shard_map each device has its share of `params` and `kv_pages`, and the same of everything else.
+    """
+    batch = unpack(packed, bucket, model.sizes)
+
+    def alive(now: _Progress) -> jax.Array:
+        return are_alive(now.state, batch.slots) & (now.counts < batch.max_new)
+
+    def once(now: _Progress) -> _Progress:
+        is_alive = alive(now)
+        slots = jnp.where(is_alive, batch.slots, trash_slot(state))
+        step = partial(_draft_and_verify if bucket.num_drafts else _decode_once, proposer=proposer)
+        return step(params, now, is_alive, slots, batch.max_new - now.counts, model=model, bucket=bucket)
+
+    now = _Progress.begin(kv_pages, open_pages(state, batch), bucket, model.spec.vocab_size)
+    if bucket.width == 1:
+        now = once(now)
+    else:
+        now = jax.lax.while_loop(lambda now: (now.num_steps < batch.num_steps) & jnp.any(alive(now)), once, now)
+    return now.kv_pages, now.state, now.output
+
+
+def _decode_once(
+    params: Params,
+    now: _Progress,
+    is_alive: jax.Array,
+    slots: jax.Array,
+    most: jax.Array,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+    proposer: Proposer | None,
+) -> _Progress:
+    """One token for each row that is alive. A `proposer` follows."""
+    lengths = now.state["length"][slots]
+    starts = jnp.where(is_alive, lengths - 1, 0)
+    tables = now.state["page_tables"][slots]
+    rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), bucket.num_rows)
+    last = now.state["history"][slots, starts]
+    depths = () if proposer is None else proposer.depths
+    computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths)
+    logits = project_logits(params, model.shard, computed.hidden)
+    tokens, best = draw(now.state, logits, slots, lengths, model)
+    counts = is_alive.astype(jnp.int32)
+    is_over = are_stops(now.state, tokens, slots, lengths)
+    state = now.state
+    if proposer is not None:
+        with jax.named_scope("follow"):
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model)
+    state = append(state, slots, lengths, tokens[:, None], counts, is_over)
+    now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
+    return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
+
+
+def _draft_and_verify(
+    params: Params,
+    now: _Progress,
+    is_alive: jax.Array,
+    slots: jax.Array,
+    most: jax.Array,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+    proposer: Proposer | None,
+) -> _Progress:
+    """Up to K + 1 tokens for each row that is alive, and `most` i32[R]."""
+    assert proposer is not None, "nobody proposes drafts"
+    lengths = now.state["length"][slots]
+    # The token behind the last draft is sampled, too.
+    room = jnp.where(is_alive, jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0)
+    with jax.named_scope("propose"):
+        known = Known(params, now.kv_pages, now.state, slots, lengths, room, model)
+        kv_pages, drafts = proposer.propose(known, bucket.num_drafts)
+        drafts = replace(drafts, counts=jnp.clip(drafts.counts, 0, jnp.maximum(room, 0)))
+    now = replace(now, kv_pages=kv_pages)
+
+    def verify(now: _Progress) -> _Progress:
+        return _verify(params, now, is_alive, slots, drafts, model=model, bucket=bucket, proposer=proposer)
+
+    if proposer.cache is not None:
+        return verify(now)
+
+    def decode_once(now: _Progress) -> _Progress:
+        return _decode_once(params, now, is_alive, slots, most, model=model, bucket=bucket, proposer=None)
+
+    # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer.
+    return jax.lax.cond(jnp.any(drafts.counts > 0), verify, decode_once, now)
+
+
+def _verify(
+    params: Params,
+    now: _Progress,
+    is_alive: jax.Array,
+    slots: jax.Array,
+    drafts: Drafts,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+    proposer: Proposer,
+) -> _Progress:
+    """One step with `drafts` behind the last token of each row that is alive.
+
+    All positions are sampled at once. A position counts only if each draft before it is what was sampled there, and
+    then its logits, its noise and its history are those that it would have had without drafts.
+    """
+    num_drafts, num_tokens, state = bucket.num_drafts, bucket.num_tokens, now.state
+    lengths = state["length"][slots]
+    starts = jnp.where(is_alive, lengths - 1, 0)
+    tables = state["page_tables"][slots]
+    places = jnp.arange(num_drafts)
+    drafted = places < drafts.counts[:, None]  # [R, K]
+    guesses = jnp.clip(drafts.tokens, 0, model.spec.vocab_size - 1)
+    each = jnp.where(drafted, slots[:, None], trash_slot(state) + 1)  # past all, so dropped
+    state |= {"history": state["history"].at[each, lengths[:, None] + places].set(guesses, mode="drop")}
+
+    rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + drafts.counts, 0), num_tokens)
+    token_slots = jnp.where(rows.is_real(), slots[rows.token_rows], trash_slot(state))
+    token_ids = state["history"][token_slots, rows.positions]
+    computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths)
+    logits = project_logits(params, model.shard, computed.hidden)
+    next_positions = rows.positions + 1
+    tokens, best = draw(state, logits, token_slots, next_positions, model, num_drafts)
+    is_stop = are_stops(state, tokens, token_slots, next_positions)
+
+    of_row = jnp.minimum(rows.query_starts[:-1, None] + jnp.arange(1 + num_drafts), num_tokens - 1)  # [R, 1 + K]
+    tokens, is_stop = tokens[of_row], is_stop[of_row]
+    matches = drafted & (tokens[:, :-1] == guesses)
+    goes_on = jnp.cumprod(matches & ~is_stop[:, :-1], axis=1, dtype=jnp.int32)
+    counts = jnp.where(is_alive, 1 + goes_on.sum(axis=1), 0)
+    accepted = matches & (places < counts[:, None])
+    is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    if proposer.cache is not None:
+        with jax.named_scope("follow"):
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model, drafts.counts)
+    now = replace(
+        now,
+        num_steps=now.num_steps + 1,
+        kv_pages=kv_pages,
+        state=append(state, slots, lengths, tokens, counts, is_over),
+        num_drafted=now.num_drafted + drafted.astype(jnp.int32),
+        num_accepted=now.num_accepted + accepted.astype(jnp.int32),
+    )
+    return now.take(counts, tokens, jax.tree.map(lambda x: x[of_row], best))

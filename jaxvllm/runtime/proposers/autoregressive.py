@@ -1,0 +1,172 @@
+"""Drafts by a small network: it guesses a token, takes the guess for granted, and guesses the next one."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.heads.head import DraftHead
+from jaxvllm.models.params import Params
+from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
+from jaxvllm.runtime.proposers.proposer import Drafts, Known
+from jaxvllm.runtime.sampler import guess
+from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, FEATURES, DeviceState, Rows
+from jaxvllm.runtime.step_model import Computed, StepModel, trash_slot
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
+
+# Tokens of each row that a head catches up with at once.
+CATCH_UP = 8
+
+
+@dataclass(frozen=True)
+class AutoregressiveProposer:
+    """Runs `head` once for each draft. It draws with the noise that the model will draw with.
+
+    The keys and values of the head lie in pages of its own with the numbers of the pages of the model's first group. So
+    whatever the host does with a page (sharing, evicting, preempting) it does with both.
+
+    Position p of the head sees token p and the feature of position p - 1, what the model thought there. Where nobody
+    knows that feature, at the start and behind a cached prefix, the feature of position p stands in.
+    """
+
+    head: DraftHead
+
+    @property
+    def cache(self) -> DraftCache:
+        head = self.head
+        return DraftCache(head.num_layers, head.num_kv_heads, head.head_size, head.feature_size)
+
+    @property
+    def follows_all(self) -> bool:
+        return self.head.feature_size > 0
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return self.head.depths
+
+    def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
+        state, slots, lengths, model = known.state, known.slots, known.lengths, known.model
+        tables, kv_pages = state["page_tables"][slots], known.kv_pages
+        is_ready = known.room > 0
+        if self.follows_all:
+            is_ready &= state[FEATURE_LENGTH.name][slots] == lengths - 1
+        else:
+            kv_pages = self._catch_up(known, is_ready)
+
+        def guess_next(
+            place: jax.Array, carry: tuple[KVCachePages, jax.Array, jax.Array, jax.Array]
+        ) -> tuple[KVCachePages, jax.Array, jax.Array, jax.Array]:
+            kv_pages, features, tokens, drafts = carry
+            active = is_ready & (place < known.room)
+            starts = jnp.where(active, lengths - 1 + place, 0)
+            rows = RaggedRows.build(tables[:, 0], starts, active.astype(jnp.int32), len(slots))
+            hidden, features, kv_pages = self._apply(known.params, kv_pages, tokens, rows, features, model)
+            logits = self.head.logits(known.params, hidden, model.spec, model.shard, model.axis)
+            tokens = guess(logits, Rows(state, slots), starts + 1, model.spec.vocab_size, model.axis)
+            return kv_pages, features, tokens, drafts.at[:, place].set(tokens)
+
+        last = state["history"][slots, jnp.maximum(lengths - 1, 0)]
+        features = self._features_of(state, slots, known.params)
+        drafts = jnp.zeros((len(slots), num_drafts), jnp.int32)
+        start = (kv_pages, features, last, drafts)
+        kv_pages, _, _, drafts = jax.lax.fori_loop(0, num_drafts, guess_next, start)
+        return kv_pages, Drafts(drafts, jnp.where(is_ready, num_drafts, 0))
+
+    def _catch_up(self, known: Known, wanted: jax.Array) -> KVCachePages:
+        """Computes of the rows `wanted` bool[R] what the head has not seen before their last token."""
+        state, slots, num_rows = known.state, known.slots, len(known.slots)
+        tables, ends = state["page_tables"][slots], jnp.where(wanted, known.lengths - 1, 0)
+        features = jnp.zeros((num_rows * CATCH_UP, 0), known.params["embed"].dtype)
+
+        def some(carry: tuple[jax.Array, KVCachePages]) -> tuple[jax.Array, KVCachePages]:
+            done, kv_pages = carry
+            counts = jnp.clip(ends - done, 0, CATCH_UP)
+            rows = RaggedRows.build(tables[:, 0], jnp.where(counts > 0, done, 0), counts, num_rows * CATCH_UP)
+            tokens = state["history"][slots[rows.token_rows], rows.positions]
+            _, _, kv_pages = self._apply(known.params, kv_pages, tokens, rows, features, known.model)
+            return done + counts, kv_pages
+
+        start = (jnp.minimum(state[DRAFT_LENGTH.name][slots], ends), known.kv_pages)
+        kv_pages: KVCachePages = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < ends), some, start)[1]
+        return kv_pages
+
+    def follow(
+        self,
+        params: Params,
+        kv_pages: KVCachePages,
+        state: DeviceState,
+        slots: jax.Array,
+        computed: Computed,
+        counts: jax.Array,
+        model: StepModel,
+        num_drafted: jax.Array | None = None,
+    ) -> tuple[KVCachePages, DeviceState]:
+        rows, trash = computed.rows, trash_slot(state)
+        at = jnp.where((counts > 0) & (slots != trash), slots, trash + 1)  # past all, so dropped
+        starts = rows.kv_lens - rows.query_lens()
+        lengths = state[DRAFT_LENGTH.name]
+        if num_drafted is not None and not self.follows_all:
+            # Proposing computed the last token and all drafts but the last.
+            reached = starts + jnp.minimum(counts, num_drafted)
+            reached = jnp.where(num_drafted > 0, reached, lengths[slots])
+            return kv_pages, state | {DRAFT_LENGTH.name: lengths.at[at].set(reached, mode="drop")}
+        firsts, reached = rows.query_starts[:-1], starts + counts
+        features = self.head.features(params, computed.hidden, computed.states)  # [T, F]
+        before = features
+        if self.follows_all:
+            num_tokens = len(computed.token_ids)
+            is_known = (state[FEATURE_LENGTH.name][slots] == starts) & (starts > 0)
+            at_first = features[jnp.minimum(firsts, num_tokens - 1)]
+            first = jnp.where(is_known[:, None], self._features_of(state, slots, params), at_first)
+            is_first = rows.is_real() & (jnp.arange(num_tokens) == firsts[rows.token_rows])
+            before = jnp.where(is_first[:, None], first[rows.token_rows], jnp.roll(features, 1, axis=0))
+            last = features[jnp.clip(firsts + counts - 1, 0, num_tokens - 1)].astype(jnp.float32)
+            state |= {
+                FEATURES.name: state[FEATURES.name].at[at].set(last, mode="drop"),
+                FEATURE_LENGTH.name: state[FEATURE_LENGTH.name].at[at].set(reached, mode="drop"),
+            }
+        rows = replace(rows, page_table=state["page_tables"][slots][:, 0])
+        _, _, kv_pages = self._apply(params, kv_pages, computed.token_ids, rows, before, model)
+        reached = jnp.where(lengths[slots] == starts, reached, lengths[slots])
+        return kv_pages, state | {DRAFT_LENGTH.name: lengths.at[at].set(reached, mode="drop")}
+
+    def _features_of(self, state: DeviceState, slots: jax.Array, params: Params) -> jax.Array:
+        """The features [R, F] of the last token of each row that is computed."""
+        if not self.head.feature_size:
+            return jnp.zeros((len(slots), 0), params["embed"].dtype)
+        return state[FEATURES.name][slots].astype(params["embed"].dtype)
+
+    def _apply(
+        self,
+        params: Params,
+        kv_pages: KVCachePages,
+        token_ids: jax.Array,
+        rows: RaggedRows,
+        features: jax.Array,
+        model: StepModel,
+    ) -> tuple[jax.Array, jax.Array, KVCachePages]:
+        """Runs the head over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
+        *others, pages = kv_pages
+        head, backend = self.head, model.backend
+        plan = plan_rows(rows, pages, num_heads=head.num_heads, dtype=params["embed"].dtype, backend=backend)
+        # Pages that left the window of the model's first group are somebody else's.
+        window = model.shape.groups(model.spec)[0].window
+
+        def attend(
+            kv: jax.Array, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array | int
+        ) -> tuple[jax.Array, jax.Array]:
+            return ragged_paged_attention(
+                q,
+                k,
+                v,
+                kv,
+                layer,
+                rows,
+                scale=head.attention_scale,
+                window=NO_WINDOW if window is None else window,
+                plan=plan,
+                backend=backend,
+            )
+
+        hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)
+        return hidden, features, (*others, pages)

@@ -1,0 +1,176 @@
+"""What every step program is made of: a model on its devices, its forward pass over packed rows, and its sampler."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.models.decoder import forward_with_states
+from jaxvllm.models.params import Params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.batch import Batch
+from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.penalties import count_tokens
+from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
+from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
+from pallas_kernels.backend import Backend
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
+from sharding.axis import ALONE, ModelAxis
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step computes, whatever the batch: the model, and the devices and kernels that compute it."""
+
+    spec: ModelSpec
+    shape: CacheShape
+    backend: Backend
+    axis: ModelAxis = ALONE
+    sampling: SamplerOptions = DEFAULT_OPTIONS
+
+    @property
+    def sizes(self) -> SlotSizes:
+        return self.shape.sizes(self.spec)
+
+    @property
+    def shard(self) -> ModelSpec:
+        """What one device computes of the model."""
+        return Spread(self.spec, self.axis.size).shard
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states"], meta_fields=[])
+@dataclass(frozen=True)
+class Computed:
+    """What a step computed of its T tokens."""
+
+    rows: RaggedRows
+    token_ids: jax.Array  # i32[T]
+    hidden: jax.Array  # f[T, E], behind the final norm
+    states: jax.Array  # f[N, T, E], behind those layers that the proposer asks for
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["yielded", "logprobs"], meta_fields=[])
+@dataclass(frozen=True)
+class DeviceOutput:
+    """What a step yields for its R rows."""
+
+    # i32[R, 1 + W + 2 K]: how many tokens, then the tokens, then for each place of a draft how often there was one, and
+    # how often it was accepted. One array, since each is a transfer.
+    yielded: jax.Array
+    logprobs: DeviceLogprobs  # [W, R]
+
+
+def compute(
+    params: Params,
+    kv_pages: KVCachePages,
+    token_ids: jax.Array,
+    rows: RaggedRows,
+    tables: jax.Array,
+    model: StepModel,
+    depths: tuple[int, ...] = (),
+) -> tuple[Computed, KVCachePages]:
+    """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages]."""
+    spec, backend, shard = model.spec, model.backend, model.shard
+    groups = model.shape.groups(spec)
+    own_pages, others = kv_pages[: len(groups)], kv_pages[len(groups) :]
+    rows_of = [replace(rows, page_table=tables[:, number]) for number in range(len(groups))]
+    plan_of = [
+        plan_rows(rows, pages, num_heads=shard.num_heads, dtype=params["embed"].dtype, backend=backend)
+        for rows, pages in zip(rows_of, own_pages, strict=True)
+    ]
+    # A layer's group is known by its window, and its place in the group by its number, which may be a loop's.
+    number_of = {spec.windows[layer]: number for number, group in enumerate(groups) for layer in group.layers}
+    place_of = {layer: place for group in groups for place, layer in enumerate(group.layers)}
+    places = np.array([place_of[layer] for layer in range(spec.num_layers)], np.int32)
+
+    def attend(
+        kv: KVCachePages, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | int
+    ) -> tuple[jax.Array, KVCachePages]:
+        number = 0
+        if len(groups) > 1:
+            assert isinstance(window, int), "where windows are read while the step runs, all layers are one group"
+            number = number_of[None if window == NO_WINDOW else window]
+            layer = jnp.asarray(places)[layer]
+        out, pages = ragged_paged_attention(
+            q,
+            k,
+            v,
+            kv[number],
+            layer,
+            rows_of[number],
+            scale=spec.attention_scale,
+            soft_cap=spec.attention_soft_cap,
+            window=window,
+            plan=plan_of[number],
+            backend=backend,
+        )
+        return out, (*kv[:number], pages, *kv[number + 1 :])
+
+    hidden, states, own_pages = forward_with_states(
+        params, shard, token_ids, rows.positions, own_pages, attend, model.axis, depths
+    )
+    return Computed(rows, token_ids, hidden, states), (*own_pages, *others)
+
+
+def draw(
+    state: DeviceState,
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    model: StepModel,
+    num_drafts: int = 0,
+) -> tuple[jax.Array, DeviceLogprobs]:
+    """The tokens i32[N] at `positions` of `slots`, and what is reported of them.
+
+    With `num_drafts` a position may be so many tokens behind the row's last one: those between are in the history.
+    """
+    with jax.named_scope("sample"):
+        rows = Rows(state, slots, num_drafts)
+        vocab_size, axis, options = model.spec.vocab_size, model.axis, model.sampling
+        tokens = sample(logits, rows, positions, vocab_size, axis, options)
+        return tokens, logprobs(logits, tokens, rows, positions, vocab_size, axis, options)
+
+
+def are_stops(state: DeviceState, tokens: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
+    """bool[N]: whether rows end with `tokens` i32[N]."""
+    rows = Rows(state, slots)
+    return jnp.any(rows["stop_ids"] == tokens[:, None], axis=1) & (positions >= rows["min_length"])
+
+
+def append(
+    state: DeviceState, slots: jax.Array, lengths: jax.Array, tokens: jax.Array, counts: jax.Array, over: jax.Array
+) -> DeviceState:
+    """Gives `slots` i32[R], with `lengths` i32[R], the first `counts[r]` of `tokens` i32[R, N].
+
+    `over` bool[R]: whether the last of these ends the row. The trash slot stays as it is.
+    """
+    trash, places = trash_slot(state), jnp.arange(tokens.shape[1])
+    at = jnp.where((slots == trash) | (counts == 0), trash + 1, slots)  # past all, so dropped
+    each = jnp.where(places < counts[:, None], at[:, None], trash + 1)
+    return count_tokens(state, slots, tokens, counts) | {
+        "history": state["history"].at[each, lengths[:, None] + places].set(tokens, mode="drop"),
+        "length": state["length"].at[at].set(lengths + counts, mode="drop"),
+        "is_over": state["is_over"].at[at].set(over.astype(jnp.int32), mode="drop"),
+    }
+
+
+def are_alive(state: DeviceState, slots: jax.Array) -> jax.Array:
+    """bool[R]: decode rows with a token to come."""
+    return (state["length"][slots] < state["limit"][slots]) & (state["is_over"][slots] == 0)
+
+
+def trash_slot(state: DeviceState) -> int:
+    return len(state["length"]) - 1
+
+
+def open_pages(state: DeviceState, batch: Batch) -> DeviceState:
+    """Enters the pages that rows open in this step into the page tables."""
+    shape = state["page_tables"].shape
+    tables = state["page_tables"].reshape(-1)
+    for opened in batch.new_pages:
+        at = jnp.where(opened.pages > 0, opened.at, tables.size)  # past all, so dropped
+        tables = tables.at[at].set(opened.pages, mode="drop")
+    return state | {"page_tables": tables.reshape(shape)}

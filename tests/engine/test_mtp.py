@@ -1,0 +1,65 @@
+"""A model with an MTP layer in its checkpoint says the same with and without drafts of that layer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxvllm.engine.draft_pace import DraftPace
+from tests.engine.tiny import (
+    GREEDY,
+    Recomputation,
+    assert_idle,
+    few_pages,
+    random_prompts,
+    tiny_llm,
+    write_tiny_checkpoint,
+)
+from tests.models.seeded_weights import seeded_weights
+
+PROMPTS = random_prompts(8, longest=30, seed=5)
+PARAMS = [replace(GREEDY, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
+
+
+def write_mimo(directory: Path) -> Path:
+    """The tiny checkpoint as a MiMo: a Qwen 2 with biases, and one layer more."""
+    write_tiny_checkpoint(directory)
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    biases = {
+        name.replace("weight", "bias"): [len(tensor)]
+        for name, tensor in tensors.items()
+        if any(f".{x}_proj.weight" in name for x in "qkv") and "self_attn" in name
+    }
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | biases
+    E, first = config["hidden_size"], "model.layers.0."
+    start = "model.mtp_layers.0."
+    added = {start + name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+    added |= {f"{start}{name}_layernorm.weight": [E] for name in ("token", "hidden", "final")}
+    added[f"{start}input_proj.weight"] = [E, 2 * E]
+    save_file(tensors | seeded_weights(biases | added, 11, 0.0), directory / "model.safetensors")
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = False
+    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: drafts)
+    directory = write_mimo(tmp_path)
+    with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 3}) as llm:
+
+        def answers() -> list[list[int]]:
+            return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+        [replica], expected = llm.engine.replicas, answers()
+        assert not replica.num_drafted.any()
+        assert Recomputation(directory).is_greedy(PROMPTS[0], expected[0])
+        drafts = True
+        assert answers() == expected
+        assert (replica.num_drafted > 0).all() and (replica.num_accepted <= replica.num_drafted).all()
+        with few_pages(llm, 14):
+            assert answers() == expected
+        assert_idle(llm)

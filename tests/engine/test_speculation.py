@@ -1,0 +1,120 @@
+"""Speculation changes no token, no text and no log-probability, whatever the proposer guesses."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxvllm import LLM, SamplingParams
+from jaxvllm.core.sampling_params import StructuredOutputsParams
+from jaxvllm.engine import drafting as drafting_module
+from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
+from jaxvllm.runtime.proposers.ngram import NgramProposer
+from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
+from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
+
+PROMPTS = [*random_prompts(8, longest=30, seed=5), *([3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4)]
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=23, ignore_eos=True)
+# Each changes what the next token is, so a draft that was accepted must count in it.
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "ignore_eos": False},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 0.3, "min_p": 0.2, "top_p": 1.0},
+    {"temperature": 0.5, "top_k": 5, "logprobs": 3},
+    {"temperature": 0.0, "logit_bias": {5: 3.0, 7: -4.0}},
+    {"temperature": 0.0, "bad_words": ["a", "bc"]},
+    {"temperature": 0.0, "stop": ["e", "ab"]},
+    {"temperature": 0.0, "stop_token_ids": tuple(range(20, 50)), "min_tokens": 6, "logprobs": 0},
+    {"temperature": 0.2, "n": 3},
+    {"temperature": 0.0, "max_tokens": 2},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(30, 50))},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="[ab]{3,9}(cd)+e")},
+]
+
+
+@dataclass(frozen=True)
+class _Knowing(HistoryProposer):
+    """A proposer that knows how sequences go on, and says `shift` more than the token; right where that is 0."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    shift: int
+
+    def look(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
+        width = max(map(len, self.sequences)) + num_drafts
+        right = jnp.asarray([[*one, *[0] * (width - len(one))] for one in self.sequences], jnp.int32)  # [S, width]
+        history = jnp.pad(state[HISTORY.name][slots], ((0, 0), (0, width)))[:, :width]
+        is_same = (history[:, None] == right) | (jnp.arange(width) >= lengths[:, None, None])
+        at = jnp.argmax(is_same.all(axis=2), axis=1)
+        places = jnp.clip(lengths[:, None] + jnp.arange(num_drafts), 0, width - 1)
+        drafts = right[at[:, None], places] + self.shift
+        return Drafts(drafts, jnp.full(len(lengths), num_drafts))
+
+
+def drafting(directory: Path, monkeypatch: pytest.MonkeyPatch, proposer: Proposer, num_drafts: int = 3) -> LLM:
+    """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing."""
+    monkeypatch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
+    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    return tiny_llm(directory, speculative_config={"method": "ngram", "num_speculative_tokens": num_drafts})
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_checkpoint: Path) -> Iterator[list[list[CompletionOutput]]]:
+    """What each request is answered without drafts; the greedy ones of all prompts follow."""
+    with tiny_llm(tiny_checkpoint) as llm:
+        yield [output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)]
+
+
+PARAMS = [replace(SAMPLED, seed=index, **options) for index, options in enumerate(OPTIONS)]
+PARAMS += [replace(GREEDY, max_tokens=40)] * len(PROMPTS)
+REQUESTS: tuple[list[Any], list[SamplingParams]] = (
+    [PROMPTS[index % len(PROMPTS)] for index in range(len(OPTIONS))] + PROMPTS,
+    PARAMS,
+)
+
+
+def assert_equal(got: list[list[CompletionOutput]], expected: list[list[CompletionOutput]]) -> None:
+    for one, other in zip(sum(got, []), sum(expected, []), strict=True):
+        assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == (
+            other.text,
+            other.token_ids,
+            other.finish_reason,
+            other.stop_reason,
+        )
+        assert [list(ranked) for ranked in one.logprobs or ()] == [list(ranked) for ranked in other.logprobs or ()]
+        for ranked, others in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert [x.logprob for x in ranked.values()] == pytest.approx([x.logprob for x in others.values()], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "right", "wrong", "beyond the vocabulary", "negative"])
+def test_everything_is_as_without_drafts(
+    kind: str, tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shift = {"right": 0, "wrong": 1, "beyond the vocabulary": 10**6, "negative": -(10**6)}
+    greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
+    sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
+    proposer = NgramProposer(1, 3) if kind == "ngram" else _Knowing(sequences, shift[kind])
+    with drafting(tiny_checkpoint, monkeypatch, proposer) as llm:
+        assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
+        [replica] = llm.engine.replicas
+        drafted, accepted = replica.num_drafted, replica.num_accepted
+        assert (drafted > 0).all() and (accepted <= drafted).all() and (accepted[1:] <= accepted[:-1]).all()
+        if kind == "right":
+            replica.num_drafted[:] = replica.num_accepted[:] = 0
+            llm.generate(PROMPTS, replace(GREEDY, max_tokens=40), use_tqdm=False)
+            assert (accepted == drafted).all()
+        elif kind == "ngram":
+            assert accepted.sum() > 0.2 * drafted.sum()
+        with few_pages(llm, 14):
+            before = llm.engine.stats().num_preemptions
+            assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
+            assert llm.engine.stats().num_preemptions > before
+        assert_idle(llm)
