@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import REFERENCE, Backend
@@ -30,6 +32,8 @@ from tools.aot_outcome import Kind
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 LAYERS = 2
+SPECULATION = SpeculativeConfig("ngram")
+DRAFTS = SPECULATION.num_speculative_tokens
 # The number of pages. Nothing is allocated, and no row looks up a page. The pool is so large that a copy of it cannot
 # hide among other temporaries, and small enough for every chip.
 POOL_BYTES = 2**30
@@ -64,13 +68,16 @@ class StepModel:
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
         """What the engine runs of it.
 
-        A decode step, several in one program, the first half of one whose rows wait for masks, the halves of a step
-        with prompts, and the forks of beam search.
+        A decode step, several in one program, several with drafts, the first half of one whose rows wait for masks, the
+        halves of a step with prompts, and the forks of beam search.
         """
         rows = 8
         return {
             "decode": lambda step: step.compile_begin(Bucket(rows, rows)),
             "burst": lambda step: step.compile_begin(Bucket(rows, rows, width=EngineConfig.max_decode_burst)),
+            "drafts": lambda step: step.compile_begin(
+                Bucket(rows * (1 + DRAFTS), rows, width=EngineConfig.max_decode_burst, num_drafts=DRAFTS)
+            ),
             "split": lambda step: step.compile_begin(Bucket(rows, rows, is_split=True)),
             "mixed": lambda step: step.compile_begin(Bucket(self.mixed_tokens, rows)),
             "sample": lambda step: step.compile_sampler(rows),
@@ -219,7 +226,8 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         params = abstract_params(spec, DTYPE, "stacked", mesh)
         pages = shape.pages(spec, backend, mesh)
-        return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh))
+        proposer = NgramProposer(SPECULATION.prompt_lookup_min, SPECULATION.prompt_lookup_max)
+        return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh, proposer=proposer))
 
     name = f"step/{form}{model.suffix}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
     pages_bytes, state = _num_bytes(pool(shape.num_pages)), state_bytes(shape.sizes(spec))

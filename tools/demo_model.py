@@ -73,14 +73,15 @@ DEMO = ModelShape(hidden=192, layers=4, heads=6, kv_heads=2, head_size=32, ffn=5
 DRAFT = ModelShape(hidden=96, layers=2, heads=3, kv_heads=1, head_size=32, ffn=192)
 
 
-def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Divides x f32[..., E] by its root mean square and multiplies with weight f32[E]."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + NORM_EPSILON) * weight
 
 
-def _rope(x: jax.Array, positions: jax.Array) -> jax.Array:
+def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotates halves: x f32[..., N, D] with one position for each leading index of `positions`."""
     half = x.shape[-1] // 2
-    angles = positions[..., None, None] * ROPE_THETA ** (-jnp.arange(half) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * ROPE_THETA ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     low, high = x[..., :half], x[..., half:]
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
@@ -91,31 +92,50 @@ def _qkv(shape: ModelShape, params: Params, at: str, x: jax.Array, positions: ja
         return (x @ params[f"{at}self_attn.{name}_proj.weight"].T).reshape(*x.shape[:-1], count, shape.head_size)
 
     query, key = heads("q", shape.heads), heads("k", shape.kv_heads)
-    return _rope(query, positions), _rope(key, positions), heads("v", shape.kv_heads)
+    return rope(query, positions), rope(key, positions), heads("v", shape.kv_heads)
 
 
-def _feed_forward(params: Params, at: str, x: jax.Array) -> jax.Array:
+def feed_forward(params: Params, at: str, x: jax.Array) -> jax.Array:
+    """Computes the gated feed-forward f32[..., E] of the layer whose tensors' names begin with `at`."""
     gate = jax.nn.silu(x @ params[f"{at}mlp.gate_proj.weight"].T)
     return (gate * (x @ params[f"{at}mlp.up_proj.weight"].T)) @ params[f"{at}mlp.down_proj.weight"].T
 
 
-def logits(shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    """Computes logits f32[B, T, V] of tokens i32[B, T]. A token attends to earlier ones of its segment i32[B, T]."""
-    length = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    bias = jnp.where(causal & (segments[:, :, None] == segments[:, None, :]), 0.0, -1e9)[:, None, None]
+def attention_bias(segments: jax.Array) -> jax.Array:
+    """Returns the bias f32[B, T, T] of scores: 0 where a token (row) sees another of its segment i32[B, T], else -1e9."""
+    causal = jnp.tril(jnp.ones((segments.shape[1], segments.shape[1]), bool))
+    return jnp.where(causal & (segments[:, :, None] == segments[:, None, :]), 0.0, -1e9)
+
+
+def residual_states(
+    shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """Computes the states f32[B, T, E] of tokens i32[B, T]. A token attends to earlier ones of its segment i32[B, T].
+
+    The first result has the residual stream after 0, 1, ..., L layers. The second is the last of them behind the final
+    norm, which the LM head reads.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    bias = attention_bias(segments)[:, None, None]
     x = params["model.embed_tokens.weight"][tokens]
+    states = [x]
     group = shape.heads // shape.kv_heads
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
-        query, key, value = _qkv(shape, params, at, _norm(x, params[at + "input_layernorm.weight"]), positions)
+        normed = norm(x, params[at + "input_layernorm.weight"])
+        query, key, value = _qkv(shape, params, at, normed, positions)
         query = query.reshape(*tokens.shape, shape.kv_heads, group, shape.head_size)
         scores = jnp.einsum("btkgd,bskd->bkgts", query, key) * shape.head_size**-0.5 + bias
         mixed = jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores, -1), value)
         x = x + mixed.reshape(*tokens.shape, -1) @ params[at + "self_attn.o_proj.weight"].T
-        x = x + _feed_forward(params, at, _norm(x, params[at + "post_attention_layernorm.weight"]))
-    return _norm(x, params["model.norm.weight"]) @ params["model.embed_tokens.weight"].T
+        x = x + feed_forward(params, at, norm(x, params[at + "post_attention_layernorm.weight"]))
+        states.append(x)
+    return states, norm(x, params["model.norm.weight"])
+
+
+def logits(shape: ModelShape, params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+    """Computes logits f32[B, T, V] of tokens i32[B, T]. A token attends to earlier ones of its segment i32[B, T]."""
+    return residual_states(shape, params, tokens, segments)[1] @ params["model.embed_tokens.weight"].T
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -139,7 +159,7 @@ def _decode(
         seen = jnp.arange(total) <= position
         for layer in range(shape.layers):
             at = f"model.layers.{layer}."
-            normed = _norm(x, params[at + "input_layernorm.weight"])
+            normed = norm(x, params[at + "input_layernorm.weight"])
             query, new_key, value = _qkv(shape, params, at, normed, jnp.full((rows,), position))
             cache = cache.at[layer, 0, :, :, position].set(new_key).at[layer, 1, :, :, position].set(value)
             query = query.reshape(rows, shape.kv_heads, group, shape.head_size)
@@ -147,8 +167,8 @@ def _decode(
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e9), -1)
             mixed = jnp.einsum("bkgs,bksd->bkgd", weights, cache[layer, 1]).reshape(rows, -1)
             x = x + mixed @ params[at + "self_attn.o_proj.weight"].T
-            x = x + _feed_forward(params, at, _norm(x, params[at + "post_attention_layernorm.weight"]))
-        scored = _norm(x, params["model.norm.weight"]) @ params["model.embed_tokens.weight"].T
+            x = x + feed_forward(params, at, norm(x, params[at + "post_attention_layernorm.weight"]))
+        scored = norm(x, params["model.norm.weight"]) @ params["model.embed_tokens.weight"].T
         noise = jax.random.gumbel(jax.random.fold_in(key, position), scored.shape)
         chosen = jnp.argmax(scored + temperature * noise, -1).astype(jnp.int32)
         return (cache, chosen), token
@@ -194,8 +214,21 @@ def decode(
     return outputs
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Writes a JSON file as the ones of Hugging Face look."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def bfloat16(params: Params) -> dict[str, np.ndarray]:
+    """Returns the parameters as they are stored."""
+    return {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in params.items()}
+
+
+def write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:
+    """Writes a safetensors file."""
+    save_file(weights, path, metadata={"format": "pt"})
+    # safetensors makes the file readable for its owner only, but other users read an installed package.
+    path.chmod(0o644)
 
 
 def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) -> None:
@@ -211,7 +244,7 @@ def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) 
         "mlp_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
         "bos_token_id": bos, "eos_token_id": end, "pad_token_id": pad, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     generation = {
         "bos_token_id": bos,
         "eos_token_id": end,
@@ -219,8 +252,8 @@ def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) 
         "do_sample": True,
         "temperature": 0.7,
     }
-    _write_json(folder / "generation_config.json", generation)
-    _write_json(
+    write_json(folder / "generation_config.json", generation)
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": END, "pad_token": PAD,
@@ -229,10 +262,7 @@ def save(folder: Path, shape: ModelShape, params: Params, tokenizer: Tokenizer) 
         },
     )  # fmt: skip
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in params.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors makes the file readable for its owner only, but other users read an installed package.
-    (folder / "model.safetensors").chmod(0o644)
+    write_weights(folder / "model.safetensors", bfloat16(params))
 
 
 def load(folder: Path, shape: ModelShape) -> Params:

@@ -66,7 +66,7 @@ class Replica:
         self.num_drafted = np.zeros(runner.programs.ladder.num_drafts, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._pace = BurstPace(burst_seconds)
-        self._draft_pace = DraftPace()
+        self._draft_pace = DraftPace(runner.proposer_catches_up)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
 
@@ -144,6 +144,7 @@ class Replica:
             num_prefill=plan.num_tokens - plan.num_decode,
             num_rows=plan.num_rows,
             num_steps=num_steps,
+            num_drafts=plan.num_drafts,
             bucket_tokens=bucket.num_tokens,
             host_seconds=launched.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,

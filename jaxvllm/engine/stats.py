@@ -41,6 +41,7 @@ class StepReport:
     num_prefill: int  # prompt tokens
     num_rows: int
     num_steps: int
+    num_drafts: int  # that a row may have had in a step
     bucket_tokens: int  # tokens that were computed, padding included
     host_seconds: float  # time to plan and launch the step and to turn its tokens into outputs
     device_seconds: float  # from its launch, or the end of the call before it, until its output was seen

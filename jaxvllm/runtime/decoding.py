@@ -15,7 +15,7 @@ from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
-from jaxvllm.runtime.proposers import Known, Proposer
+from jaxvllm.runtime.proposers import Drafts, Known, Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
@@ -127,7 +127,7 @@ def _decode_once(
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = now.state["page_tables"][slots]
-    rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), bucket.num_tokens)
+    rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), bucket.num_rows)
     last = now.state["history"][slots, starts]
     depths = () if proposer is None else proposer.depths
     computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths)
@@ -155,33 +155,60 @@ def _draft_and_verify(
     bucket: Bucket,
     proposer: Proposer | None,
 ) -> _Progress:
-    """Up to K + 1 tokens for each row that is alive, and `most` i32[R].
+    """Up to K + 1 tokens for each row that is alive, and `most` i32[R]."""
+    assert proposer is not None, "nobody proposes drafts"
+    lengths = now.state["length"][slots]
+    # The token behind the last draft is sampled, too.
+    room = jnp.where(is_alive, jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0)
+    with jax.named_scope("propose"):
+        known = Known(params, now.kv_pages, now.state, slots, lengths, room, model)
+        kv_pages, drafts = proposer.propose(known, bucket.num_drafts)
+        drafts = replace(drafts, counts=jnp.clip(drafts.counts, 0, jnp.maximum(room, 0)))
+    now = replace(now, kv_pages=kv_pages)
+
+    def verify(now: _Progress) -> _Progress:
+        return _verify(params, now, is_alive, slots, drafts, model=model, bucket=bucket, proposer=proposer)
+
+    if proposer.cache is not None:
+        return verify(now)
+
+    def decode_once(now: _Progress) -> _Progress:
+        return _decode_once(params, now, is_alive, slots, most, model=model, bucket=bucket, proposer=None)
+
+    # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer.
+    return jax.lax.cond(jnp.any(drafts.counts > 0), verify, decode_once, now)
+
+
+def _verify(
+    params: Params,
+    now: _Progress,
+    is_alive: jax.Array,
+    slots: jax.Array,
+    drafts: Drafts,
+    *,
+    model: StepModel,
+    bucket: Bucket,
+    proposer: Proposer,
+) -> _Progress:
+    """One step with `drafts` behind the last token of each row that is alive.
 
     All positions are sampled at once. A position counts only if each draft before it is what was sampled there, and
     then its logits, its noise and its history are those that it would have had without drafts.
     """
-    assert proposer is not None, "nobody proposes drafts"
-    num_drafts, num_tokens = bucket.num_drafts, bucket.num_tokens
-    lengths = now.state["length"][slots]
+    num_drafts, num_tokens, state = bucket.num_drafts, bucket.num_tokens, now.state
+    lengths = state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
-    tables = now.state["page_tables"][slots]
-    # The token behind the last draft is sampled, too.
-    room = jnp.minimum(most, now.state["limit"][slots] - lengths) - 1
-    with jax.named_scope("propose"):
-        known = Known(params, now.kv_pages, now.state, slots, lengths, jnp.where(is_alive, room, 0), model)
-        kv_pages, drafts = proposer.propose(known, num_drafts)
-        places = jnp.arange(num_drafts)
-        drafted = places < jnp.minimum(drafts.counts, room)[:, None]  # [R, K]
-        num_drafted = drafted.sum(axis=1, dtype=jnp.int32)
-        guesses = jnp.clip(drafts.tokens, 0, model.spec.vocab_size - 1)
-    state = now.state
-    each = jnp.where(drafted, slots[:, None], trash_slot(state) + 1)
+    tables = state["page_tables"][slots]
+    places = jnp.arange(num_drafts)
+    drafted = places < drafts.counts[:, None]  # [R, K]
+    guesses = jnp.clip(drafts.tokens, 0, model.spec.vocab_size - 1)
+    each = jnp.where(drafted, slots[:, None], trash_slot(state) + 1)  # past all, so dropped
     state |= {"history": state["history"].at[each, lengths[:, None] + places].set(guesses, mode="drop")}
 
-    rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + num_drafted, 0), num_tokens)
+    rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + drafts.counts, 0), num_tokens)
     token_slots = jnp.where(rows.is_real(), slots[rows.token_rows], trash_slot(state))
     token_ids = state["history"][token_slots, rows.positions]
-    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, proposer.depths)
+    computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths)
     logits = project_logits(params, model.shard, computed.hidden)
     next_positions = rows.positions + 1
     tokens, best = draw(state, logits, token_slots, next_positions, model, num_drafts)
@@ -196,7 +223,7 @@ def _draft_and_verify(
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     if proposer.cache is not None:
         with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model, num_drafted)
+            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model, drafts.counts)
     now = replace(
         now,
         num_steps=now.num_steps + 1,

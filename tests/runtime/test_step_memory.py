@@ -19,6 +19,7 @@ from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.memory import GPU_SHARE_VARIABLE, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
+from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
@@ -50,6 +51,7 @@ KV_BYTES = sum(pages.size * pages.dtype.itemsize for pages in KV)  # 128 MiB
 STATE = SHAPE.state(SPEC, MESH)
 STATE_BYTES = state_bytes(SHAPE.sizes(SPEC))
 DECODE, BURST, MIXED = Bucket(2, 2), Bucket(2, 2, width=8), Bucket(64, 2)
+DRAFTS = Bucket(8, 2, width=8, num_drafts=3)
 
 
 def params_of(layout: Layout) -> Any:
@@ -64,7 +66,8 @@ def smallest_matrix(layout: Layout) -> int:
 
 @cache
 def program(bucket: Bucket, layout: Layout) -> StepProgram:
-    return StepCompiler(params_of(layout), KV, SPEC, SHAPE, REFERENCE, MESH).compile(bucket)
+    proposer = NgramProposer(2, 5)
+    return StepCompiler(params_of(layout), KV, SPEC, SHAPE, REFERENCE, MESH, proposer=proposer).compile(bucket)
 
 
 def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
@@ -72,7 +75,7 @@ def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
     return program(bucket, layout).begin
 
 
-@pytest.mark.parametrize("bucket", [DECODE, BURST, MIXED], ids=repr)
+@pytest.mark.parametrize("bucket", [DECODE, BURST, DRAFTS, MIXED], ids=repr)
 def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     memory = compiled(bucket, "separate").memory_analysis()
     assert memory.alias_size_in_bytes >= KV_BYTES + STATE_BYTES
@@ -81,7 +84,7 @@ def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     # In a decode bucket a row has so many for each step, in a mixed one its hidden state for the sampler.
     hidden = 0 if bucket.is_decode else 4 * SPEC.hidden_size * bucket.num_rows
     rest = memory.output_size_in_bytes - memory.alias_size_in_bytes - scores - hidden
-    assert rest < 1024 * bucket.num_rows * bucket.width
+    assert rest < 1024 * bucket.num_rows * bucket.row_tokens
 
 
 def test_the_sampler_updates_the_state_in_place() -> None:
@@ -92,7 +95,7 @@ def test_the_sampler_updates_the_state_in_place() -> None:
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024 * MIXED.num_rows
 
 
-@pytest.mark.parametrize("bucket", [DECODE, BURST, MIXED], ids=repr)
+@pytest.mark.parametrize("bucket", [DECODE, BURST, DRAFTS, MIXED], ids=repr)
 def test_no_copy_of_the_pages(bucket: Bucket) -> None:
     assert compiled(bucket, "separate").memory_analysis().temp_size_in_bytes < KV_BYTES / 10
 
@@ -100,6 +103,7 @@ def test_no_copy_of_the_pages(bucket: Bucket) -> None:
 def test_no_copy_of_a_weight() -> None:
     assert compiled(DECODE, "separate").memory_analysis().temp_size_in_bytes < smallest_matrix("separate")
     assert compiled(BURST, "separate").memory_analysis().temp_size_in_bytes < smallest_matrix("separate")
+    assert compiled(DRAFTS, "separate").memory_analysis().temp_size_in_bytes < smallest_matrix("separate")
     assert step_bytes(compiled(DECODE, "separate")) < smallest_matrix("separate")
 
 

@@ -270,7 +270,7 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.Failed("why", False),
         wire.Broken("X"),
         wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16, [None, {2: Logprob(-1.0)}])]),
-        wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 1, 16, 0.1, 0.2)]),
+        wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 1, 0, 16, 0.1, 0.2)]),
         wire.Pages([PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
         wire.Ready(wire.EngineFacts(None, 10, 64, (2, 3), SamplingParams(), 1, 8, 16, 2)),
     ],

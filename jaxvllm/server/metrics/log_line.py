@@ -63,9 +63,13 @@ class StatsLogger(Observer):
             f"KV cache usage: {stats.num_pages_owned / stats.num_pages:.1%}",
             f"Prefix cache hit rate: {self._hit_rate:.1%}",
         ]
+        drafted, accepted = self._gained("num_draft_tokens"), self._gained("num_accepted_tokens")
+        if drafted:
+            length = 1 + accepted / self._gained("num_drafts")
+            parts.append(f"Draft acceptance rate: {accepted / drafted:.1%}, Mean acceptance length: {length:.2f}")
         if steps.count:
             host, device = 1e3 * steps.host_seconds / steps.count, 1e3 * steps.device_seconds / steps.count
-            parts.append(f"padding {1 - steps.num_tokens / steps.bucket_tokens:.0%}")
+            parts.append(f"padding {1 - (steps.num_tokens + drafted) / steps.bucket_tokens:.0%}")
             parts.append(f"host {host:.1f} ms and device {device:.1f} ms a step")
         return ", ".join(parts)
 

@@ -40,6 +40,7 @@ STEP = StepReport(
     num_rows=4,
     bucket_tokens=16,
     num_steps=1,
+    num_drafts=0,
     host_seconds=0.0005,
     device_seconds=0.02,
 )

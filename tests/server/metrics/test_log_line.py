@@ -34,6 +34,22 @@ def test_the_log_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_drafts_are_told_where_there_were_any_and_are_no_padding(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jaxvllm")
+    log = StatsLogger(10.0)
+    step = replace(STEP, num_prefill=0, num_decode=4, bucket_tokens=16)  # three drafts a row, of which there were eight
+    engine = replace(IDLE, num_steps=1, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=5)
+    clock.now += 10.0
+    log.on_pulse(wire.Pulse(engine, [step]))
+    assert "Draft acceptance rate: 62.5%, Mean acceptance length: 2.25, padding 25%, " in caplog.text
+    caplog.clear()
+    clock.now += 10.0
+    log.on_pulse(wire.Pulse(replace(engine, num_steps=2), [step]))
+    assert "raft" not in caplog.text and "padding 75%" in caplog.text
+
+
 def test_a_burst_counts_as_the_decode_steps_that_it_is(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "jaxvllm")
     log = StatsLogger(10.0)
