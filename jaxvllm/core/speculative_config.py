@@ -96,7 +96,8 @@ class SpeculativeConfig:
             names = [field.name for field in fields(cls)]
             if unknown := [str(name) for name in value if name not in names and name not in _NO_CHOICE]:
                 raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
-            given = {name: one for name, one in value.items() if name in names and one is not None}
+            given = {name: one for name, one in value.items() if name in names}
+            given = {name: one for name, one in given.items() if one is not None or name not in _LOOKUP}
             if len(one := [given[name] for name in _LOOKUP if name in given]) == 1:
                 given |= dict.fromkeys(_LOOKUP, one[0])
             return cls(**given)
