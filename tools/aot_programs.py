@@ -10,10 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.params import abstract_params
+from jaxvllm.models.heads.eagle import Eagle3Head
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.params import Params, abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
@@ -68,21 +71,52 @@ class StepModel:
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
         """What the engine runs of it.
 
-        A decode step, several in one program, several with drafts, the first half of one whose rows wait for masks, the
-        halves of a step with prompts, and the forks of beam search.
+        A decode step, several in one program, several with drafts of n-grams and of an EAGLE-3 head, the first half of
+        one whose rows wait for masks, the halves of a step with prompts, which a head may follow, and the forks of beam
+        search.
         """
         rows = 8
+
+        def drafts(step: StepCompiler) -> jax.stages.Compiled:
+            bucket = Bucket(rows * (1 + DRAFTS), rows, width=EngineConfig.max_decode_burst, num_drafts=DRAFTS)
+            return step.compile_begin(bucket)
+
         return {
             "decode": lambda step: step.compile_begin(Bucket(rows, rows)),
             "burst": lambda step: step.compile_begin(Bucket(rows, rows, width=EngineConfig.max_decode_burst)),
-            "drafts": lambda step: step.compile_begin(
-                Bucket(rows * (1 + DRAFTS), rows, width=EngineConfig.max_decode_burst, num_drafts=DRAFTS)
-            ),
+            "drafts": drafts,
+            "eagle3": lambda step: drafts(self.with_eagle3(step)),
+            "eagle3-follows": lambda step: self.with_eagle3(step).compile_begin(Bucket(self.mixed_tokens, rows)),
             "split": lambda step: step.compile_begin(Bucket(rows, rows, is_split=True)),
             "mixed": lambda step: step.compile_begin(Bucket(self.mixed_tokens, rows)),
             "sample": lambda step: step.compile_sampler(rows),
             "fork": lambda step: step.compile_fork(),
         }
+
+    def with_eagle3(self, step: StepCompiler) -> StepCompiler:
+        """`step` with an EAGLE-3 head of one layer like the model's, a quarter of its vocabulary, and its pages."""
+        spec = replace(self.spec, num_layers=1, windows=(None,), layer_rope=self.spec.layer_rope[:1])
+        proposer = AutoregressiveProposer(Eagle3Head(spec, depths=(0, 1, self.spec.num_layers)))
+        shape = replace(step.shape, draft=proposer.cache)
+        params = step.params | {DRAFT: self._eagle3_params(spec, step.mesh)}
+        return replace(
+            step, params=params, kv=shape.pages(self.spec, step.backend, step.mesh), shape=shape, proposer=proposer
+        )
+
+    @staticmethod
+    def _eagle3_params(spec: ModelSpec, mesh: Mesh) -> Params:
+        E, F, V = spec.hidden_size, spec.ffn_size, spec.vocab_size // 4
+        K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def array(*size: int, dtype: jnp.dtype = DTYPE) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(size, dtype, sharding=everywhere)
+
+        layer = {"qkv": array(K, (G + 2) * D, 2 * E), "o": array(E, K * G * D), "gate_up": array(2, F, E)}
+        layer |= {"down": array(E, F)} | dict.fromkeys(("attention_norm", "feature_norm", "ffn_norm"), array(E))
+        columns = array(spec.vocab_size, dtype=jnp.dtype(jnp.int32))
+        outer = {"fc": array(E, 3 * E), "final_norm": array(E), "lm_head": array(V, E), "columns": columns}
+        return outer | {"layers": [layer]}
 
     @property
     def smallest_matrix_bytes(self) -> int:

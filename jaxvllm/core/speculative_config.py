@@ -43,6 +43,8 @@ _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix_decoding_min_token_prob": ((None, 0.1), _NO_SUFFIX),
 }
 
+_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
+
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
@@ -77,7 +79,8 @@ class SpeculativeConfig:
     def read(cls, value: object) -> Self:
         """Reads a mapping or a JSON object. Raises ValueError for anything else, and for unknown names.
 
-        A field of vLLM that is no choice here may have the values that change nothing.
+        A field of vLLM that is no choice here may have the values that change nothing. As in vLLM, where only one of
+        `prompt_lookup_min` and `prompt_lookup_max` is given, both are that.
         """
         if isinstance(value, str):
             try:
@@ -93,7 +96,11 @@ class SpeculativeConfig:
             names = [field.name for field in fields(cls)]
             if unknown := [str(name) for name in value if name not in names and name not in _NO_CHOICE]:
                 raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
-            return cls(**{name: one for name, one in value.items() if name in names})
+            given = {name: one for name, one in value.items() if name in names}
+            given = {name: one for name, one in given.items() if one is not None or name not in _LOOKUP}
+            if len(one := [given[name] for name in _LOOKUP if name in given]) == 1:
+                given |= dict.fromkeys(_LOOKUP, one[0])
+            return cls(**given)
         except ValueError as error:
             example = '{"method": "ngram", "num_speculative_tokens": 3}'
             raise ValueError(f"speculative_config {error}; an example: {example}") from error

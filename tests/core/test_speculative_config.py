@@ -96,3 +96,11 @@ def test_neutral_values_of_vllms_other_fields_are_accepted() -> None:
 def test_other_values_of_vllms_other_fields_are_refused(name: str, value: Any, why: str) -> None:
     with pytest.raises(ValueError, match=f"speculative_config {name} = .* is not supported .*{why}.*: leave it out"):
         SpeculativeConfig.read(WHOLE | {name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_lookup_max", 1), ("prompt_lookup_min", 7)])
+def test_one_end_of_the_lookup_is_both(name: str, value: int) -> None:
+    config = SpeculativeConfig.read({"method": "ngram", name: value})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (value, value)
+    assert SpeculativeConfig.read(str(config)) == config
+    assert SpeculativeConfig.read({"method": "ngram", "prompt_lookup_min": None}) == SpeculativeConfig("ngram")

@@ -92,3 +92,19 @@ def test_the_demo_model_says_the_same_with_what_drafts_for_it(
                 assert shares[0] > least and (shares[1:] < shares[:-1]).all()
         assert_equal(got, stories)
         assert_idle(llm)
+
+
+@pytest.mark.slow
+def test_on_a_mesh_every_device_has_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    always(monkeypatch)
+    options: dict[str, Any] = {"dtype": "float32", "mesh": "1x2", "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    options |= {"row_buckets": (4,), "token_buckets": (32,), "warm_up": "full"}
+    answers = []
+    for config in (None, *({"method": method, "model": HEADS[method][0]} for method in ("draft_model", "eagle3"))):
+        with LLM("demo", speculative_config=config, **options) as llm:
+            outputs = [llm.generate(list(STORIES), params, use_tqdm=False) for params in PARAMS]
+            answers.append([output.outputs for some in outputs for output in some])
+            if config is not None:
+                [replica] = llm.engine.replicas
+                assert replica.num_accepted[0] > 0.4 * replica.num_drafted[0] > 0
+                assert_equal(answers[-1], answers[0])

@@ -1,9 +1,10 @@
-"""A model with an MTP layer in its checkpoint says the same with and without drafts of that layer."""
+"""A model with an MTP layer in its checkpoint says the same with and without drafts, and drafts see its features."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -21,10 +22,15 @@ from tests.models.seeded_weights import seeded_weights
 
 PROMPTS = random_prompts(8, longest=30, seed=5)
 PARAMS = [replace(GREEDY, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
+CIRCLE = 40 + np.arange(16)  # tokens of which each follows the one before
+IN_CIRCLE = [np.roll(CIRCLE, shift)[:length].tolist() * 2 for shift, length in ((0, 16), (5, 16), (9, 3))]
 
 
 def write_mimo(directory: Path) -> Path:
-    """The tiny checkpoint as a MiMo: a Qwen 2 with biases, and one layer more."""
+    """The tiny checkpoint as a MiMo: a Qwen 2 with biases, and one layer more.
+
+    It says `CIRCLE` round and round. Its head knows so from the feature alone, and does not look at the token.
+    """
     write_tiny_checkpoint(directory)
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
@@ -39,7 +45,16 @@ def write_mimo(directory: Path) -> Path:
     added = {start + name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
     added |= {f"{start}{name}_layernorm.weight": [E] for name in ("token", "hidden", "final")}
     added[f"{start}input_proj.weight"] = [E, 2 * E]
-    save_file(tensors | seeded_weights(biases | added, 11, 0.0), directory / "model.safetensors")
+    tensors |= seeded_weights(biases | added, 11, 0.0)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+            tensor *= 0.01 if name.startswith(start) else 0.1
+    one, following = np.eye(E, dtype=np.float32)[: len(CIRCLE)], np.roll(np.arange(len(CIRCLE)), -1)
+    tensors["model.embed_tokens.weight"][CIRCLE] = 20 * one
+    tensors["lm_head.weight"][CIRCLE[following]] = one
+    tensors[f"{start}input_proj.weight"][:] = 0
+    tensors[f"{start}input_proj.weight"][following, np.arange(len(CIRCLE))] = 8
+    save_file(tensors, directory / "model.safetensors")
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -62,4 +77,9 @@ def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (replica.num_drafted > 0).all() and (replica.num_accepted <= replica.num_drafted).all()
         with few_pages(llm, 14):
             assert answers() == expected
+        replica.num_drafted[:] = replica.num_accepted[:] = 0
+        for output in llm.generate(IN_CIRCLE, GREEDY, use_tqdm=False):
+            at = output.prompt_token_ids[-1] - CIRCLE[0] + 1
+            assert output.outputs[0].token_ids == np.resize(np.roll(CIRCLE, -at), GREEDY.max_tokens).tolist()
+        assert (replica.num_accepted == replica.num_drafted).all() and replica.num_drafted.all()
         assert_idle(llm)

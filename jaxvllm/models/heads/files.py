@@ -15,6 +15,7 @@ from jaxvllm.models.heads.medusa import MedusaHeads
 from jaxvllm.models.heads.mtp import MtpHead
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.hf_weights import WeightFiles, open_weights
+from jaxvllm.models.orbax_tree import TREE
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import Source, separate_projections
@@ -228,6 +229,8 @@ def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> t
             )
         if target.norm_placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
             raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
+        if (directory / TREE).is_dir():
+            raise ValueError("a converted model has no MTP layer, which is no part of the decoder: give the original")
     rope = target.ropes[target.layer_rope[-1]]
     spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
     is_mimo = family is mimo.FAMILY

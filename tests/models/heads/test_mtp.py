@@ -121,6 +121,14 @@ def test_a_broken_head_is_refused(
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_converted_model_has_no_head(tmp_path: Path) -> None:
+    config = config_of("mimo")
+    write_head(tmp_path, config, head_shapes("mimo", config))
+    (tmp_path / "orbax").mkdir()
+    with pytest.raises(ValueError, match=f"{tmp_path}: a converted model has no MTP layer.*: give the original"):
+        read_mtp(tmp_path, config, model_spec(config))
+
+
 def test_a_part_of_a_head_in_a_layer_of_the_model_is_refused(tmp_path: Path) -> None:
     config = config_of("deepseek")
     write_head(tmp_path, config, model_shapes(config) | {"model.layers.1.eh_proj.weight": [E, 2 * E]})
