@@ -45,8 +45,8 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
     assert packed.shape == (packed_size(bucket, SIZES),) and packed.dtype == np.int32
     batch: Batch = jax.tree.map(np.asarray, unpack_in(bucket)(packed))
     count, padding = plan.num_rows, bucket.num_rows - plan.num_rows
-    assert batch.width == plan.width
-    for name in ("slots", "starts", "lengths", "samples", "next_tokens"):
+    assert batch.num_steps == plan.width
+    for name in ("slots", "starts", "lengths", "max_new", "next_tokens"):
         column = getattr(batch, name)
         assert column.shape == (bucket.num_rows,)
         np.testing.assert_array_equal(column[:count], getattr(plan, name), name)
@@ -61,13 +61,13 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
     np.testing.assert_array_equal(batch.slots[count:], [TRASH] * padding)
     assert (batch.next_tokens[count:] == NOT_SCORED).all()
     # A padding row is empty and keeps no token.
-    for column in (batch.starts, batch.lengths, batch.samples):
+    for column in (batch.starts, batch.lengths, batch.max_new):
         assert not column[count:].any()
     assert batch.decodes.tolist() == [True] * plan.num_decode + [False] * (bucket.num_rows - plan.num_decode)
     tokens = np.zeros(bucket.num_tokens, np.int32)
     tokens[plan.num_decode : plan.num_tokens] = plan.token_ids
     np.testing.assert_array_equal(batch.token_ids, tokens)
-    assert (batch.samples.dtype, batch.decodes.dtype, batch.token_ids.dtype) == (np.bool_, np.bool_, np.int32)
+    assert (batch.max_new.dtype, batch.decodes.dtype, batch.token_ids.dtype) == (np.int32, np.bool_, np.int32)
 
 
 @pytest.mark.parametrize("bucket", [Bucket(6, 6), Bucket(40, 6)], ids=repr)
