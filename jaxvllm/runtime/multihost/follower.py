@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from jaxvllm.runtime.multihost.agreement import agree, all_well
 from jaxvllm.runtime.multihost.calls import Abandon, Call, Close, read_message
-from jaxvllm.runtime.multihost.link import connect, end_process, grace, say
+from jaxvllm.runtime.multihost.link import connect, end_process, grace, outlive_abort, say
 from jaxvllm.runtime.multihost.watch import Watch
 from jaxvllm.runtime.runner import Runner
 from sharding.hosts import Hosts
@@ -24,6 +24,7 @@ class Follower:
 
     def __init__(self, hosts: Hosts, facts: Mapping[str, Any]):
         """Connects to process 0. Raises ValueError when it has other `facts`, ConnectionError if it is unreachable."""
+        outlive_abort()
         port, token = agree(hosts, facts).split()
         self._hosts = hosts
         try:
@@ -71,7 +72,7 @@ class Follower:
                     self._calls.put(message)
         except Exception as error:
             reason = f"{self._hosts} cannot follow process 0: {error}"
-        self._end(reason)  # without delay: within a second of process 0's death, jax aborts us with a stack trace
+        self._end(reason)
 
     def _end(self, reason: str) -> None:
         if not self._closed:
