@@ -39,6 +39,7 @@ class Drafting:
 
     proposer: Proposer
     params: Params | None = None
+    spec: ModelSpec | None = None  # of the draft, where that is a whole model
 
     @classmethod
     def of(cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path) -> "Drafting":
@@ -64,7 +65,7 @@ class Drafting:
             )
         host = mesh_of(jax.local_devices()[0])
         params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host)
-        return cls(AutoregressiveProposer(DraftModel(spec)), jax.tree.map(np.asarray, params))
+        return cls(AutoregressiveProposer(DraftModel(spec)), jax.tree.map(np.asarray, params), spec)
 
     def place(self, mesh: Mesh, backend: Backend) -> Params | None:
         """The parameters on every device of `mesh`."""
@@ -73,14 +74,9 @@ class Drafting:
         params = _everywhere(self.params, mesh)
         if not isinstance(backend.chip, CpuChip):
             return params
-        if spec := self._draft_spec:
-            return with_kernel(params, spec, backend.chip)
+        if self.spec is not None:
+            return with_kernel(params, self.spec, backend.chip)
         return {name: _with_kernel(part, backend.chip, name) for name, part in params.items()}
-
-    @property
-    def _draft_spec(self) -> ModelSpec | None:
-        head = getattr(self.proposer, "head", None)
-        return head.spec if isinstance(head, DraftModel) else None
 
 
 _HEADS: dict[str, tuple[Callable[..., tuple[Any, Params]], Callable[[Any], Proposer]]] = {

@@ -15,7 +15,7 @@ from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
-from jaxvllm.runtime.proposers import Drafts, Known, Proposer
+from jaxvllm.runtime.proposers import Drafts, Followed, Known, Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
@@ -101,8 +101,11 @@ def decode(
     def once(now: _Progress) -> _Progress:
         is_alive = alive(now)
         slots = jnp.where(is_alive, batch.slots, trash_slot(state))
-        step = partial(_draft_and_verify if bucket.num_drafts else _decode_once, proposer=proposer)
-        return step(params, now, is_alive, slots, batch.max_new - now.counts, model=model, bucket=bucket)
+        if not bucket.num_drafts:
+            return _decode_once(params, now, is_alive, slots, model=model, proposer=proposer)
+        assert proposer is not None, "nobody proposes drafts"
+        most = batch.max_new - now.counts
+        return _draft_and_verify(params, now, is_alive, slots, most, model=model, bucket=bucket, proposer=proposer)
 
     now = _Progress.begin(kv_pages, open_pages(state, batch), bucket, model.spec.vocab_size)
     if bucket.width == 1:
@@ -117,17 +120,15 @@ def _decode_once(
     now: _Progress,
     is_alive: jax.Array,
     slots: jax.Array,
-    most: jax.Array,
     *,
     model: StepModel,
-    bucket: Bucket,
     proposer: Proposer | None,
 ) -> _Progress:
     """One token for each row that is alive. A `proposer` follows."""
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = now.state["page_tables"][slots]
-    rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), bucket.num_rows)
+    rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), len(slots))
     last = now.state["history"][slots, starts]
     depths = () if proposer is None else proposer.depths
     computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths)
@@ -138,7 +139,7 @@ def _decode_once(
     state = now.state
     if proposer is not None:
         with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model)
+            kv_pages, state = proposer.follow(Followed(params, kv_pages, state, slots, computed, counts, model))
     state = append(state, slots, lengths, tokens[:, None], counts, is_over)
     now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
     return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
@@ -153,17 +154,16 @@ def _draft_and_verify(
     *,
     model: StepModel,
     bucket: Bucket,
-    proposer: Proposer | None,
+    proposer: Proposer,
 ) -> _Progress:
     """Up to K + 1 tokens for each row that is alive, and `most` i32[R]."""
-    assert proposer is not None, "nobody proposes drafts"
     lengths = now.state["length"][slots]
     # The token behind the last draft is sampled, too.
-    room = jnp.where(is_alive, jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0)
+    room = jnp.where(is_alive, jnp.maximum(jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0), 0)
     with jax.named_scope("propose"):
         known = Known(params, now.kv_pages, now.state, slots, lengths, room, model)
         kv_pages, drafts = proposer.propose(known, bucket.num_drafts)
-        drafts = replace(drafts, counts=jnp.clip(drafts.counts, 0, jnp.maximum(room, 0)))
+        drafts = replace(drafts, counts=jnp.clip(drafts.counts, 0, room))
     now = replace(now, kv_pages=kv_pages)
 
     def verify(now: _Progress) -> _Progress:
@@ -173,7 +173,7 @@ def _draft_and_verify(
         return verify(now)
 
     def decode_once(now: _Progress) -> _Progress:
-        return _decode_once(params, now, is_alive, slots, most, model=model, bucket=bucket, proposer=None)
+        return _decode_once(params, now, is_alive, slots, model=model, proposer=None)
 
     # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer.
     return jax.lax.cond(jnp.any(drafts.counts > 0), verify, decode_once, now)
@@ -223,7 +223,8 @@ def _verify(
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     if proposer.cache is not None:
         with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, counts, model, drafts.counts)
+            step = Followed(params, kv_pages, state, slots, computed, counts, model, drafts.counts)
+            kv_pages, state = proposer.follow(step)
     now = replace(
         now,
         num_steps=now.num_steps + 1,

@@ -18,7 +18,7 @@ from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.prompt_scores import PromptScores, score
-from jaxvllm.runtime.proposers import Proposer
+from jaxvllm.runtime.proposers import Followed, Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs, distributions, token_logprobs
 from jaxvllm.runtime.slot_fields import DeviceState, Rows
 from jaxvllm.runtime.step_model import (
@@ -77,7 +77,8 @@ def forward(
     hidden = computed.hidden
     if proposer is not None:
         with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(params, kv_pages, state, slots, computed, batch.lengths, model)
+            step = Followed(params, kv_pages, state, slots, computed, batch.lengths, model)
+            kv_pages, state = proposer.follow(step)
     with jax.named_scope("history"):
         history = state["history"]
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)

@@ -25,26 +25,6 @@ class DraftModel:
             raise ValueError("a draft model must see all positions, without a soft cap: take another")
 
     @property
-    def num_layers(self) -> int:
-        return self.spec.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.spec.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.spec.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.spec.head_size
-
-    @property
-    def attention_scale(self) -> float:
-        return self.spec.attention_scale
-
-    @property
     def feature_size(self) -> int:
         return 0
 

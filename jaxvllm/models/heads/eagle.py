@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import Attend, embed, project_logits, rope_tables
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.heads.vocabulary import share_of
+from jaxvllm.models.heads.vocabulary import in_columns, share_of
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -28,26 +28,6 @@ class EagleHead:
     """
 
     spec: ModelSpec
-
-    @property
-    def num_layers(self) -> int:
-        return self.spec.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.spec.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.spec.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.spec.head_size
-
-    @property
-    def attention_scale(self) -> float:
-        return self.spec.attention_scale
 
     @property
     def feature_size(self) -> int:
@@ -95,26 +75,6 @@ class Eagle3Head:
     norm_output: bool = False  # the next feature is what the last norm returns
 
     @property
-    def num_layers(self) -> int:
-        return self.spec.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.spec.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.spec.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.spec.head_size
-
-    @property
-    def attention_scale(self) -> float:
-        return self.spec.attention_scale
-
-    @property
     def feature_size(self) -> int:
         return self.spec.hidden_size
 
@@ -155,9 +115,7 @@ class Eagle3Head:
         self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
     ) -> jax.Array:
         logits = project(hidden, params[DRAFT]["lm_head"], dtype=jnp.float32)
-        # Behind the last column stands what the head cannot say.
-        logits = jnp.pad(logits, ((0, 0), (0, 1)), constant_values=-jnp.inf)
-        return share_of(logits[:, params[DRAFT]["columns"]], spec, shard, axis)
+        return share_of(in_columns(logits, params[DRAFT]["columns"]), spec, shard, axis)
 
 
 def embedded(params: Params, token_ids: jax.Array, axis: ModelAxis) -> jax.Array:

@@ -21,20 +21,8 @@ class DraftHead(Protocol):
     """
 
     @property
-    def num_layers(self) -> int:
-        """Layers that have keys and values."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_size(self) -> int: ...
-
-    @property
-    def attention_scale(self) -> float: ...
+    def spec(self) -> ModelSpec:
+        """Its layers, all of which have keys and values: how many, and their heads."""
 
     @property
     def feature_size(self) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import project_logits
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.heads.vocabulary import share_of
+from jaxvllm.models.heads.vocabulary import in_columns, share_of
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -42,6 +42,6 @@ class MedusaHeads:
             lm_heads = own["lm_heads"]  # one for each, or one for all
             of_head = project(x, lm_heads[min(number, len(lm_heads) - 1)], dtype=jnp.float32)
             if "columns" in own:
-                of_head = jnp.pad(of_head, ((0, 0), (0, 1)), constant_values=-jnp.inf)[:, own["columns"]]
+                of_head = in_columns(of_head, own["columns"])
             logits.append(share_of(of_head, spec, shard, axis))
         return jnp.stack(logits)

@@ -14,3 +14,8 @@ def share_of(logits: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAx
     if axis.size == 1:
         return whole[:, : shard.vocab_size]
     return jax.lax.dynamic_slice_in_dim(whole, axis.first(shard.vocab_size), shard.vocab_size, axis=1)
+
+
+def in_columns(logits: jax.Array, columns: jax.Array) -> jax.Array:
+    """f32[R, N] of logits f32[R, V'] in the `columns` i32[N] that are taken from them; those past the last are -inf."""
+    return jnp.pad(logits, ((0, 0), (0, 1)), constant_values=-jnp.inf)[:, columns]

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxvllm.models.heads.head import DraftHead
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
-from jaxvllm.runtime.proposers.proposer import Drafts, Known
+from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known, features_of
 from jaxvllm.runtime.sampler import guess
-from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, FEATURES, DeviceState, Rows
-from jaxvllm.runtime.step_model import Computed, StepModel, trash_slot
+from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, DeviceState, Rows
+from jaxvllm.runtime.step_model import StepModel
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
 
 # Tokens of each row that a head catches up with at once.
@@ -33,8 +33,8 @@ class AutoregressiveProposer:
 
     @property
     def cache(self) -> DraftCache:
-        head = self.head
-        return DraftCache(head.num_layers, head.num_kv_heads, head.head_size, head.feature_size)
+        spec = self.head.spec
+        return DraftCache(spec.num_layers, spec.num_kv_heads, spec.head_size, self.head.feature_size)
 
     @property
     def follows_all(self) -> bool:
@@ -66,7 +66,9 @@ class AutoregressiveProposer:
             return kv_pages, features, tokens, drafts.at[:, place].set(tokens)
 
         last = state["history"][slots, jnp.maximum(lengths - 1, 0)]
-        features = self._features_of(state, slots, known.params)
+        features = jnp.zeros((len(slots), 0), known.params["embed"].dtype)
+        if self.follows_all:
+            features = features_of(state, slots, known.params)
         drafts = jnp.zeros((len(slots), num_drafts), jnp.int32)
         start = (kv_pages, features, last, drafts)
         kv_pages, _, _, drafts = jax.lax.fori_loop(0, num_drafts, guess_next, start)
@@ -90,51 +92,27 @@ class AutoregressiveProposer:
         kv_pages: KVCachePages = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < ends), some, start)[1]
         return kv_pages
 
-    def follow(
-        self,
-        params: Params,
-        kv_pages: KVCachePages,
-        state: DeviceState,
-        slots: jax.Array,
-        computed: Computed,
-        counts: jax.Array,
-        model: StepModel,
-        num_drafted: jax.Array | None = None,
-    ) -> tuple[KVCachePages, DeviceState]:
-        rows, trash = computed.rows, trash_slot(state)
-        at = jnp.where((counts > 0) & (slots != trash), slots, trash + 1)  # past all, so dropped
-        starts = rows.kv_lens - rows.query_lens()
-        lengths = state[DRAFT_LENGTH.name]
-        if num_drafted is not None and not self.follows_all:
+    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+        state, slots, computed, starts = step.state, step.slots, step.computed, step.starts
+        known = state[DRAFT_LENGTH.name][slots]
+        if step.num_drafted is not None and not self.follows_all:
             # Proposing computed the last token and all drafts but the last.
-            reached = starts + jnp.minimum(counts, num_drafted)
-            reached = jnp.where(num_drafted > 0, reached, lengths[slots])
-            return kv_pages, state | {DRAFT_LENGTH.name: lengths.at[at].set(reached, mode="drop")}
-        firsts, reached = rows.query_starts[:-1], starts + counts
-        features = self.head.features(params, computed.hidden, computed.states)  # [T, F]
-        before = features
+            reached = jnp.where(step.num_drafted > 0, starts + jnp.minimum(step.counts, step.num_drafted), known)
+            return step.kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
+        features = self.head.features(step.params, computed.hidden, computed.states)  # [T, F]
+        rows, before = computed.rows, features
         if self.follows_all:
-            num_tokens = len(computed.token_ids)
+            firsts, num_tokens = rows.query_starts[:-1], len(computed.token_ids)
             is_known = (state[FEATURE_LENGTH.name][slots] == starts) & (starts > 0)
             at_first = features[jnp.minimum(firsts, num_tokens - 1)]
-            first = jnp.where(is_known[:, None], self._features_of(state, slots, params), at_first)
+            first = jnp.where(is_known[:, None], features_of(state, slots, step.params), at_first)
             is_first = rows.is_real() & (jnp.arange(num_tokens) == firsts[rows.token_rows])
             before = jnp.where(is_first[:, None], first[rows.token_rows], jnp.roll(features, 1, axis=0))
-            last = features[jnp.clip(firsts + counts - 1, 0, num_tokens - 1)].astype(jnp.float32)
-            state |= {
-                FEATURES.name: state[FEATURES.name].at[at].set(last, mode="drop"),
-                FEATURE_LENGTH.name: state[FEATURE_LENGTH.name].at[at].set(reached, mode="drop"),
-            }
+            state = step.with_features(features)
         rows = replace(rows, page_table=state["page_tables"][slots][:, 0])
-        _, _, kv_pages = self._apply(params, kv_pages, computed.token_ids, rows, before, model)
-        reached = jnp.where(lengths[slots] == starts, reached, lengths[slots])
-        return kv_pages, state | {DRAFT_LENGTH.name: lengths.at[at].set(reached, mode="drop")}
-
-    def _features_of(self, state: DeviceState, slots: jax.Array, params: Params) -> jax.Array:
-        """The features [R, F] of the last token of each row that is computed."""
-        if not self.head.feature_size:
-            return jnp.zeros((len(slots), 0), params["embed"].dtype)
-        return state[FEATURES.name][slots].astype(params["embed"].dtype)
+        _, _, kv_pages = self._apply(step.params, step.kv_pages, computed.token_ids, rows, before, step.model)
+        reached = jnp.where(known == starts, starts + step.counts, known)
+        return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
 
     def _apply(
         self,
@@ -147,8 +125,8 @@ class AutoregressiveProposer:
     ) -> tuple[jax.Array, jax.Array, KVCachePages]:
         """Runs the head over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
         *others, pages = kv_pages
-        head, backend = self.head, model.backend
-        plan = plan_rows(rows, pages, num_heads=head.num_heads, dtype=params["embed"].dtype, backend=backend)
+        spec, backend = self.head.spec, model.backend
+        plan = plan_rows(rows, pages, num_heads=spec.num_heads, dtype=params["embed"].dtype, backend=backend)
         # Pages that left the window of the model's first group are somebody else's.
         window = model.shape.groups(model.spec)[0].window
 
@@ -162,11 +140,13 @@ class AutoregressiveProposer:
                 kv,
                 layer,
                 rows,
-                scale=head.attention_scale,
+                scale=spec.attention_scale,
                 window=NO_WINDOW if window is None else window,
                 plan=plan,
                 backend=backend,
             )
 
-        hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)
+        hidden, features, pages = self.head.apply(
+            params, token_ids, rows.positions, features, pages, attend, model.axis
+        )
         return hidden, features, (*others, pages)

@@ -5,11 +5,12 @@ from functools import partial
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
-from jaxvllm.runtime.slot_fields import DeviceState
-from jaxvllm.runtime.step_model import Computed, StepModel
+from jaxvllm.runtime.slot_fields import FEATURE_LENGTH, FEATURES, DeviceState
+from jaxvllm.runtime.step_model import Computed, StepModel, trash_slot
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens", "counts"], meta_fields=[])
@@ -30,8 +31,51 @@ class Known:
     state: DeviceState
     slots: jax.Array  # i32[R]; the trash slot where a row has ended
     lengths: jax.Array  # i32[R]: tokens of each row, of which all but the last are computed
-    room: jax.Array  # i32[R]: drafts that are verified at most, and for whose KV the row has pages; may be negative
+    room: jax.Array  # i32[R]: drafts that are verified at most, and for whose KV the row has pages
     model: StepModel
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A step that the model has computed, and what came of it."""
+
+    params: Params
+    kv_pages: KVCachePages
+    state: DeviceState
+    slots: jax.Array  # i32[R]; the trash slot where a row has ended
+    computed: Computed
+    counts: jax.Array  # i32[R]: the first so many tokens of each row were right
+    model: StepModel
+    num_drafted: jax.Array | None = None  # i32[R]: how many of a row were drafts; None: the proposer was not asked
+
+    @property
+    def starts(self) -> jax.Array:
+        """i32[R]: the position of each row's first token."""
+        return self.computed.rows.kv_lens - self.computed.rows.query_lens()
+
+    @property
+    def last(self) -> jax.Array:
+        """i32[R]: which of the T tokens is the last one of each row that was right."""
+        return jnp.clip(self.computed.rows.query_starts[:-1] + self.counts - 1, 0, len(self.computed.token_ids) - 1)
+
+    def stored(self, name: str, values: jax.Array) -> jax.Array:
+        """The field `name` of all slots, with `values` [R, *shape] in those of rows that have a token."""
+        trash = trash_slot(self.state)
+        at = jnp.where((self.counts > 0) & (self.slots != trash), self.slots, trash + 1)  # past all, so dropped
+        field = self.state[name]
+        return field.at[at].set(values.astype(field.dtype), mode="drop")
+
+    def with_features(self, features: jax.Array) -> DeviceState:
+        """The state, which has those of `features` [T, F] then that belong to each row's last token."""
+        return self.state | {
+            FEATURES.name: self.stored(FEATURES.name, features[self.last]),
+            FEATURE_LENGTH.name: self.stored(FEATURE_LENGTH.name, self.starts + self.counts),
+        }
+
+
+def features_of(state: DeviceState, slots: jax.Array, params: Params) -> jax.Array:
+    """The features [R, F] that `Followed.with_features` has kept, in the dtype of the model."""
+    return state[FEATURES.name][slots].astype(params["embed"].dtype)
 
 
 class Proposer(Protocol):
@@ -52,21 +96,8 @@ class Proposer(Protocol):
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         """Returns up to `num_drafts` tokens for each row, and the pages, to which it may have written."""
 
-    def follow(
-        self,
-        params: Params,
-        kv_pages: KVCachePages,
-        state: DeviceState,
-        slots: jax.Array,
-        computed: Computed,
-        counts: jax.Array,
-        model: StepModel,
-        num_drafted: jax.Array | None = None,
-    ) -> tuple[KVCachePages, DeviceState]:
-        """Takes in what the step computed of `slots` i32[R]: the first `counts[r]` tokens of row r are right.
-
-        `num_drafted` i32[R] says how many of a row were drafts, in a step for which it proposed.
-        """
+    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+        """Takes a step in, and returns the pages and the state that it has then."""
 
 
 class HistoryProposer:
@@ -91,15 +122,5 @@ class HistoryProposer:
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         return known.kv_pages, self.look(known.state, known.slots, known.lengths, num_drafts)
 
-    def follow(
-        self,
-        params: Params,
-        kv_pages: KVCachePages,
-        state: DeviceState,
-        slots: jax.Array,
-        computed: Computed,
-        counts: jax.Array,
-        model: StepModel,
-        num_drafted: jax.Array | None = None,
-    ) -> tuple[KVCachePages, DeviceState]:
-        return kv_pages, state
+    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+        return step.kv_pages, step.state

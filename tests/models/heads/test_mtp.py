@@ -95,7 +95,7 @@ def test_the_model_beside_a_head_is_the_same(kind: str, tmp_path: Path) -> None:
     chex.assert_trees_all_equal(*trees)
     # The first of several heads is read.
     head, own = read_mtp(tmp_path / "with", config, spec)
-    assert head.num_layers == len(own["layers"]) == 1
+    assert head.spec.num_layers == len(own["layers"]) == 1
 
 
 @pytest.mark.parametrize(
