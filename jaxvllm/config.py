@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
-from jaxvllm.core.speculative_config import SpeculativeConfig
+from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_options import advice_on
@@ -56,7 +56,10 @@ class EngineConfig:
     )
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
-    speculative_config: str | None = None  # as JSON: {"method": "ngram", "num_speculative_tokens": 3}; None: no drafts
+    speculation: bool = True  # guess tokens and verify several in one step, where that is measured to be quicker
+    # What guesses, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. None: the tokens that a request repeats,
+    # and programs for that are compiled only when requests do repeat themselves.
+    speculative_config: str | None = None
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
@@ -85,6 +88,8 @@ class EngineConfig:
         object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", str(SpeculativeConfig.read(self.speculative_config)))
+            if not self.speculation:
+                raise ValueError("speculative_config says what guesses, and speculation is off: leave one of them out")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -127,9 +132,13 @@ class EngineConfig:
         return self.multihost or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
 
     @property
-    def speculation(self) -> SpeculativeConfig | None:
+    def drafting(self) -> SpeculativeConfig | None:
         """How drafts are made; None: there are none."""
-        return None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
+        if not self.speculation:
+            return None
+        return (
+            DEFAULT_SPECULATION if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
+        )
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -25,14 +25,14 @@ from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two, row_counts
+from jaxvllm.runtime.buckets import NO_DRAFTS, Bucket, BucketLadder, DraftRoom, powers_of_two, row_counts
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.host_heap import keep_temporaries
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
-from jaxvllm.runtime.runner import Runner
+from jaxvllm.runtime.runner import Runner, step_overhead
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
@@ -100,7 +100,7 @@ def build(
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
-    speculation = config.speculation
+    speculation = config.drafting
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
@@ -108,7 +108,7 @@ def build(
         _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
         _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
         width=config.max_decode_burst,
-        num_drafts=0 if speculation is None else speculation.num_speculative_tokens,
+        drafts=_draft_room(config, step_overhead(on_cpu)),
     )
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.stage("tokenizer"):
@@ -242,6 +242,14 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, default: tuple[int, ...]
     if max(chosen) > largest:
         raise ValueError(f"{name} {chosen} go beyond {largest}, the most that a step can have: leave those out")
     return (*chosen, largest)
+
+
+def _draft_room(config: EngineConfig, overhead: int) -> DraftRoom:
+    """The drafts that a user has asked for, or those that can hardly do harm."""
+    if config.drafting is None:
+        return NO_DRAFTS
+    count = config.drafting.num_speculative_tokens
+    return DraftRoom.where_they_pay(count, overhead) if config.speculative_config is None else DraftRoom(count)
 
 
 def _num_pages(

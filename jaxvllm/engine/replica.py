@@ -13,6 +13,7 @@ from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.repetition_watch import RepetitionWatch
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.runner import Held, InFlight, Runner
@@ -63,10 +64,11 @@ class Replica:
         self._in_flight: deque[_Launched] = deque()
         self._held: _Held | None = None  # behind all that are in flight
         # Drafts that were verified, by their place behind the last token of a row.
-        self.num_drafted = np.zeros(runner.programs.ladder.num_drafts, np.int64)
+        self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._pace = BurstPace(burst_seconds)
         self._draft_pace = DraftPace(runner.proposer_catches_up)
+        self._repetition = RepetitionWatch()
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
 
@@ -108,8 +110,12 @@ class Replica:
         """The most tokens that a row may get in the next step, and how many drafts it may have."""
         programs, num_rows = self.runner.programs, self.scheduler.num_running
         num_steps = self._pace.width(num_rows, programs.burst_width)
-        num_drafts, most = programs.ladder.num_drafts, programs.num_draft_steps(num_rows)
-        if not most or not self._draft_pace.wants_drafts(num_rows):
+        num_drafts, most = programs.ladder.drafts.of_a_row, programs.num_draft_steps(num_rows)
+        if not most:
+            if programs.may_compile_drafts and self._repetition.is_found(self.scheduler.slots, self.num_output_tokens):
+                programs.compile_drafts()
+            return num_steps, 0
+        if not self._draft_pace.wants_drafts(num_rows):
             return num_steps, 0
         return (1 + num_drafts) * min(num_steps, most), num_drafts
 

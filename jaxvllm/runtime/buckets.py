@@ -64,6 +64,30 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class DraftRoom:
+    """How many drafts there may be, and in which decode buckets."""
+
+    of_a_row: int = 0  # in a step; 0: there is no proposer
+    max_rows: int | None = None  # of a bucket with drafts; None: all decode buckets may have some
+    on_demand: bool = False  # whether their buckets are compiled only when something asks for them
+
+    @classmethod
+    def where_they_pay(cls, of_a_row: int, overhead: int) -> "DraftRoom":
+        """Drafts for so many rows that a row may get its tokens 1.5 times as soon, if all drafts were right.
+
+        `overhead` is what a step costs beside its tokens, in tokens, see `StepSizes`. A step of R rows and K drafts
+        for each costs overhead + R (1 + K), one without drafts overhead + R.
+        """
+        each = 1 + of_a_row
+        return cls(of_a_row, int(overhead * (each - _LEAST_GAIN) / (each * (_LEAST_GAIN - 1))), on_demand=True)
+
+
+NO_DRAFTS = DraftRoom()
+# What drafts must be able to gain where nobody asked for them: half of them are wrong even in text that repeats itself.
+_LEAST_GAIN = 1.5
+
+
+@dataclass(frozen=True)
 class BucketLadder:
     """The buckets of an engine, smallest first. The last one holds every plan that the scheduler can make.
 
@@ -72,11 +96,11 @@ class BucketLadder:
     """
 
     buckets: tuple[Bucket, ...]
-    num_drafts: int = 0  # of a row; 0: there is no proposer
+    drafts: DraftRoom = NO_DRAFTS
 
     @classmethod
     def build(
-        cls, row_counts: Iterable[int], token_counts: Iterable[int], width: int = 1, num_drafts: int = 0
+        cls, row_counts: Iterable[int], token_counts: Iterable[int], width: int = 1, drafts: DraftRoom = NO_DRAFTS
     ) -> "BucketLadder":
         """Makes a decode bucket for each of `row_counts`, and two mixed buckets for each of `token_counts`.
 
@@ -91,7 +115,7 @@ class BucketLadder:
         # This bucket holds every plan. If it had as many tokens as rows, it would be a decode bucket: so it has a token
         # more.
         mixed.add(Bucket(max(tokens[-1], rows[-1] + 1), rows[-1]))
-        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)), num_drafts)
+        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)), drafts)
 
     @property
     def largest(self) -> Bucket:
@@ -116,11 +140,10 @@ class BucketLadder:
 
     @cached_property
     def drafted(self) -> tuple[Bucket, ...]:
-        """For every decode bucket one with drafts, the smallest first, which gains most by them."""
-        if not self.num_drafts:
-            return ()
-        k, rows = self.num_drafts, [bucket for bucket in self.buckets if bucket.is_decode]
-        return tuple(Bucket(b.num_rows * (1 + k), b.num_rows, b.width, num_drafts=k) for b in rows)
+        """For every decode bucket that may have drafts one with them, the smallest first, which gains most."""
+        k, most = self.drafts.of_a_row, self.drafts.max_rows
+        decode = [b for b in self.buckets if b.is_decode and k and (most is None or b.num_rows <= most)]
+        return tuple(Bucket(b.num_rows * (1 + k), b.num_rows, b.width, num_drafts=k) for b in decode)
 
     def compile_order(self) -> tuple[Bucket, ...]:
         """Returns all buckets: the first, the largest, which holds every plan, the widest, and then the others."""

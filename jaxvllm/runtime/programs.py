@@ -3,7 +3,8 @@
 The smallest answers soonest: on a slow device, a prompt of 5 tokens takes much longer in a step for 512 than in one for
 16. The second is the largest. Until it is ready, the scheduler plans no more than the first holds.
 
-Split buckets are compiled when the first plan could use one: most engines never meet such a plan.
+Split buckets are compiled when the first plan could use one, and drafted ones, where nobody chose a proposer, when
+something asks for them: most engines need neither.
 """
 
 import logging
@@ -54,6 +55,7 @@ class Programs[Program]:
         # after the bucket at hand.
         self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
         self._split_thread: threading.Thread | None = None
+        self._draft_thread: threading.Thread | None = None
         self._thread.start()
 
     @property
@@ -77,6 +79,16 @@ class Programs[Program]:
         widest = self.ladder.widest
         return widest.width if widest in self._ready else 1
 
+    @property
+    def may_compile_drafts(self) -> bool:
+        """Whether there are buckets with drafts that are compiled only when `compile_drafts` is called."""
+        return self.ladder.drafts.on_demand and self._draft_thread is None and bool(self.ladder.drafted)
+
+    def compile_drafts(self) -> None:
+        """Begins to compile the buckets with drafts that wait for it, behind all others."""
+        if self.may_compile_drafts:
+            self._draft_thread = self._compile_behind(self.ladder.drafted, "jaxvllm-compile-drafts")
+
     def num_draft_steps(self, num_rows: int) -> int:
         """How many steps with drafts a plan of so many decode rows may take in one call; 0 while none is compiled."""
         ready = [b.width for b in self.ladder.drafted if b.num_rows >= num_rows and b in self._ready]
@@ -87,7 +99,7 @@ class Programs[Program]:
 
         Raises RuntimeError when none compiles.
         """
-        if plan.is_split and self._split_thread is None and self.ladder.choose(plan, self.ladder.split):
+        if plan.is_split and self.ladder.choose(plan, self.ladder.split):
             self._compile_split()
         while True:
             compiling = self._thread.is_alive()
@@ -105,9 +117,12 @@ class Programs[Program]:
 
         Raises RuntimeError when it does not compile.
         """
-        if bucket.is_split and self._split_thread is None:
-            self._compile_split()
-        thread = self._split_thread if bucket.is_split and self._split_thread is not None else self._thread
+        thread = self._thread
+        if bucket.is_split:
+            thread = self._compile_split()
+        elif bucket.num_drafts:
+            self.compile_drafts()
+            thread = self._draft_thread or thread
         while True:
             compiling = thread.is_alive()
             if bucket in self._ready:
@@ -117,26 +132,34 @@ class Programs[Program]:
             thread.join(WAIT_SECONDS)
 
     def wait(self) -> None:
-        """Blocks until every bucket is compiled that was asked for. Only split ones may be asked for later."""
+        """Blocks until every bucket is compiled that was asked for. Split and drafted ones may be asked for later."""
         self._thread.join()
-        if self._split_thread is not None:
-            self._split_thread.join()
+        for thread in (self._split_thread, self._draft_thread):
+            if thread is not None:
+                thread.join()
 
     def close(self) -> None:
         """Stops compiling after the bucket at hand."""
         self._closed.set()
         self.wait()
 
-    def _compile_split(self) -> None:
-        """Begins to compile the split buckets, behind the others."""
+    def _compile_split(self) -> threading.Thread:
+        """Begins to compile the split buckets, unless that has begun."""
+        if self._split_thread is None:
+            self._split_thread = self._compile_behind(self.ladder.split, "jaxvllm-compile-split")
+        return self._split_thread
+
+    def _compile_behind(self, buckets: Sequence[Bucket], name: str) -> threading.Thread:
+        """Starts a thread that compiles `buckets` behind those that every engine needs."""
 
         def compile_them() -> None:
             self._thread.join()
             self._give_way()
-            self._compile_all(self.ladder.split)
+            self._compile_all(buckets)
 
-        self._split_thread = threading.Thread(target=compile_them, name="jaxvllm-compile-split")
-        self._split_thread.start()
+        thread = threading.Thread(target=compile_them, name=name)
+        thread.start()
+        return thread
 
     def _give_way(self) -> None:
         if self._yields and sys.platform == "linux":  # on other systems this would change the whole process
@@ -157,7 +180,8 @@ class Programs[Program]:
         # Plans may wait for the largest, and beside busy processes a thread that has given way gets 0.5% of a core.
         self._compile_all([self.ladder.largest])
         self._give_way()
-        self._compile_all((*self.ladder.compile_order(), *self.ladder.drafted))
+        drafted = () if self.ladder.drafts.on_demand else self.ladder.drafted
+        self._compile_all((*self.ladder.compile_order(), *drafted))
         for compile_it in self._afterwards:
             if self._must_end:
                 return

@@ -73,6 +73,11 @@ STEP_OVERHEAD = 256
 STEP_OVERHEAD_ON_CPU = 5
 
 
+def step_overhead(on_cpu: bool) -> int:
+    """What a step costs beside its tokens, in tokens."""
+    return STEP_OVERHEAD_ON_CPU if on_cpu else STEP_OVERHEAD
+
+
 @partial(
     jax.tree_util.register_dataclass, data_fields=["output", "scores", "distributions", "wide_scores"], meta_fields=[]
 )
@@ -148,7 +153,7 @@ class Runner:
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
         self._sizes = shape.sizes(spec)
         # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
-        self._overhead = STEP_OVERHEAD if mesh.devices.flat[0].platform != "cpu" else STEP_OVERHEAD_ON_CPU
+        self._overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
         self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
         self._new_pages: Callable[[], KVCachePages] = (
             (lambda: tuple(untouched(of_group, mesh) for of_group in pages))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxvllm.core.speculative_config import MAX_DRAFTS, SpeculativeConfig
+from jaxvllm.config import EngineConfig
+from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, MAX_DRAFTS, SpeculativeConfig
 
 WHOLE = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 4}
 
@@ -104,3 +105,12 @@ def test_one_end_of_the_lookup_is_both(name: str, value: int) -> None:
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == (value, value)
     assert SpeculativeConfig.read(str(config)) == config
     assert SpeculativeConfig.read({"method": "ngram", "prompt_lookup_min": None}) == SpeculativeConfig("ngram")
+
+
+def test_without_a_word_there_are_ngrams_and_speculation_can_be_off() -> None:
+    assert EngineConfig().drafting == DEFAULT_SPECULATION
+    assert EngineConfig(speculation=False).drafting is None
+    chosen = EngineConfig(speculative_config='{"method": "ngram"}')
+    assert chosen.drafting == SpeculativeConfig("ngram")
+    with pytest.raises(ValueError, match="speculation is off: leave one of them out"):
+        EngineConfig(speculation=False, speculative_config='{"method": "ngram"}')

@@ -12,6 +12,7 @@ import pytest
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.core.sampling_params import StructuredOutputsParams
 from jaxvllm.engine import drafting as drafting_module
+from jaxvllm.engine import repetition_watch
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
@@ -118,3 +119,24 @@ def test_everything_is_as_without_drafts(
             assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
             assert llm.engine.stats().num_preemptions > before
         assert_idle(llm)
+
+
+def test_without_being_asked_an_engine_drafts_for_rows_that_repeat_themselves(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    monkeypatch.setattr(repetition_watch, "FIRST_PAUSE", 1)
+    new = replace(SAMPLED, temperature=20.0, max_tokens=90, seed=1)
+    loop = replace(GREEDY, max_tokens=80, repetition_penalty=0.1)  # says again what it has said
+    texts = []
+    for options in ({"row_buckets": (1, 8)}, {"speculation": False}):
+        with tiny_llm(tiny_checkpoint, **options) as llm:
+            programs, of_engine = llm.engine.replicas[0].runner.programs, []
+            for params in (new, loop, loop):
+                of_engine += [output.outputs for output in llm.generate([[3, 4, 5, 6] * 5], params, use_tqdm=False)]
+                assert programs.may_compile_drafts == (params is new and "row_buckets" in options)
+                llm.engine.wait_until_compiled()
+            texts.append(of_engine)
+            assert (llm.engine.stats().num_accepted_tokens > 20) == ("row_buckets" in options)
+            assert_idle(llm)
+    assert texts[0] == texts[1]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxvllm.core.step_plan import StepPlan
-from jaxvllm.runtime.buckets import Bucket, BucketLadder, powers_of_two, row_counts
+from jaxvllm.runtime.buckets import Bucket, BucketLadder, DraftRoom, powers_of_two, row_counts
 from tests.runtime.plans import make_plan
 
 COUNTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
@@ -84,7 +84,7 @@ def test_a_plan_with_drafts_gets_the_fewest_rows_with_as_many_drafts(
 ) -> None:
     ladder, plan = drawn
     rows = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
-    ladder = BucketLadder.build(rows, [ladder.largest.num_tokens], width=3, num_drafts=num_drafts)
+    ladder = BucketLadder.build(rows, [ladder.largest.num_tokens], width=3, drafts=DraftRoom(num_drafts))
     plan = replace(plan, width=num_steps * (1 + num_drafts), num_drafts=num_drafts)
     assert plan.num_steps == num_steps
     chosen = ladder.choose(plan, (*ladder.buckets, *ladder.split, *ladder.drafted))
@@ -99,11 +99,21 @@ def test_a_plan_with_drafts_gets_the_fewest_rows_with_as_many_drafts(
 
 
 def test_every_decode_bucket_has_one_with_drafts_the_smallest_first() -> None:
-    ladder = BucketLadder.build([8, 1, 4], [16], width=2, num_drafts=3)
+    ladder = BucketLadder.build([8, 1, 4], [16], width=2, drafts=DraftRoom(3))
     assert ladder.drafted == tuple(Bucket(4 * rows, rows, 2, num_drafts=3) for rows in (1, 4, 8))
     assert ladder.drafted[1] != Bucket(16, 4) and str(ladder.drafted[1]) == "decode 4 with 3 drafts each"
     assert BucketLadder.build([8, 1, 4], [16]).drafted == ()
     assert not set(ladder.drafted) & {*ladder.buckets, *ladder.split}
+
+
+@pytest.mark.parametrize(("overhead", "rows"), [(5, [1, 4]), (256, [1, 4, 8, 300]), (0, [])])
+def test_drafts_that_nobody_asked_for_are_for_rows_that_may_gain_half(overhead: int, rows: list[int]) -> None:
+    room = DraftRoom.where_they_pay(3, overhead)
+    ladder = BucketLadder.build([8, 1, 4, 300, 330], [512], drafts=room)
+    assert [bucket.num_rows for bucket in ladder.drafted] == rows and room.on_demand
+    for count in (1, 4, 8, 300, 330):
+        gain = 4 * (overhead + count) / (overhead + 4 * count)
+        assert (gain >= 1.5) == (count in rows)
 
 
 @given(ladders_and_plans())

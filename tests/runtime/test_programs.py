@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.core.step_plan import StepRoom
-from jaxvllm.runtime.buckets import Bucket, BucketLadder
+from jaxvllm.runtime.buckets import Bucket, BucketLadder, DraftRoom
 from jaxvllm.runtime.programs import COMPILE_NICENESS, Programs
 from tests.runtime.plans import make_plan
 from tests.waiting import PATIENCE
@@ -234,3 +234,28 @@ def test_a_plan_beyond_the_ladder_is_our_bug(compiler: Compiler) -> None:
     with pytest.raises(AssertionError, match="no bucket holds 33 tokens in 4 rows"):
         programs.choose(make_plan(3, [30]))
     programs.wait()
+
+
+def test_buckets_with_drafts_that_nobody_chose_compile_when_they_are_asked_for(compiler: Compiler) -> None:
+    ladder = BucketLadder.build([1, 4], [8, 32], drafts=DraftRoom(3, max_rows=1, on_demand=True))
+    programs = Programs(ladder, compiler)
+    compiler.compile(len(ladder.buckets))
+    programs.wait()
+    assert set(compiler.asked) == set(ladder.buckets) and programs.num_draft_steps(1) == 0
+    assert programs.may_compile_drafts
+    compiler.compile(1)
+    programs.compile_drafts()
+    assert not programs.may_compile_drafts
+    programs.compile_drafts()  # it has begun
+    programs.wait()
+    assert compiler.asked[len(ladder.buckets) :] == [Bucket(4, 1, num_drafts=3)]
+    assert programs.num_draft_steps(1) == 1 and programs.num_draft_steps(2) == 0
+
+
+def test_a_process_that_follows_compiles_drafts_when_process_0_uses_them(compiler: Compiler) -> None:
+    ladder = BucketLadder.build([1, 4], [8, 32], drafts=DraftRoom(3, on_demand=True))
+    programs = Programs(ladder, compiler)
+    compiler.compile(100)
+    drafted = Bucket(4, 1, num_drafts=3)
+    assert programs.wait_for(drafted)() == drafted
+    programs.close()
