@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode
 from jaxvllm.runtime.logits_processors import LogitsProcessor, TokensSoFar, run_processors
+from jaxvllm.runtime.noise import gumbel
 from jaxvllm.runtime.penalties import PENALTIES
 from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows
 from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, Share, run_stages
@@ -232,8 +233,7 @@ def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
 
 def _draw(scores: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
     """One token per row of filtered logits."""
-    noise = jax.vmap(partial(_gumbel, size=scores.shape[-1]))(rows["seed"], positions)
-    return _first_largest(scores + noise)
+    return _first_largest(scores + gumbel(rows["seed"], positions, scores.shape[-1]))
 
 
 def _first_largest(values: jax.Array) -> jax.Array:
@@ -244,8 +244,3 @@ def _first_largest(values: jax.Array) -> jax.Array:
     columns = jnp.arange(values.shape[-1], dtype=jnp.int32)
     is_largest = values == values.max(axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_largest, columns, columns[-1]), axis=-1)
-
-
-def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (size,), jnp.float32)
