@@ -16,7 +16,8 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.heads.draft_model import DraftModel
-from jaxvllm.models.heads.files import method_of, read_eagle, read_eagle3, read_medusa, read_mtp
+from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa, read_mtp
+from jaxvllm.models.heads.kinds import check_kind, method_of
 from jaxvllm.models.ops import KernelMatrix
 from jaxvllm.models.orientation import with_kernel
 from jaxvllm.models.params import Params
@@ -49,6 +50,8 @@ class Drafting:
         directory = target_directory if config.model is None else checkpoint.resolve(config.model)
         hf_config = checkpoint.read_config(directory)
         method = config.method or method_of(Path(config.model or "").name, hf_config)
+        if method != "mtp":  # whose head is a part of the model
+            check_kind(method, directory, hf_config)
         if method == "draft_model":
             return cls._of_model(directory, hf_config, target)
         read, proposer = _HEADS[method]
