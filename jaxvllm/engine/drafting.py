@@ -1,6 +1,5 @@
 """From a `SpeculativeConfig` to what guesses: the proposer, and its parameters on the devices."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,9 +53,17 @@ class Drafting:
             check_kind(method, directory, hf_config)
         if method == "draft_model":
             return cls._of_model(directory, hf_config, target)
-        read, proposer = _HEADS[method]
-        head, params = read(directory, hf_config, target.spec)
-        return cls(proposer(head), jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
+        proposer: Proposer
+        if method == "mtp":
+            heads, params = read_mtp(directory, hf_config, target.spec, config.num_speculative_tokens)
+            proposer = AutoregressiveProposer(heads)
+        elif method == "medusa":
+            medusa, params = read_medusa(directory, hf_config, target.spec)
+            proposer = MedusaProposer(medusa)
+        else:
+            eagle, params = (read_eagle if method == "eagle" else read_eagle3)(directory, hf_config, target.spec)
+            proposer = AutoregressiveProposer((eagle,))
+        return cls(proposer, jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
 
     @classmethod
     def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig) -> "Drafting":
@@ -68,7 +75,7 @@ class Drafting:
             )
         host = mesh_of(jax.local_devices()[0])
         params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host)
-        return cls(AutoregressiveProposer(DraftModel(spec)), jax.tree.map(np.asarray, params), spec)
+        return cls(AutoregressiveProposer((DraftModel(spec),)), jax.tree.map(np.asarray, params), spec)
 
     def place(self, mesh: Mesh, backend: Backend) -> Params | None:
         """The parameters on every device of `mesh`."""
@@ -80,14 +87,6 @@ class Drafting:
         if self.spec is not None:
             return with_kernel(params, self.spec, backend.chip)
         return {name: _with_kernel(part, backend.chip, name) for name, part in params.items()}
-
-
-_HEADS: dict[str, tuple[Callable[..., tuple[Any, Params]], Callable[[Any], Proposer]]] = {
-    "eagle": (read_eagle, AutoregressiveProposer),
-    "eagle3": (read_eagle3, AutoregressiveProposer),
-    "mtp": (read_mtp, AutoregressiveProposer),
-    "medusa": (read_medusa, MedusaProposer),
-}
 
 
 def _everywhere(params: Params, mesh: Mesh) -> Params:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.models.families import find_family, mimo
+from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
 from jaxvllm.models.heads.kinds import SPECULATORS, open_draft
@@ -203,15 +204,18 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     return MedusaHeads(E, count, depth), params
 
 
-def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MtpHead, Params]:
-    """Reads the MTP head that lies in the checkpoint of the model `target` itself. The rest is as for `read_eagle`.
+def read_mtp(
+    directory: Path, config: Mapping[str, Any], target: ModelSpec, most: int
+) -> tuple[tuple[MtpHead, ...], Params]:
+    """Reads the first `most` MTP heads that lie in the checkpoint of the model `target` itself, or all there are.
 
-    It has the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. Of several such
-    layers, the first guesses all drafts: the others were trained on what the one before them thinks.
+    They have the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. The rest is as for
+    `read_eagle`.
     """
     family = find_family(config)
     with _told_of(directory):
-        if not HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0):
+        count = HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0)
+        if not count:
             raise ValueError(
                 "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
             )
@@ -222,7 +226,17 @@ def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> t
     rope = target.ropes[target.layer_rope[-1]]
     spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
     is_mimo = family is mimo.FAMILY
-    start = "model.mtp_layers.0." if is_mimo else f"{family.prefixes[0]}layers.{target.num_layers}."
+    layers, first = ("mtp_layers", 0) if is_mimo else ("layers", target.num_layers)
+    prefix = "model." if is_mimo else family.prefixes[0]
+    starts = [f"{prefix}{layers}.{first + number}." for number in range(min(count, most))]
+    depths = (target.num_layers,) if is_mimo else ()
+    heads = tuple(MtpHead(spec, depths, number) for number in range(len(starts)))
+    return heads, {"heads": [_mtp_params(directory, start, spec, family) for start in starts]}
+
+
+def _mtp_params(directory: Path, start: str, spec: ModelSpec, family: Family) -> Params:
+    """The arrays of the MTP head whose tensors begin with `start`."""
+    is_mimo = family is mimo.FAMILY
     # The first of these are copies of the model's own.
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     tensors, E = _Tensors(directory, start, tuple(start + name for name in copies)), spec.hidden_size
@@ -234,7 +248,7 @@ def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> t
         params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)  # it has the feature first
     params["layers"] = [tensors.layer(family.layer_sources(spec, 0, start))]
     tensors.end()
-    return MtpHead(spec, (target.num_layers,) if is_mimo else ()), params
+    return params
 
 
 @contextmanager
