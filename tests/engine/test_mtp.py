@@ -30,7 +30,7 @@ def write_mimo(directory: Path) -> Path:
     """The tiny checkpoint as a MiMo: a Qwen 2 with biases, and two layers more.
 
     It says `CIRCLE` round and round. Its heads know so from the feature alone, and do not look at the token. The first
-    reads the half of the feature that the model and the second head write, the second the half that all write.
+    reads of the feature what only the model writes, and the second what only the first writes.
     """
     write_tiny_checkpoint(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -57,8 +57,8 @@ def write_mimo(directory: Path) -> Path:
     tensors["lm_head.weight"][CIRCLE[following]] = one
     project = [tensors[f"{of_heads}{number}.input_proj.weight"] for number in range(2)]
     project[0][:] = project[1][:] = 0
-    project[0][following, size + at] = 8
-    project[1][following, at] = project[1][size + following, at] = 8
+    project[0][following, size + at] = project[0][2 * size + following, size + at] = 8
+    project[1][following, 2 * size + at] = 8
     save_file(tensors, directory / "model.safetensors")
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 2}
     (directory / "config.json").write_text(json.dumps(config))
@@ -69,7 +69,7 @@ def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     drafts = False
     monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: drafts)
     directory = write_mimo(tmp_path)
-    with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 4}) as llm:
+    with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 2}) as llm:
 
         def answers() -> list[list[int]]:
             return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
