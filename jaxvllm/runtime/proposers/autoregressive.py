@@ -114,13 +114,14 @@ class AutoregressiveProposer:
         features = self.heads[0].features(step.params, computed.hidden, computed.states)  # [T, F]
         rows, kv_pages = replace(computed.rows, page_table=state["page_tables"][slots][:, 0]), step.kv_pages
         seen: list[jax.Array] = []  # by each head
-        for head, kept in zip(self.heads, self._of_heads(features_of(state, slots, step.params)), strict=True):
+        kept = features_of(state, slots, step.params) if self.follows_all else None
+        for number, head in enumerate(self.heads):
             seen.append(features)
-            before = self._shifted(features, kept, step) if self.follows_all else features
+            before = features if kept is None else self._shifted(features, self._of_heads(kept)[number], step)
             _, features, kv_pages = self._apply(
                 head, step.params, kv_pages, computed.token_ids, rows, before, step.model
             )
-        if self.follows_all:
+        if kept is not None:
             state = step.with_features(jnp.concatenate(seen, axis=1))
         reached = jnp.where(known == starts, starts + step.counts, known)
         return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
