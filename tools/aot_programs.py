@@ -96,7 +96,7 @@ class StepModel:
     def with_eagle3(self, step: StepCompiler) -> StepCompiler:
         """`step` with an EAGLE-3 head of one layer like the model's, a quarter of its vocabulary, and its pages."""
         spec = replace(self.spec, num_layers=1, windows=(None,), layer_rope=self.spec.layer_rope[:1])
-        proposer = AutoregressiveProposer(Eagle3Head(spec, depths=(0, 1, self.spec.num_layers)))
+        proposer = AutoregressiveProposer((Eagle3Head(spec, depths=(0, 1, self.spec.num_layers)),))
         shape = replace(step.shape, draft=proposer.cache)
         params = step.params | {DRAFT: self._eagle3_params(spec, step.mesh)}
         return replace(

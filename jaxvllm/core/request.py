@@ -65,6 +65,7 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0  # lower values run first
     beam_search: BeamSearchParams | None = None  # searches for `params.n` sequences instead of drawing them
+    wants_draft_spans: bool = False  # outputs that are deltas tell which parts of their text were accepted drafts
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
@@ -87,6 +88,7 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int
     beam_search: BeamSearchParams | None
+    wants_draft_spans: bool
 
 
 @dataclass(frozen=True, order=True)

@@ -191,11 +191,12 @@ class StepOutput:
     wide_scores: TopLogprobs | None = None  # of N tokens, with more than MAX_LOGPROBS best ones
     distributions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # f32[V] of rows that want them
     drafts: DraftCounts | None = None  # of the plan's rows, if it has drafts
+    were_drafts: NDArray[np.bool_] | None = None  # bool[R, W]: tokens that were accepted drafts; None: no token was
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """A new token of a watched request; `at` finds its log-probabilities in the StepOutput, where it was sampled."""
+    """A new token of a watched request; `at` finds what the StepOutput tells of it, where it was sampled."""
 
     request: Request
     at: int

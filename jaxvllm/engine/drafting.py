@@ -1,6 +1,5 @@
 """From a `SpeculativeConfig` to what guesses: the proposer, and its parameters on the devices."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,8 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.heads.draft_model import DraftModel
-from jaxvllm.models.heads.files import method_of, read_eagle, read_eagle3, read_medusa, read_mtp
+from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa, read_mtp
+from jaxvllm.models.heads.kinds import check_kind, method_of
 from jaxvllm.models.ops import KernelMatrix
 from jaxvllm.models.orientation import with_kernel
 from jaxvllm.models.params import Params
@@ -49,11 +49,21 @@ class Drafting:
         directory = target_directory if config.model is None else checkpoint.resolve(config.model)
         hf_config = checkpoint.read_config(directory)
         method = config.method or method_of(Path(config.model or "").name, hf_config)
+        if method != "mtp":  # whose head is a part of the model
+            check_kind(method, directory, hf_config)
         if method == "draft_model":
             return cls._of_model(directory, hf_config, target)
-        read, proposer = _HEADS[method]
-        head, params = read(directory, hf_config, target.spec)
-        return cls(proposer(head), jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
+        proposer: Proposer
+        if method == "mtp":
+            heads, params = read_mtp(directory, hf_config, target.spec, config.num_speculative_tokens)
+            proposer = AutoregressiveProposer(heads)
+        elif method == "medusa":
+            medusa, params = read_medusa(directory, hf_config, target.spec)
+            proposer = MedusaProposer(medusa)
+        else:
+            eagle, params = (read_eagle if method == "eagle" else read_eagle3)(directory, hf_config, target.spec)
+            proposer = AutoregressiveProposer((eagle,))
+        return cls(proposer, jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
 
     @classmethod
     def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig) -> "Drafting":
@@ -65,7 +75,7 @@ class Drafting:
             )
         host = mesh_of(jax.local_devices()[0])
         params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host)
-        return cls(AutoregressiveProposer(DraftModel(spec)), jax.tree.map(np.asarray, params), spec)
+        return cls(AutoregressiveProposer((DraftModel(spec),)), jax.tree.map(np.asarray, params), spec)
 
     def place(self, mesh: Mesh, backend: Backend) -> Params | None:
         """The parameters on every device of `mesh`."""
@@ -77,14 +87,6 @@ class Drafting:
         if self.spec is not None:
             return with_kernel(params, self.spec, backend.chip)
         return {name: _with_kernel(part, backend.chip, name) for name, part in params.items()}
-
-
-_HEADS: dict[str, tuple[Callable[..., tuple[Any, Params]], Callable[[Any], Proposer]]] = {
-    "eagle": (read_eagle, AutoregressiveProposer),
-    "eagle3": (read_eagle3, AutoregressiveProposer),
-    "mtp": (read_mtp, AutoregressiveProposer),
-    "medusa": (read_medusa, MedusaProposer),
-}
 
 
 def _everywhere(params: Params, mesh: Mesh) -> Params:

@@ -17,6 +17,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.text.completion_text import CompletionText, StopMatch
+from jaxvllm.text.draft_spans import DraftSpans
 from jaxvllm.text.stop_strings import StopStrings
 from jaxvllm.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class _Completion:
 
     index: int
     stream: CompletionText | None  # None: the engine has no tokenizer
+    spans: DraftSpans | None  # of the text; None: nobody wants them
     token_ids: list[int] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)  # the last of `token_ids`, which are not in `stream` yet
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -60,7 +62,7 @@ class _Completion:
         if self.stream is None or not self.unread:
             return None
         unread, self.unread = self.unread, []
-        return self.stream.push(unread)
+        return self.stream.push(unread) if self.spans is None else self.spans.push(self.stream, unread)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +154,7 @@ class OutputProcessor:
             child_id: _Completion(
                 index,
                 CompletionText.open(self._tokenizer, params, prompt_ids, stops) if self._tokenizer else None,
+                _draft_spans(request),
             )
             for index, child_id in enumerate(child_ids)
         }
@@ -232,6 +235,8 @@ class OutputProcessor:
         if completion.stream is None or ends_unseen:
             return None
         completion.unread.append(emitted.token_id)
+        if completion.spans is not None:
+            completion.spans.expect(output.were_drafts is not None and bool(output.were_drafts.flat[emitted.at]))
         # Without stop strings the text is not needed before the output: detokenizing several tokens at once takes half
         # the time.
         return completion.read() if group.params.stop else None
@@ -327,6 +332,7 @@ class OutputProcessor:
         return _Completion(
             index,
             stream,
+            _draft_spans(group.request),
             token_ids=[one.token_id for one in shown],
             logprobs=[self._proposed(one) for one in shown] if params.logprobs is not None else [],
             cumulative_logprob=beam.cumulative_logprob,
@@ -404,7 +410,17 @@ class OutputProcessor:
             logprobs=_shaped(params, completion.logprobs[first:]) if wants else None,
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
+            draft_spans=None if completion.spans is None else completion.spans.split(text),
         )
+
+
+def _draft_spans(request: GenerationRequest) -> DraftSpans | None:
+    """Returns what one completion needs in order to tell which parts of its text were drafts, if the caller wants it.
+
+    All text so far would be told again with each output, so only deltas tell.
+    """
+    is_delta = request.params.output_kind is RequestOutputKind.DELTA
+    return DraftSpans() if is_delta and request.wants_draft_spans else None
 
 
 def _shaped[Ranked: (dict[int, Logprob], dict[int, Logprob] | None)](

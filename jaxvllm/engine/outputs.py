@@ -75,6 +75,8 @@ class CompletionOutput:
     finish_reason: FinishReasonName | None = None
     # The stop token or string that ended it, or "repetition_detected"; None for EOS. Or the error that ended it.
     stop_reason: int | str | None = None
+    # The text in parts, each with whether it was accepted drafts. None unless the request wants them, and gets deltas.
+    draft_spans: list[tuple[str, bool]] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

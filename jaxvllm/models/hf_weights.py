@@ -96,23 +96,29 @@ class WeightFiles:
         return np.ndarray(shape, INTEGERS[tensor.dtype], file.mapped, tensor.offset).astype(np.int64)
 
 
-def open_weights(directory: Path) -> WeightFiles:
-    """Opens all weight files of a directory. Raises ValueError when one is missing, broken or inconsistent."""
-    names, file_of = _find(directory)
+def open_weights(directory: Path, other: str | None = None) -> WeightFiles:
+    """Opens all weight files of a directory. Raises ValueError when one is missing, broken or inconsistent.
+
+    Where neither `SINGLE` nor `INDEX` is there, the only file may have the name `other`.
+    """
+    names, file_of = _find(directory, other)
     files = {name: WeightFile.open(directory / name) for name in names}
     if file_of is None:
-        file_of = dict.fromkeys(files[SINGLE].tensors, SINGLE)
+        [name] = names
+        file_of = dict.fromkeys(files[name].tensors, name)
     for name, file in file_of.items():
         if name not in files[file].tensors:
             raise ValueError(f"{directory / INDEX} says that {file} holds {name}, and it does not")
     return WeightFiles(directory, file_of, files)
 
 
-def _find(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+def _find(directory: Path, other: str | None) -> tuple[list[str], dict[str, str] | None]:
     """Returns the files and, if there is an index, the file of each tensor."""
     if (directory / SINGLE).is_file():
         return [SINGLE], None
     index = directory / INDEX
+    if not index.is_file() and other is not None and (directory / other).is_file():
+        return [other], None
     if not index.is_file():
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
         found = f" It has {', '.join(pickled)}: such files can run code and are never opened." if pickled else ""

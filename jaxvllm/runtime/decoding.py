@@ -19,6 +19,7 @@ from jaxvllm.runtime.proposers import Drafts, Followed, Known, Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
+    DRAFT_MARK,
     DeviceOutput,
     StepModel,
     append,
@@ -45,7 +46,7 @@ class _Progress:
     kv_pages: KVCachePages
     state: DeviceState
     counts: jax.Array  # i32[R]: tokens that each row has yielded
-    tokens: jax.Array  # i32[R, W]
+    tokens: jax.Array  # i32[R, W], with DRAFT_MARK
     logprobs: DeviceLogprobs  # [W, R]
     num_drafted: jax.Array  # i32[R, K]: drafts that there were, by their place
     num_accepted: jax.Array  # i32[R, K]
@@ -233,4 +234,5 @@ def _verify(
         num_drafted=now.num_drafted + drafted.astype(jnp.int32),
         num_accepted=now.num_accepted + accepted.astype(jnp.int32),
     )
-    return now.take(counts, tokens, jax.tree.map(lambda x: x[of_row], best))
+    marks = DRAFT_MARK * jnp.pad(accepted, ((0, 0), (0, 1))).astype(jnp.int32)  # nothing guessed the last token
+    return now.take(counts, tokens + marks, jax.tree.map(lambda x: x[of_row], best))

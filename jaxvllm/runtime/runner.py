@@ -61,7 +61,7 @@ from jaxvllm.runtime.state import (
     recount,
 )
 from jaxvllm.runtime.step import Unsampled
-from jaxvllm.runtime.step_model import DeviceOutput
+from jaxvllm.runtime.step_model import DRAFT_MARK, DeviceOutput
 from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
@@ -258,18 +258,20 @@ class Runner:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
         plan, result = step.plan, step.result
         yielded = np.asarray(result.output.yielded)[: plan.num_rows]
-        drafts = None
+        tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.width], None, None
         if plan.num_drafts:
             drafted, accepted = np.split(yielded[:, 1 + step.bucket.row_tokens :], 2, axis=1)
             drafts = DraftCounts(drafted, accepted)
+            tokens, were_drafts = tokens % DRAFT_MARK, tokens >= DRAFT_MARK
         return StepOutput(
-            yielded[:, 1 : 1 + plan.width],
+            tokens,
             yielded[:, 0],
             _by_row(result.output.logprobs, plan) if plan.wants_logprobs else None,
             _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
             None if plan.wide_scores is None else _on_host(result.wide_scores, int(plan.lengths @ plan.wide_scores)),
             _by_number(result.distributions, plan),
             drafts,
+            were_drafts,
         )
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:

@@ -52,13 +52,17 @@ class Computed:
     states: jax.Array  # f[N, T, E], behind those layers that the proposer asks for
 
 
+# What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
+DRAFT_MARK = 1 << 30
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["yielded", "logprobs"], meta_fields=[])
 @dataclass(frozen=True)
 class DeviceOutput:
     """What a step yields for its R rows."""
 
-    # i32[R, 1 + W + 2 K]: how many tokens, then the tokens, then for each place of a draft how often there was one, and
-    # how often it was accepted. One array, since each is a transfer.
+    # i32[R, 1 + W + 2 K]: how many tokens, then the tokens, with DRAFT_MARK where they were drafts, then for each place
+    # of a draft how often there was one, and how often it was accepted. One array, since each is a transfer.
     yielded: jax.Array
     logprobs: DeviceLogprobs  # [W, R]
 

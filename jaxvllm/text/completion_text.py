@@ -56,6 +56,16 @@ class CompletionText:
         """All text released so far."""
         return self._text[: len(self._text) - self._num_held]
 
+    @property
+    def num_chars(self) -> int:
+        """The length of all text so far, with what is held back."""
+        return len(self._text)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens are text, and none waits for others that end its character."""
+        return self._detokenizer.is_whole
+
     def take(self) -> str:
         """Returns the text released since the last call."""
         end = len(self._text) - self._num_held

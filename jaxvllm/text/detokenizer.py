@@ -15,6 +15,11 @@ type Decode = Callable[[Sequence[int]], str]
 class Detokenizer(Protocol):
     """Converts the tokens of one completion to text as they arrive."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token waits for others to become text."""
+        ...
+
     def push(self, token_ids: Iterable[int]) -> str:
         """Adds the next tokens and returns the text that they complete."""
         ...
@@ -62,6 +67,10 @@ class ByteLevelDetokenizer:
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def is_whole(self) -> bool:
+        return not self._utf8.getstate()[0]
+
     def push(self, token_ids: Iterable[int]) -> str:
         pieces = self._pieces
         return self._utf8.decode(b"".join([pieces[token_id] for token_id in token_ids]))
@@ -96,6 +105,10 @@ class WindowDetokenizer:
         self._num_read = len(self._window)  # tokens of the window whose text was returned
         self._read_text = decode(self._window)
 
+    @property
+    def is_whole(self) -> bool:
+        return self._num_read == len(self._window)
+
     def push(self, token_ids: Iterable[int]) -> str:
         new = [token_id for token_id in token_ids if self._shows(token_id)]
         self._window += new
@@ -125,6 +138,8 @@ class WindowDetokenizer:
 
 class SilentDetokenizer:
     """The detokenizer for requests that want no text."""
+
+    is_whole = True
 
     def push(self, token_ids: Iterable[int]) -> str:
         return ""

@@ -116,6 +116,7 @@ def _appended(first: CompletionOutput, second: CompletionOutput) -> CompletionOu
         text=first.text + second.text,
         token_ids=first.token_ids + second.token_ids,
         logprobs=_all_logprobs(first.logprobs or (), second.logprobs),
+        draft_spans=None if second.draft_spans is None else [*(first.draft_spans or ()), *second.draft_spans],
     )
 
 

@@ -27,9 +27,10 @@ IN_CIRCLE = [np.roll(CIRCLE, shift)[:length].tolist() * 2 for shift, length in (
 
 
 def write_mimo(directory: Path) -> Path:
-    """The tiny checkpoint as a MiMo: a Qwen 2 with biases, and one layer more.
+    """The tiny checkpoint as a MiMo: a Qwen 2 with biases, and two layers more.
 
-    It says `CIRCLE` round and round. Its head knows so from the feature alone, and does not look at the token.
+    It says `CIRCLE` round and round. Its heads know so from the feature alone, and do not look at the token. The first
+    reads of the feature what only the model writes, and the second what only the first writes.
     """
     write_tiny_checkpoint(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -41,21 +42,25 @@ def write_mimo(directory: Path) -> Path:
     }
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | biases
     E, first = config["hidden_size"], "model.layers.0."
-    start = "model.mtp_layers.0."
-    added = {start + name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
-    added |= {f"{start}{name}_layernorm.weight": [E] for name in ("token", "hidden", "final")}
-    added[f"{start}input_proj.weight"] = [E, 2 * E]
+    of_heads, added = "model.mtp_layers.", {}
+    for start in (f"{of_heads}0.", f"{of_heads}1."):
+        added |= {start + name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+        added |= {f"{start}{name}_layernorm.weight": [E] for name in ("token", "hidden", "final")}
+        added[f"{start}input_proj.weight"] = [E, 2 * E]
     tensors |= seeded_weights(biases | added, 11, 0.0)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
-            tensor *= 0.01 if name.startswith(start) else 0.1
-    one, following = np.eye(E, dtype=np.float32)[: len(CIRCLE)], np.roll(np.arange(len(CIRCLE)), -1)
-    tensors["model.embed_tokens.weight"][CIRCLE] = 20 * one
+            tensor *= 0.01 if name.startswith(of_heads) else 0.1
+    size = len(CIRCLE)
+    one, at, following = np.eye(E, dtype=np.float32)[:size], np.arange(size), np.roll(np.arange(size), -1)
+    tensors["model.embed_tokens.weight"][CIRCLE] = 20 * (one + np.roll(one, size, axis=1))
     tensors["lm_head.weight"][CIRCLE[following]] = one
-    tensors[f"{start}input_proj.weight"][:] = 0
-    tensors[f"{start}input_proj.weight"][following, np.arange(len(CIRCLE))] = 8
+    project = [tensors[f"{of_heads}{number}.input_proj.weight"] for number in range(2)]
+    project[0][:] = project[1][:] = 0
+    project[0][following, size + at] = project[0][2 * size + following, size + at] = 8
+    project[1][following, 2 * size + at] = 8
     save_file(tensors, directory / "model.safetensors")
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 2}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -64,7 +69,7 @@ def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     drafts = False
     monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: drafts)
     directory = write_mimo(tmp_path)
-    with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 3}) as llm:
+    with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 2}) as llm:
 
         def answers() -> list[list[int]]:
             return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]

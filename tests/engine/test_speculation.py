@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxvllm import LLM, SamplingParams
-from jaxvllm.core.sampling_params import StructuredOutputsParams
+from jaxvllm.core.sampling_params import RequestOutputKind, StructuredOutputsParams
 from jaxvllm.engine import drafting as drafting_module
 from jaxvllm.engine import repetition_watch
 from jaxvllm.engine.draft_pace import DraftPace
@@ -18,6 +18,7 @@ from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
+from jaxvllm.text.draft_spans import DraftSpans
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
 
 PROMPTS = [*random_prompts(8, longest=30, seed=5), *([3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4)]
@@ -95,6 +96,35 @@ def assert_equal(got: list[list[CompletionOutput]], expected: list[list[Completi
             assert [x.logprob for x in ranked.values()] == pytest.approx([x.logprob for x in others.values()], abs=1e-4)
 
 
+def assert_marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asserts which tokens are marked as drafts where all drafts are right and 3 are verified in a step."""
+    marks: dict[DraftSpans, list[bool]] = {}
+    expect = DraftSpans.expect
+
+    def spy(spans: DraftSpans, is_draft: bool) -> None:
+        marks.setdefault(spans, []).append(is_draft)
+        expect(spans, is_draft)
+
+    monkeypatch.setattr(DraftSpans, "expect", spy)
+    [replica] = llm.engine.replicas
+    for prompts in (PROMPTS[:1], PROMPTS):
+        replica.num_accepted[:] = 0
+        marks.clear()
+        streaming = replace(GREEDY, max_tokens=40, output_kind=RequestOutputKind.DELTA)
+        for number, prompt in enumerate(prompts):
+            llm.engine.submit(llm.engine.check(str(number), prompt, streaming, wants_draft_spans=True))
+        while llm.engine.has_work:
+            for output in llm.engine.step():
+                [delta] = output.outputs
+                assert delta.draft_spans is not None and delta.text == "".join(text for text, _ in delta.draft_spans)
+        assert sum(map(sum, marks.values())) == replica.num_accepted.sum() > 0
+        assert all(len(of_one) == 40 and not of_one[0] for of_one in marks.values())  # a prompt's end has no drafts
+        if len(prompts) == 1:
+            [of_one] = marks.values()
+            # Each verification ends with a token that nothing guessed; the last has room for two drafts.
+            assert of_one == [False, *[True, True, True, False] * 9, True, True, False]
+
+
 @pytest.mark.parametrize("kind", ["ngram", "right", "wrong", "beyond the vocabulary", "negative"])
 def test_everything_is_as_without_drafts(
     kind: str, tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
@@ -112,6 +142,7 @@ def test_everything_is_as_without_drafts(
             replica.num_drafted[:] = replica.num_accepted[:] = 0
             llm.generate(PROMPTS, replace(GREEDY, max_tokens=40), use_tqdm=False)
             assert (accepted == drafted).all()
+            assert_marked(llm, monkeypatch)
         elif kind == "ngram":
             assert accepted.sum() > 0.2 * drafted.sum()
         with few_pages(llm, 14):

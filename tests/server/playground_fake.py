@@ -18,6 +18,7 @@ from tests.asgi import in_thread
 FILES = Path(jaxvllm.server.__file__).parent / "playground"
 # Half a character each, a leading space that the answer lacks, and an end that has no text.
 TOKENS = (b" Once", b" upon", b" a", b" caf", b"\xc3", b"\xa9", b"\n", b"<b>", b"bold", b"<|end|>")
+DRAFTS = (" upon", " a", "bold")  # those of them that were accepted drafts
 TEXT = "Once upon a café\n<b>bold"
 KEY = "sesame"
 # A model that thinks first, and then calls a tool.
@@ -59,6 +60,7 @@ class Fake:
         self.wants_key = False
         self.context_messages = 100  # more are too many for the model's context
         self.prompt_tokens = 9  # of each prompt, whatever it says
+        self.has_drafts = True  # whether something guesses tokens
 
     def app(self) -> FastAPI:
         app = FastAPI(dependencies=[Depends(self.let_in)])
@@ -74,7 +76,7 @@ class Fake:
 
         @app.get("/playground/state")
         def state() -> dict[str, Any]:
-            return STATE
+            return STATE | {"has_drafts": self.has_drafts}
 
         @app.post("/v1/chat/completions")
         async def chat(body: dict[str, Any]) -> Response:
@@ -150,7 +152,10 @@ class Fake:
                 except UnicodeDecodeError:
                     text = ""
                 text = text.lstrip(" ") if count == 1 else text
-                yield chunk(chat_choice(text, token, body) if is_chat else text_choice(text, token, body))
+                choice = chat_choice(text, token, body) if is_chat else text_choice(text, token, body)
+                if body["stream_options"].get("include_draft_spans"):
+                    choice["draft_spans"] = draft_spans(text, prompt)
+                yield chunk(choice)
                 if prompt == "break" and count == 3:
                     yield 'event: error\ndata: {"error": {"message": "the engine ended", "code": 500}}\n\n'
                     ended = True
@@ -176,6 +181,12 @@ def text_choice(text: str, token: bytes, body: dict[str, Any]) -> dict[str, Any]
     said = token.decode(errors="replace")
     told = {"tokens": [said], "token_logprobs": [-0.1054], "top_logprobs": [{said: -0.1054, " never": -4.6052}]}
     return {"text": text, "logprobs": told if "logprobs" in body else None}
+
+
+def draft_spans(text: str, prompt: str) -> list[dict[str, Any]]:
+    """What guesses wrote of a chunk: one of DRAFTS, or the end of each part of a text that is said again."""
+    parts = [(text[:3], False), (text[3:], True)] if prompt.startswith("say ") else [(text, text in DRAFTS)]
+    return [{"text": part, "accepted": accepted} for part, accepted in parts if part]
 
 
 def error(status: int, message: str, code: str | None = None) -> JSONResponse:

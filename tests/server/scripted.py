@@ -68,9 +68,9 @@ class ScriptedLLM:
         streams = request.params.output_kind is RequestOutputKind.DELTA
         parts = self._script.parts if streams else ["".join(self._script.parts)]
         last = len(parts) - 1
-        return _Outputs([self._output(request, part, i == last) for i, part in enumerate(parts)])
+        return _Outputs([self._output(request, part, i, i == last) for i, part in enumerate(parts)])
 
-    def _output(self, request: GenerationRequest, text: str, is_last: bool) -> RequestOutput:
+    def _output(self, request: GenerationRequest, text: str, number: int, is_last: bool) -> RequestOutput:
         ids = self._real.reader.tokenizer.encode(text, add_special_tokens=False)
         spell = self._real.reader.tokenizer.token_text
         completion = CompletionOutput(
@@ -79,6 +79,8 @@ class ScriptedLLM:
             token_ids=ids,
             logprobs=None if request.params.logprobs is None else [{i: Logprob(-1.0, 1, spell(i))} for i in ids],
             finish_reason=self._script.finish_reason if is_last else None,  # type: ignore[arg-type]
+            # Every second part was guessed.
+            draft_spans=[(text, number % 2 == 1)] if request.wants_draft_spans else None,
         )
         prompt = request.prompt
         return RequestOutput(request.request_id, prompt.text, prompt.token_list, [completion], finished=is_last)

@@ -95,6 +95,20 @@ def test_usage_in_every_chunk(server):
     assert counts[-1] == 12
 
 
+def test_without_speculation_no_text_is_a_draft(server):
+    body = GREEDY | dict(prompt=[PROMPT, "The sun"], n=2, temperature=1.0, seed=7, echo=True)
+    chunks = stream(server, **body, stream_options={"include_draft_spans": True})
+    told: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            assert not any(span["accepted"] for span in choice["draft_spans"])
+            told.setdefault(choice["index"], "")
+            told[choice["index"]] += "".join(span["text"] for span in choice["draft_spans"])
+    prompts = [PROMPT, PROMPT, "The sun", "The sun"]
+    assert joined(chunks) == {index: prompts[index] + text for index, text in told.items()}
+    assert len(told) == 4 and all(told.values())
+
+
 def test_max_tokens_is_16_without_a_word(server):
     assert complete(server, prompt=PROMPT, ignore_eos=True)["usage"]["completion_tokens"] == 16
 
@@ -418,6 +432,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(logprobs=True), "logprobs"),
     (dict(stream="yes"), "stream"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
+    (dict(stream_options={"include_draft_spans": True}), "stream_options"),
     (dict(max_tokens=5000), "max_tokens"),
     (dict(max_tokens=0), "max_tokens"),
     (dict(priority=10**30), "priority"),

@@ -38,7 +38,7 @@ def served() -> Iterator[Fake]:
 def fake(served: Fake, tab: Browser) -> Iterator[Fake]:
     """The page just opened. Nothing that the policy refuses and no exception may be in the console at the end."""
     served.bodies.clear()
-    served.wants_key, served.context_messages, served.prompt_tokens = False, 100, 9
+    served.wants_key, served.context_messages, served.prompt_tokens, served.has_drafts = False, 100, 9, True
     tab.console()  # what is left of the page before
     tab.forget(served.url)
     tab.open(served.url)
@@ -186,6 +186,54 @@ def test_tokens_show_their_alternatives(tab: Browser, fake: Fake, mode: str) -> 
     tab.press("ArrowRight")
     assert tab.run("return document.activeElement.textContent") == " upon"
     assert not tab.run("return document.querySelector('#alternatives').hidden")
+
+
+MARKED = "[...document.querySelectorAll('.turn:last-child .draft')].map(mark => mark.textContent)"
+BACKGROUND = (
+    "const mark = getComputedStyle(document.querySelector('.turn:last-child .draft')).backgroundColor; return mark"
+)
+
+
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_accepted_drafts_are_marked(tab: Browser, fake: Fake, mode: str) -> None:
+    tab.click(f"[value={mode}] + span")
+    tab.wait("!document.querySelector('[name=drafts]').parentElement.hidden")
+    tab.click("[name=drafts]")
+    ask(tab, "say **bold** <b>text</b>")
+    assert wait_for_answer(tab) == "**bold** <b>text</b>"
+    assert fake.bodies[-1]["stream_options"]["include_draft_spans"] is True
+    assert tab.run(f"return {MARKED}") == ["old*", "b>te", "/b>"]  # of three chunks, all but 3 characters each
+    tinted = tab.run(BACKGROUND)
+    tab.click("[name=drafts]")  # and it reads as without
+    assert tab.text(ANSWER) == ("bold <b>text</b>" if mode == "chat" else "**bold** <b>text</b>")
+    assert tab.run("return document.querySelectorAll('.turn strong').length") == (mode == "chat")
+    tab.click("[name=drafts]")
+    assert tab.run(f"return {MARKED}") == ["old*", "b>te", "/b>"]
+
+    tab.click("#clear")
+    tab.click("[name=probabilities]")  # both at once
+    ask(tab, "hello")
+    assert wait_for_answer(tab) == TEXT
+    assert tab.run(f"return {MARKED}") == [" upon", " a", "bold"]
+    others = "[...document.querySelectorAll('.turn:last-child .token:not(.draft)')].map(token => token.textContent)"
+    assert tab.run(f"return {others}.join('')") == "Once café\n<b>"
+    assert tab.run(BACKGROUND) == tinted
+    tab.click("[name=drafts]")
+    assert tab.text(ANSWER) == TEXT
+    assert tab.run(BACKGROUND) == "rgba(0, 0, 0, 0)" != tinted
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    assert "include_draft_spans" not in fake.bodies[-1]["stream_options"]
+
+
+def test_where_nothing_guesses_there_is_no_switch_for_it(tab: Browser, fake: Fake) -> None:
+    tab.wait("!document.querySelector('[name=drafts]').parentElement.hidden")
+    tab.click("[name=drafts]")
+    fake.has_drafts = False
+    tab.wait("document.querySelector('[name=drafts]').parentElement.hidden")
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    assert "include_draft_spans" not in fake.bodies[-1]["stream_options"]
 
 
 def test_a_completion_goes_on(tab: Browser, fake: Fake) -> None:

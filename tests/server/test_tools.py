@@ -584,6 +584,23 @@ def test_reasoning_that_does_not_end(says: Says) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_draft_spans_are_what_the_model_wrote(says: Says) -> None:
+    parts = ["<think>", "It is", " cold.</think>", "Yes", "."]
+    script = says(parts, reasoning_parser="qwen3")
+    chunks = script.chunks(PATH, messages=ASKED, stream_options={"include_draft_spans": True})
+    for chunk in chunks:
+        ChatChunk.model_validate(chunk)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "draft_spans" not in choices[0]  # which only begins the message
+    told = [{"text": text, "accepted": number % 2 == 1} for number, text in enumerate(parts)]
+    assert [choice["draft_spans"] for choice in choices[1:]] == [[span] for span in told]
+    completed = script.chunks("/v1/completions", prompt="a", stream_options={"include_draft_spans": True})
+    assert [chunk["choices"][0]["draft_spans"] for chunk in completed] == [[span] for span in told]
+    for path, body in ((PATH, dict(messages=ASKED)), ("/v1/completions", dict(prompt="a"))):
+        plain = script.chunks(path, **body, stream_options={"include_usage": True})
+        assert not any("draft_spans" in choice for chunk in plain for choice in chunk["choices"])
+
+
 def test_tokens_of_reasoning_are_counted(says: Says) -> None:
     script = says(letters(THOUGHT), reasoning_parser="qwen3")
     usage = script.post(PATH, messages=ASKED)[0].json()["usage"]

@@ -113,10 +113,12 @@ def test_a_slow_reader_misses_nothing(llm: AsyncLLM, portal: BlockingPortal) -> 
     async def run() -> tuple[list[int], int]:
         params = replace(GREEDY, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         tokens, count = [], 0
-        async with await llm.submit(PROMPTS[0], params) as stream:
+        async with await llm.submit(PROMPTS[0], params, wants_draft_spans=True) as stream:
             async for output in stream:
                 count += 1
-                tokens += output.outputs[0].token_ids
+                [delta] = output.outputs
+                tokens += delta.token_ids
+                assert delta.draft_spans is not None and "".join(text for text, _ in delta.draft_spans) == delta.text
                 await until(lambda: llm.num_requests == 0)
         return tokens, count
 

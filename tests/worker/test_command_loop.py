@@ -241,7 +241,7 @@ def test_limits_count_what_would_wait() -> None:
 
 
 PAGE = PageView(page=3, first_position=16, token_ids=(1, 2), num_owners=2, findable=True)
-OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}], "stop", "x")
+OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}], "stop", "x", [("a", True)])
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.models.families import find_family, mimo
+from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
+from jaxvllm.models.heads.kinds import SPECULATORS, open_draft
 from jaxvllm.models.heads.medusa import MedusaHeads
 from jaxvllm.models.heads.mtp import MtpHead
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.hf_weights import WeightFiles, open_weights
 from jaxvllm.models.orbax_tree import TREE
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -41,7 +42,7 @@ class _Tensors:
     """The tensors of a head, of which each must be used: those that begin with `start`, but for the `redundant`."""
 
     def __init__(self, directory: Path, start: str = "", redundant: tuple[str, ...] = _REDUNDANT):
-        self._files: WeightFiles = open_weights(directory)
+        self._files = open_draft(directory)
         self._left = {name for name in self._files.names if name.startswith(start)} - set(redundant)
 
     def __contains__(self, name: str) -> bool:
@@ -80,20 +81,6 @@ class _Tensors:
             )
 
 
-def method_of(name: str, config: Mapping[str, Any]) -> str:
-    """The method of a draft by its config.json, and by the `name` of its directory, as vLLM finds it.
-
-    What is no head is a model.
-    """
-    told = " ".join(map(str, [*(config.get("architectures") or ()), config.get("model_type")])).lower()
-    name = name.lower()
-    if "speculators_model_type" in config or "eagle3" in told or "eagle3" in name:
-        return "eagle3"
-    if "eagle" in told or "eagle-" in name:
-        return "eagle"
-    return "medusa" if "medusa" in told or "medusa_num_heads" in config else "draft_model"
-
-
 def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[EagleHead, Params]:
     """Reads an EAGLE head for the model `target`: its value, and its arrays on the host.
 
@@ -116,12 +103,9 @@ def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) ->
 
 def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[Eagle3Head, Params]:
     """Reads an EAGLE-3 head, also in the format of speculators. The rest is as for `read_eagle`."""
-    kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise ValueError(f"{directory} has speculators_model_type {kind!r}: of these, only eagle3 is supported")
     values = dict(config.get("transformer_layer_config") or {})
     values |= {key: value for key, value in config.items() if key != "transformer_layer_config"}
-    values.setdefault("norm_before_residual", kind is not None)
+    values.setdefault("norm_before_residual", SPECULATORS in config)
     values |= dict(values.get("eagle_config") or {})
     layers = target.num_layers
     depths = values.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
@@ -200,8 +184,13 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
         ids = tensors.integers("token_map", size)
         params["columns"] = _columns(directory, ids, target.vocab_size)
     names = [f"lm_heads.{head}.weight" if is_vllm else f"{start}{head}.{depth}.weight" for head in range(count)]
-    if shares:
+    if shares:  # vLLM wants a copy of the model's LM head in the file; here the model's own will do
         names = [name for name in (f"{start}lm_head.weight", f"{start}lm_heads.0.weight") if name in tensors][:1]
+    elif not any(name in tensors for name in names):
+        raise ValueError(
+            f"{directory} has no LM heads, such as {names[0]}: each Medusa head has one, unless its config.json says "
+            '"original_lm_head": true, so that all share the one of the model'
+        )
     if names:
         # A head may have rows for all tokens, also where it only guesses some.
         is_whole = ids is not None and tensors.num_rows(names[0]) > size
@@ -215,15 +204,18 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     return MedusaHeads(E, count, depth), params
 
 
-def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MtpHead, Params]:
-    """Reads the MTP head that lies in the checkpoint of the model `target` itself. The rest is as for `read_eagle`.
+def read_mtp(
+    directory: Path, config: Mapping[str, Any], target: ModelSpec, most: int
+) -> tuple[tuple[MtpHead, ...], Params]:
+    """Reads the first `most` MTP heads that lie in the checkpoint of the model `target` itself, or all there are.
 
-    It has the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. Of several such
-    layers, the first guesses all drafts.
+    They have the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. The rest is as for
+    `read_eagle`.
     """
     family = find_family(config)
     with _told_of(directory):
-        if not HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0):
+        count = HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0)
+        if not count:
             raise ValueError(
                 "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
             )
@@ -234,7 +226,17 @@ def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> t
     rope = target.ropes[target.layer_rope[-1]]
     spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
     is_mimo = family is mimo.FAMILY
-    start = "model.mtp_layers.0." if is_mimo else f"{family.prefixes[0]}layers.{target.num_layers}."
+    layers, first = ("mtp_layers", 0) if is_mimo else ("layers", target.num_layers)
+    prefix = "model." if is_mimo else family.prefixes[0]
+    starts = [f"{prefix}{layers}.{first + number}." for number in range(min(count, most))]
+    depths = (target.num_layers,) if is_mimo else ()
+    heads = tuple(MtpHead(spec, depths, number) for number in range(len(starts)))
+    return heads, {"heads": [_mtp_params(directory, start, spec, family) for start in starts]}
+
+
+def _mtp_params(directory: Path, start: str, spec: ModelSpec, family: Family) -> Params:
+    """The arrays of the MTP head whose tensors begin with `start`."""
+    is_mimo = family is mimo.FAMILY
     # The first of these are copies of the model's own.
     copies = ("embed_tokens.weight", "shared_head.head.weight")
     tensors, E = _Tensors(directory, start, tuple(start + name for name in copies)), spec.hidden_size
@@ -246,7 +248,7 @@ def read_mtp(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> t
         params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)  # it has the feature first
     params["layers"] = [tensors.layer(family.layer_sources(spec, 0, start))]
     tensors.end()
-    return MtpHead(spec, (target.num_layers,) if is_mimo else ()), params
+    return params
 
 
 @contextmanager

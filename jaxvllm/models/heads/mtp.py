@@ -21,10 +21,12 @@ class MtpHead:
 
     `spec` describes the layer. The embedding and the LM head are those of the model. `depths` names the model's last
     layer where the head was trained on what is in front of the final norm, and nothing where on what is behind it.
+    Of several heads, each but the first sees what the one before it thought.
     """
 
     spec: ModelSpec
     depths: tuple[int, ...] = ()
+    number: int = 0  # among the heads of the model
 
     @property
     def feature_size(self) -> int:
@@ -43,13 +45,15 @@ class MtpHead:
         attend: Attend[Any],
         axis: ModelAxis,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        own, norm = params[DRAFT], self.spec.norm
-        # Trained with zeros in the place of the first embedding that stands beside a feature, which is token 1's.
-        embedding = jnp.where(positions[:, None] > 1, embedded(params, token_ids, axis), 0)
+        own, norm = params[DRAFT]["heads"][self.number], self.spec.norm
+        # Trained with zeros in the place of the first embedding that stands beside a feature. It is token 1's for the
+        # first head, and each other head begins one token later than the one before it.
+        embedding = jnp.where(positions[:, None] > 1 + self.number, embedded(params, token_ids, axis), 0)
         parts = [norm(embedding, own["embedding_norm"]), norm(features, own["feature_norm"])]
         x = project(jnp.concatenate(parts, axis=1), own["fc"])
         [layer] = own["layers"]
-        x, kv = decoder_layer(self.spec, layer, 0, x, norm(x, layer["attention_norm"]), positions, kv, attend)
+        h = norm(x, layer["attention_norm"])
+        x, kv = decoder_layer(self.spec, layer, self.number, x, h, positions, kv, attend)
         hidden = norm(x, own["final_norm"])
         return hidden, hidden, kv
 

@@ -20,29 +20,33 @@ CATCH_UP = 8
 
 @dataclass(frozen=True)
 class AutoregressiveProposer:
-    """Runs `head` once for each draft. It draws with the noise that the model will draw with.
+    """Runs a head once for each draft. It draws with the noise that the model will draw with.
 
-    The keys and values of the head lie in pages of its own with the numbers of the pages of the model's first group. So
+    Of N heads, number n guesses the drafts n, n + N, ... of a step. All are alike but for their parameters and layers,
+    and each sees every token, with what the head before it thought at the position before.
+
+    Keys and values of the heads lie in pages of their own with the numbers of the pages of the model's first group. So
     whatever the host does with a page (sharing, evicting, preempting) it does with both.
 
-    Position p of the head sees token p and the feature of position p - 1, what the model thought there. Where nobody
-    knows that feature, at the start and behind a cached prefix, the feature of position p stands in.
+    Position p of the first head sees token p and the feature of position p - 1, what the model thought there. Where
+    nobody knows that feature, at the start and behind a cached prefix, the feature of position p stands in.
     """
 
-    head: DraftHead
+    heads: tuple[DraftHead, ...]
 
     @property
     def cache(self) -> DraftCache:
-        spec = self.head.spec
-        return DraftCache(spec.num_layers, spec.num_kv_heads, spec.head_size, self.head.feature_size)
+        spec, count = self.heads[0].spec, len(self.heads)
+        num_features = count * self.heads[0].feature_size
+        return DraftCache(count * spec.num_layers, spec.num_kv_heads, spec.head_size, num_features)
 
     @property
     def follows_all(self) -> bool:
-        return self.head.feature_size > 0
+        return self.heads[0].feature_size > 0
 
     @property
     def depths(self) -> tuple[int, ...]:
-        return self.head.depths
+        return self.heads[0].depths
 
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         state, slots, lengths, model = known.state, known.slots, known.lengths, known.model
@@ -60,8 +64,15 @@ class AutoregressiveProposer:
             active = is_ready & (place < known.room)
             starts = jnp.where(active, lengths - 1 + place, 0)
             rows = RaggedRows.build(tables[:, 0], starts, active.astype(jnp.int32), len(slots))
-            hidden, features, kv_pages = self._apply(known.params, kv_pages, tokens, rows, features, model)
-            logits = self.head.logits(known.params, hidden, model.spec, model.shard, model.axis)
+            thought, after = [], []
+            for head, before in zip(self.heads, self._of_heads(features), strict=True):
+                hidden, feature, kv_pages = self._apply(head, known.params, kv_pages, tokens, rows, before, model)
+                thought.append(hidden)
+                after.append(feature)
+            # Behind the last head comes the first.
+            features = jnp.concatenate([*after[-1:], *after[:-1]], axis=1)
+            hidden = thought[0] if len(thought) == 1 else jnp.stack(thought)[place % len(thought)]
+            logits = self.heads[0].logits(known.params, hidden, model.spec, model.shard, model.axis)
             tokens = guess(logits, Rows(state, slots), starts + 1, model.spec.vocab_size, model.axis)
             return kv_pages, features, tokens, drafts.at[:, place].set(tokens)
 
@@ -85,7 +96,8 @@ class AutoregressiveProposer:
             counts = jnp.clip(ends - done, 0, CATCH_UP)
             rows = RaggedRows.build(tables[:, 0], jnp.where(counts > 0, done, 0), counts, num_rows * CATCH_UP)
             tokens = state["history"][slots[rows.token_rows], rows.positions]
-            _, _, kv_pages = self._apply(known.params, kv_pages, tokens, rows, features, known.model)
+            [head] = self.heads
+            _, _, kv_pages = self._apply(head, known.params, kv_pages, tokens, rows, features, known.model)
             return done + counts, kv_pages
 
         start = (jnp.minimum(state[DRAFT_LENGTH.name][slots], ends), known.kv_pages)
@@ -99,23 +111,40 @@ class AutoregressiveProposer:
             # Proposing computed the last token and all drafts but the last.
             reached = jnp.where(step.num_drafted > 0, starts + jnp.minimum(step.counts, step.num_drafted), known)
             return step.kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
-        features = self.head.features(step.params, computed.hidden, computed.states)  # [T, F]
-        rows, before = computed.rows, features
-        if self.follows_all:
-            firsts, num_tokens = rows.query_starts[:-1], len(computed.token_ids)
-            is_known = (state[FEATURE_LENGTH.name][slots] == starts) & (starts > 0)
-            at_first = features[jnp.minimum(firsts, num_tokens - 1)]
-            first = jnp.where(is_known[:, None], features_of(state, slots, step.params), at_first)
-            is_first = rows.is_real() & (jnp.arange(num_tokens) == firsts[rows.token_rows])
-            before = jnp.where(is_first[:, None], first[rows.token_rows], jnp.roll(features, 1, axis=0))
-            state = step.with_features(features)
-        rows = replace(rows, page_table=state["page_tables"][slots][:, 0])
-        _, _, kv_pages = self._apply(step.params, step.kv_pages, computed.token_ids, rows, before, step.model)
+        features = self.heads[0].features(step.params, computed.hidden, computed.states)  # [T, F]
+        rows, kv_pages = replace(computed.rows, page_table=state["page_tables"][slots][:, 0]), step.kv_pages
+        seen: list[jax.Array] = []  # by each head
+        kept = features_of(state, slots, step.params) if self.follows_all else None
+        for number, head in enumerate(self.heads):
+            seen.append(features)
+            before = features if kept is None else self._shifted(features, self._of_heads(kept)[number], step)
+            _, features, kv_pages = self._apply(
+                head, step.params, kv_pages, computed.token_ids, rows, before, step.model
+            )
+        if kept is not None:
+            state = step.with_features(jnp.concatenate(seen, axis=1))
         reached = jnp.where(known == starts, starts + step.counts, known)
         return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
 
+    def _of_heads(self, features: jax.Array) -> list[jax.Array]:
+        """What each head sees of `features` [X, N F]: [X, F]."""
+        return jnp.split(features, len(self.heads), axis=1)
+
+    def _shifted(self, features: jax.Array, kept: jax.Array, step: Followed) -> jax.Array:
+        """Of each token the feature of the position before it, [T, F]: of a row's first the one that was `kept` [R, F].
+
+        Where none was, its own stands in.
+        """
+        rows, num_tokens = step.computed.rows, len(features)
+        firsts = rows.query_starts[:-1]
+        is_known = (step.state[FEATURE_LENGTH.name][step.slots] == step.starts) & (step.starts > 0)
+        first = jnp.where(is_known[:, None], kept, features[jnp.minimum(firsts, num_tokens - 1)])
+        is_first = rows.is_real() & (jnp.arange(num_tokens) == firsts[rows.token_rows])
+        return jnp.where(is_first[:, None], first[rows.token_rows], jnp.roll(features, 1, axis=0))
+
     def _apply(
         self,
+        head: DraftHead,
         params: Params,
         kv_pages: KVCachePages,
         token_ids: jax.Array,
@@ -123,9 +152,9 @@ class AutoregressiveProposer:
         features: jax.Array,
         model: StepModel,
     ) -> tuple[jax.Array, jax.Array, KVCachePages]:
-        """Runs the head over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
+        """Runs `head` over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
         *others, pages = kv_pages
-        spec, backend = self.head.spec, model.backend
+        spec, backend = head.spec, model.backend
         plan = plan_rows(rows, pages, num_heads=spec.num_heads, dtype=params["embed"].dtype, backend=backend)
         # Pages that left the window of the model's first group are somebody else's.
         window = model.shape.groups(model.spec)[0].window
@@ -146,7 +175,5 @@ class AutoregressiveProposer:
                 backend=backend,
             )
 
-        hidden, features, pages = self.head.apply(
-            params, token_ids, rows.positions, features, pages, attend, model.axis
-        )
+        hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)
         return hidden, features, (*others, pages)

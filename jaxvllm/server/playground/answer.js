@@ -2,6 +2,7 @@
 
 import { CallsList } from "./calls.js";
 import { make } from "./dom.js";
+import { Drafts, MarkedText } from "./drafts.js";
 import { TokenText } from "./tokens.js";
 
 const REASONS = { stop: "", tool_calls: "calls a tool", length: "cut at max_tokens" };
@@ -15,7 +16,8 @@ export class Answer {
   #written; // shows the text: MarkdownText or PlainText
   #calls = new CallsList();
   #reasoning = make("pre");
-  #tokens = null; // shows the answer's tokens, if the server sent them
+  #tokens = null; // shows the answer's tokens or drafts, if the page asked for them: TokenText or MarkedText
+  #has = {}; // which of the two it asked for: {probabilities, drafts}
   #usage = null;
 
   constructor(written) {
@@ -44,10 +46,13 @@ export class Answer {
     return { text: this.text, calls: this.calls, stats: this.stats.textContent, error: this.error?.message ?? "" };
   }
 
-  /** Shows chunks until they end, fail or are stopped. `read` returns a choice's {text, tokens, calls, reasoning}. */
-  async fill(chunks, read, { colours, alternatives, contextLength }) {
-    if (alternatives) this.#tokens = new TokenText(alternatives);
-    this.showTokens(true);
+  /** Shows chunks until they end, fail or are stopped. `read` returns a choice's {text, tokens, calls, reasoning, spans}. */
+  async fill(chunks, read, { colours, alternatives, marks, contextLength }) {
+    const drafts = marks ? new Drafts() : null;
+    if (alternatives) this.#tokens = new TokenText(alternatives, drafts);
+    else if (drafts) this.#tokens = new MarkedText(drafts);
+    this.#has = { probabilities: alternatives !== null, drafts: marks };
+    this.show(this.#has);
     const times = { sent: performance.now(), first: null, last: null };
     let firstCount = 1;
     let reason = "";
@@ -59,15 +64,16 @@ export class Answer {
         this.stats.style.setProperty("--request", colours.of(chunk.id));
         const choice = chunk.choices[0];
         if (!choice) continue;
-        const { text: piece, tokens, calls = [], reasoning = "" } = read(choice);
+        const { text: piece, tokens, calls = [], reasoning = "", spans } = read(choice);
         if (piece || tokens.length || calls.length || reasoning) {
           times.last = performance.now();
           if (times.first === null) [times.first, firstCount] = [times.last, chunk.usage?.completion_tokens ?? 1];
         }
         this.text += piece;
         this.#written.update(this.text);
+        drafts?.add(spans);
+        this.#think(reasoning, drafts);
         this.#tokens?.add(piece, tokens);
-        this.#think(reasoning);
         for (const call of calls) this.#calls.grow(call);
         reason = REASONS[choice.finish_reason] ?? choice.finish_reason ?? reason;
         this.stats.textContent = summary(times, this.#usage, firstCount, reason);
@@ -96,21 +102,23 @@ export class Answer {
     return this.error?.code === TOO_LONG;
   }
 
-  /** Shows the tokens if `wanted` and if the answer has them, otherwise the text. */
-  showTokens(wanted) {
+  /** Shows the text by its tokens or drafts if they are wanted and if the answer has them, otherwise as it reads best. */
+  show({ probabilities, drafts }) {
     if (!this.#tokens) return;
-    const [shown, hidden] = wanted ? [this.#tokens, this.#written] : [this.#written, this.#tokens];
+    const showsTokens = this.#has.probabilities && probabilities;
+    const isWanted = showsTokens || (this.#has.drafts && drafts);
+    const [shown, hidden] = isWanted ? [this.#tokens, this.#written] : [this.#written, this.#tokens];
     hidden.element.replaceWith(shown.element);
-    if (wanted) this.body.tabIndex = 0; // the arrow keys move from token to token
+    if (showsTokens) this.body.tabIndex = 0; // the arrow keys move from token to token
     else this.body.removeAttribute("tabindex");
   }
 
-  #think(text) {
+  #think(text, drafts) {
     if (text && !this.#reasoning.isConnected) {
       const summary = make("summary", {}, "Reasoning");
       this.body.prepend(make("details", { className: "reasoning", open: true }, summary, this.#reasoning));
     }
-    this.#reasoning.append(text);
+    this.#reasoning.append(...(text && drafts ? drafts.marked(text) : [text]));
   }
 
   #fail(error) {

@@ -34,7 +34,8 @@ export async function roomBehind(prompt, model, signal) {
 
 /** Yields the chunks of a streamed answer. `signal` ends the answer, also on the server. */
 export async function* stream(path, body, signal) {
-  const stream_options = { include_usage: true, continuous_usage_stats: true }; // a stopped answer has numbers, too
+  // A stopped answer has numbers, too.
+  const stream_options = { include_usage: true, continuous_usage_stats: true, ...body.stream_options };
   const response = await post(path, { ...body, stream: true, stream_options }, signal);
   for await (const { name, data } of events(response.body)) {
     if (data === "[DONE]") return;

@@ -24,7 +24,8 @@ export const CHAT = {
     return { messages, ...(tools.length && { tools }), ...(settings.probabilities && { logprobs: true, top_logprobs: settings.alternatives }) };
   },
   stream: (body, signal) => stream("v1/chat/completions", body, signal),
-  read: ({ delta, logprobs }) => ({
+  read: ({ delta, logprobs, draft_spans: spans = [] }) => ({
+    spans,
     text: delta.content ?? "",
     reasoning: delta.reasoning ?? "",
     calls: delta.tool_calls ?? [],
@@ -59,7 +60,8 @@ export const COMPLETION = {
     const max_tokens = body.max_tokens ?? (await roomBehind(body.prompt, body.model, signal));
     yield* stream("v1/completions", { ...body, max_tokens }, signal);
   },
-  read: ({ text, logprobs }) => ({
+  read: ({ text, logprobs, draft_spans: spans = [] }) => ({
+    spans,
     text,
     tokens: (logprobs?.tokens ?? []).map((token, i) => ({
       token,
@@ -110,9 +112,9 @@ export class Conversation {
     return this.#turns.find((turn) => turn.element.contains(element));
   }
 
-  /** Shows the tokens of answers that have them, or only texts. */
-  showTokens(wanted) {
-    for (const { answer } of this.#turns) answer.showTokens(wanted);
+  /** Shows the tokens and drafts of answers that have them, if the settings say so, or only texts. */
+  show() {
+    for (const { answer } of this.#turns) answer.show(this.#settings);
   }
 
   clear() {
@@ -126,12 +128,14 @@ export class Conversation {
   async say(prompt, { id, contextLength }, signal, instead) {
     if (instead) this.#drop(this.#turns.indexOf(instead), this.#turns.length);
     const body = { model: id, ...this.#settings.sampling(), ...this.#mode.body(this.#turns, prompt, this.#settings) };
+    const marks = this.#settings.drafts;
+    if (marks) body.stream_options = { include_draft_spans: true };
     const answer = new Answer(this.#text());
     const turn = this.#add(prompt, answer);
     this.#follower.toEnd();
     const alternatives = this.#settings.probabilities ? this.#alternatives : null;
     const chunks = this.#mode.stream(body, signal);
-    await answer.fill(chunks, this.#mode.read, { colours: this.#colours, alternatives, contextLength });
+    await answer.fill(chunks, this.#mode.read, { colours: this.#colours, alternatives, marks, contextLength });
     const drop = this.#canDrop ? [button("drop-oldest", "Drop the oldest turns, ask again")] : [];
     turn.end(answer.fills(contextLength) ? [...drop, button("clear", "Clear")] : []);
     return answer;

@@ -16,7 +16,7 @@ const COPIED_MS = 1500; // time for which a button says that it has copied
 const PAUSE_MS = 2000; // pause before the page asks a server again that did not answer
 
 const [prompt, send, stop, clear, modes] = ["prompt", "send", "stop", "clear", "modes"].map(byId);
-const { key, probabilities } = byId("sampling").elements;
+const { key, probabilities, drafts } = byId("sampling").elements;
 
 const colours = new Colours();
 const settings = new Settings(byId("sampling"));
@@ -119,9 +119,11 @@ modes.addEventListener("change", () => {
   saved.saveMode(currentMode());
 });
 
-probabilities.addEventListener("change", () => {
-  for (const each of Object.values(conversations)) each.showTokens(probabilities.checked);
-});
+for (const input of [probabilities, drafts]) {
+  input.addEventListener("change", () => {
+    for (const each of Object.values(conversations)) each.show();
+  });
+}
 
 key.value = apiKey.get();
 key.addEventListener("change", () => apiKey.set(key.value.trim()));
@@ -169,6 +171,7 @@ async function watch(connected) {
       if (!connected) await connect();
       connected = true;
       const state = await engineState();
+      drafts.parentElement.hidden = !state.has_drafts;
       const start = performance.now();
       for (const picture of pictures) picture.update(state);
       pause = Math.max(WATCH_MS, 10 * (performance.now() - start)); // a large pool may take a tenth of the time

@@ -79,6 +79,12 @@ export class Settings {
     return this.#form.elements.probabilities.checked;
   }
 
+  /** Whether accepted drafts are to be marked. Where there are none, there is no switch. */
+  get drafts() {
+    const { drafts } = this.#form.elements;
+    return drafts.checked && !drafts.parentElement.hidden;
+  }
+
   get system() {
     return this.#form.elements.system.value.trim();
   }

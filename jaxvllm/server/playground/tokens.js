@@ -8,12 +8,15 @@ const SLACK = 8; // the most characters between two tokens, from tokens that are
 export class TokenText {
   element = make("span", { className: "tokens" });
   #alternatives;
+  #drafts;
   #rest = ""; // text without tokens yet
   #waiting = []; // tokens without text yet
   #decoder = new TextDecoder();
 
-  constructor(alternatives) {
+  /** `drafts` say which tokens are to be marked, unless they are null. */
+  constructor(alternatives, drafts) {
     this.#alternatives = alternatives;
+    this.#drafts = drafts;
   }
 
   /** `tokens` are OpenAI's: {token, logprob, bytes, top_logprobs}. */
@@ -37,7 +40,11 @@ export class TokenText {
   #place() {
     const { token, said } = this.#waiting.shift();
     const length = end(this.#rest, said) || end(this.#rest, said.trimStart()); // answers lose a leading space
-    if (length) this.element.append(this.#alternatives.span(this.#rest.slice(0, length), token));
+    if (!length) return;
+    const text = this.#rest.slice(0, length);
+    const span = this.#alternatives.span(text, token);
+    span.classList.toggle("draft", this.#drafts?.cut(text).every(({ accepted }) => accepted) ?? false);
+    this.element.append(span);
     this.#rest = this.#rest.slice(length);
   }
 }

@@ -10,6 +10,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     MAX_TOOLS,
+    DraftSpan,
     EngineFields,
     FunctionName,
     Limit,
@@ -22,6 +23,7 @@ from jaxvllm.server.protocol.fields import (
     Strings,
     TemplateVariables,
     Usage,
+    draft_spans_of,
     effort_variables,
     neutral,
 )
@@ -277,6 +279,7 @@ class ChatChunkChoice(Reply):
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    draft_spans: list[DraftSpan] | None = None  # of the chunk's text before reasoning and calls are told apart
 
 
 class ChatChunk(Reply):
@@ -307,7 +310,7 @@ def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -
     }
     if request.return_token_ids:
         made["token_ids"] = completion.token_ids
-    return made
+    return made | draft_spans_of(completion)
 
 
 def message_of(request: ChatRequest, answer: AssistantMessage, echo: str) -> dict[str, Any]:

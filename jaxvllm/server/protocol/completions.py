@@ -7,6 +7,7 @@ from pydantic import FailFast, Field
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.server.protocol.fields import (
     ALL_LOGPROBS,
+    DraftSpan,
     EngineFields,
     FinishReason,
     Reply,
@@ -91,6 +92,7 @@ class CompletionChoice(Reply):
     prompt_token_ids: list[int] | None = None  # in a stream, only in a choice's first chunk
     prompt_logprobs: PromptLogprobList | None = None
     token_ids: list[int] | None = None
+    draft_spans: list[DraftSpan] | None = None  # of this chunk's text, without an echoed prompt
 
 
 class CompletionResponse(Reply):

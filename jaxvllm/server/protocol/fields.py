@@ -15,7 +15,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.value_checks import MAX_INT32
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.errors import UNKNOWN_TYPE
 
 # The count of log-probabilities for the whole vocabulary.
@@ -125,6 +125,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False  # send the usage in a last chunk without choices
     continuous_usage_stats: bool = False  # send the usage in every chunk
+    include_draft_spans: bool = False  # choices have `draft_spans`: what guesses wrote of the text
     include_obfuscation: bool | None = neutral(False)
 
 
@@ -232,13 +233,18 @@ class EngineFields(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # equal salts share cached prefixes
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, beams: BeamSearchParams | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        beams: BeamSearchParams | None = None,
+        wants_draft_spans: bool = False,
     ) -> GenerationRequest:
         """Makes the engine's request for one prompt of this HTTP request."""
         salted = replace(prompt, cache_salt=self.cache_salt)
         if beams is not None:
             params = beams.sampling_params(params)
-        return GenerationRequest(request_id, salted, params, self.priority, beams)
+        return GenerationRequest(request_id, salted, params, self.priority, beams, wants_draft_spans)
 
 
 class RequestFields(Strict):
@@ -275,6 +281,20 @@ class ScoringFields(RequestFields):
         super().check_stream()
         if self.stream and self.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs needs stream: false", "prompt_logprobs")
+
+
+class DraftSpan(Reply):
+    """A part of the text that the model wrote."""
+
+    text: str
+    accepted: bool  # whether all tokens that spell it were drafts of speculative decoding, which were accepted
+
+
+def draft_spans_of(completion: CompletionOutput) -> dict[str, Any]:
+    """Returns the field `draft_spans` of a choice, or none if the request does not want it."""
+    if completion.draft_spans is None:
+        return {}
+    return {"draft_spans": [{"text": text, "accepted": accepted} for text, accepted in completion.draft_spans]}
 
 
 class PromptTokensDetails(Reply):

@@ -55,7 +55,9 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
     params = service.with_marks(params, format)
     room = service.reader.max_model_len - len(prompt.token_ids)
-    asked = body.request(engine_id, prompt, params, body.beams(params, room if body.limit is None else body.limit))
+    beams = body.beams(params, room if body.limit is None else body.limit)
+    with_spans = (body.stream_options or StreamOptions()).include_draft_spans
+    asked = body.request(engine_id, prompt, params, beams, with_spans)
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
     with form_given_as(body.form_field):
         return await respond(request, service, [asked], exchange.whole, exchange.events)
@@ -128,7 +130,8 @@ class _Exchange:
 
     def _has_more(self, options: StreamOptions) -> bool:
         """Whether a chunk without text tells something."""
-        return bool(self._body.logprobs or self._body.return_token_ids or options.continuous_usage_stats)
+        more = (options.continuous_usage_stats, options.include_draft_spans)
+        return bool(self._body.logprobs or self._body.return_token_ids or any(more))
 
     def _num_reasoning(self, answers: Iterable[Answer]) -> int | None:
         """Returns the number of tokens of the reasoning so far, or None if the model has none."""

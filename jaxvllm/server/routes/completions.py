@@ -15,7 +15,7 @@ from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
-from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, draft_spans_of, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
@@ -53,7 +53,8 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
     beams = body.beams(params, body.limit)
-    asked = [body.request(name, prompt, params, beams) for name, prompt in zip(ids, prompts, strict=True)]
+    with_spans = (body.stream_options or StreamOptions()).include_draft_spans
+    asked = [body.request(name, prompt, params, beams, with_spans) for name, prompt in zip(ids, prompts, strict=True)]
     exchange = _Exchange(service, body, model, asked, answer_id)
     with form_given_as(body.form_field):
         return await respond(request, service, asked, exchange.whole, exchange.events)
@@ -140,14 +141,16 @@ class _Exchange:
             count = body.shown_logprobs(body.logprobs)
             logprobs = completion_logprobs(tokens, count, body.return_tokens_as_token_ids, offset)
         echo = (self._asked[index].prompt.text or "") if body.echo and is_first else ""
-        made = {
+        made: dict[str, Any] = {
             "index": index * self._n + completion.index,
             "text": echo + completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        return made | {"token_ids": completion.token_ids} if body.return_token_ids else made
+        if body.return_token_ids:
+            made["token_ids"] = completion.token_ids
+        return made | draft_spans_of(completion)
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Returns the fields about the prompt, which a choice has once."""

@@ -74,6 +74,7 @@ def router(service: Service) -> APIRouter:
                 "pages": service.llm.facts.num_pages,
                 "pages_owned": sum(view.states.count(PageState.OWNED) for view in views),
             },
+            "has_drafts": service.llm.config.speculative_config is not None,
             "steps": list(steps.latest),
         }
         return answer(shown)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.models import checkpoint
-from jaxvllm.models.heads.files import method_of, read_eagle, read_eagle3, read_medusa
+from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
 from jaxvllm.models.heads.head import DraftHead
 from jaxvllm.models.params import Params
 from sharding.axis import ALONE
@@ -191,23 +191,6 @@ def test_medusa(names: str, size: int | str, lm_heads: str, tmp_path: Path) -> N
         assert_near(got[number], logits)
 
 
-@pytest.mark.parametrize(
-    "name, config, method",
-    [
-        ("draft", {"speculators_model_type": "eagle3", "architectures": ["SomeDraftModel"]}, "eagle3"),
-        ("draft", {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
-        ("Qwen3-8B_eagle3", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "eagle3"),
-        ("draft", {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle"}, "eagle"),
-        ("EAGLE-LLaMA3-Instruct-8B", {"architectures": ["LlamaForCausalLM"]}, "eagle"),
-        ("draft", {"architectures": ["MedusaModel"], "model_type": "medusa"}, "medusa"),
-        ("medusa-vicuna", {"medusa_num_heads": 5, "medusa_num_layers": 1}, "medusa"),
-        ("draft", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
-    ],
-)
-def test_a_draft_tells_its_method(name: str, config: dict[str, Any], method: str) -> None:
-    assert method_of(name, config) == method
-
-
 Shapes = dict[str, list[int]]
 READERS: dict[str, tuple[Callable[..., Any], dict[str, Any], Shapes, dict[str, np.ndarray]]] = {
     "eagle": (read_eagle, CONFIG, eagle_shapes(CONFIG), {}),
@@ -237,7 +220,6 @@ READERS: dict[str, tuple[Callable[..., Any], dict[str, Any], Shapes, dict[str, n
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]}, "must rise from 0 to at most 8"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ("eagle3", {"norm_output": "yes"}, "config norm_output must be true or false"),
-        ("eagle3", {"speculators_model_type": "peagle"}, "speculators_model_type 'peagle'"),
         ("medusa", {"blocks.2.layers.1.weight": None}, "lacks the tensor blocks.2.layers.1.weight"),
         ("medusa", {"lm_heads.1.weight": [4, E]}, "lm_heads.1.weight has shape"),
         ("medusa", {"num_heads": 2}, "unexpected tensor blocks.2.layers.0.weight"),
@@ -258,3 +240,13 @@ def test_a_broken_head_is_refused(kind: str, change: dict[str, Any], rule: str, 
     with pytest.raises(ValueError, match=rule) as error:
         read(tmp_path, checkpoint.read_config(tmp_path), TARGET)
     assert str(tmp_path) in str(error.value)
+
+
+def test_medusa_heads_without_lm_heads_are_refused(tmp_path: Path) -> None:
+    blocks = {name: shape for name, shape in medusa_shapes().items() if name.startswith("blocks")}
+    write_head(tmp_path, MEDUSA, blocks)
+    with pytest.raises(
+        ValueError, match=f'{tmp_path} has no LM heads, such as lm_heads.0.weight: .*"original_lm_head"'
+    ):
+        read_medusa(tmp_path, MEDUSA, TARGET)
+    read_medusa(tmp_path, MEDUSA | {"original_lm_head": True}, TARGET)

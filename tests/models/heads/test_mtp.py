@@ -49,11 +49,16 @@ def model_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     return shapes
 
 
+def place_of(first: str, number: int) -> str:
+    """Where head `number` is if the first is at `first`."""
+    return first.replace("2.", f"{2 + number}.").replace("0.", f"{number}.")
+
+
 def head_shapes(kind: str, config: dict[str, Any], count: int = 1) -> dict[str, list[int]]:
     first, names, _ = KINDS[kind]
     shapes: dict[str, list[int]] = {}
-    for place in range(count):
-        start = first.replace("2.", f"{2 + place}.").replace("0.", f"{place}.")
+    for number in range(count):
+        start = place_of(first, number)
         shapes |= decoder_shapes(config, start)
         shapes |= {f"{start}{name}.weight": [E, 2 * E] if "proj" in name else [E] for name in names}
         if kind != "mimo":
@@ -61,22 +66,27 @@ def head_shapes(kind: str, config: dict[str, Any], count: int = 1) -> dict[str, 
     return shapes
 
 
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head(kind: str, tmp_path: Path) -> None:
-    config, (start, names, _) = config_of(kind), KINDS[kind]
-    tensors = write_head(tmp_path, config, model_shapes(config) | head_shapes(kind, config))
+def test_a_head(kind: str, number: int, tmp_path: Path) -> None:
+    config, (start, names, _) = config_of(kind, 2), KINDS[kind]
+    tensors = write_head(tmp_path, config, model_shapes(config) | head_shapes(kind, config, 2))
     target = model_spec(config)
-    head, own = read_mtp(tmp_path, checkpoint.read_config(tmp_path), target)
+    heads, own = read_mtp(tmp_path, checkpoint.read_config(tmp_path), target, 3)
+    assert len(heads) == len(own["heads"]) == 2
+    head = heads[number]
     # MiMo's was trained on what is in front of the model's final norm, the other on what is behind it.
     assert head.depths == ((LAYERS,) if kind == "mimo" else ())
     features = head.features(of_target(own), jnp.asarray(HIDDEN), jnp.asarray(STATES))
     np.testing.assert_array_equal(features, np.float32(STATES[0] if kind == "mimo" else HIDDEN))
     params, features, tokens = of_target(own), HIDDEN[:-1], TOKENS[1:]
     for _ in range(3):
-        positions = jnp.arange(1, len(tokens) + 1, dtype=jnp.int32)
+        # The first token beside a feature, which has no embedding, is one further for each head.
+        positions = jnp.arange(1 + number, len(tokens) + 1 + number, dtype=jnp.int32)
         given = jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(features, jnp.float32)
         hidden, after, _ = head.apply(params, *given, (), dense_attend(head.spec), ALONE)
-        expected = reference.mtp(tensors, config, names, start, OF_TARGET["embed_tokens"][tokens], features)
+        of_head = place_of(start, number)
+        expected = reference.mtp(tensors, config, names, of_head, OF_TARGET["embed_tokens"][tokens], features)
         logits = head.logits(params, hidden, target, target, ALONE)
         np.testing.assert_allclose(after, expected, rtol=2e-4, atol=2e-4)
         np.testing.assert_allclose(logits, expected @ OF_TARGET["lm_head"].T, rtol=2e-4, atol=2e-4)
@@ -93,9 +103,9 @@ def test_the_model_beside_a_head_is_the_same(kind: str, tmp_path: Path) -> None:
         checkpoint.load(tmp_path / name, spec, dtype=jnp.float32, layout="separate") for name in ("with", "without")
     ]
     chex.assert_trees_all_equal(*trees)
-    # The first of several heads is read.
-    head, own = read_mtp(tmp_path / "with", config, spec)
-    assert head.spec.num_layers == len(own["layers"]) == 1
+    # No more heads are read than there are drafts.
+    [head], own = read_mtp(tmp_path / "with", config, spec, 1)
+    assert head.spec.num_layers == len(own["heads"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_a_broken_head_is_refused(
     shapes: dict[str, Any] = head_shapes(kind, config) | {KINDS[kind][0] + name: new for name, new in change.items()}
     write_head(tmp_path, config, {name: shape for name, shape in shapes.items() if shape is not None})
     with pytest.raises(ValueError, match=rule) as error:
-        read_mtp(tmp_path, checkpoint.read_config(tmp_path), model_spec(config))
+        read_mtp(tmp_path, checkpoint.read_config(tmp_path), model_spec(config), 3)
     assert str(tmp_path) in str(error.value)
 
 
@@ -126,7 +136,7 @@ def test_a_converted_model_has_no_head(tmp_path: Path) -> None:
     write_head(tmp_path, config, head_shapes("mimo", config))
     (tmp_path / "orbax").mkdir()
     with pytest.raises(ValueError, match=f"{tmp_path}: a converted model has no MTP layer.*: give the original"):
-        read_mtp(tmp_path, config, model_spec(config))
+        read_mtp(tmp_path, config, model_spec(config), 3)
 
 
 def test_a_part_of_a_head_in_a_layer_of_the_model_is_refused(tmp_path: Path) -> None:
