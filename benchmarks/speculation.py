@@ -7,7 +7,7 @@ between them. This prints output tokens a second, the ratio to the engine withou
 yielded, and the ratio that theory expects: these tokens by what a step with drafts costs beside one without. It writes
 benchmarks/results/speculation-DATE-COMMIT.json.
 
-    python -m benchmarks.speculation [--methods ngram,draft,eagle3,medusa] [--rounds 5] [--dtype float32]
+    python -m benchmarks.speculation [--methods ngram,suffix,draft,eagle3,medusa] [--rounds 5] [--dtype float32]
 """
 
 import argparse
@@ -31,6 +31,7 @@ from tools.demo_tokenizer import ChatTemplate
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
     "draft": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3},
     "medusa": {"method": "medusa", "model": "demo-medusa", "num_speculative_tokens": 3},
@@ -102,6 +103,7 @@ class Result:
 def measure(llm: LLM, work: Work) -> Result:
     """Answers the prompts of `work`, as many at once as it says."""
     [replica] = llm.engine.replicas
+    replica.runner.reset()  # or suffixes would be those of the same answers in the round before
     before = llm.engine.stats()
     replica.take_reports()
     texts, tokens, seconds = [], 0, 0.0

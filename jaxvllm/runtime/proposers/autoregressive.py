@@ -41,6 +41,10 @@ class AutoregressiveProposer:
         return self.head.feature_size > 0
 
     @property
+    def reads_index(self) -> bool:
+        return False
+
+    @property
     def depths(self) -> tuple[int, ...]:
         return self.head.depths
 
