@@ -11,7 +11,7 @@ with its quartiles. For one request there is what theory expects beside it: time
 follows from the tokens that a verification yields, and into the rest, which drafts do not change. It writes
 benchmarks/results/speculation-DATE-COMMIT.json.
 
-    python -m benchmarks.speculation [--methods default,ngram,draft,eagle3,medusa] [--rounds 9] [--dtype float32]
+    python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--rounds 9] [--dtype float32]
 """
 
 import argparse
@@ -35,6 +35,7 @@ from tools.demo_tokenizer import ChatTemplate
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
     "draft": {"speculative_config": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}},
     "eagle3": {"speculative_config": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3}},
     "medusa": {"speculative_config": {"method": "medusa", "model": "demo-medusa", "num_speculative_tokens": 3}},
@@ -101,6 +102,8 @@ class Batch:
 def measure(llm: LLM, work: Work, first: int) -> Batch:
     """Answers the prompts of `work` from number `first` on, as many at once as it says."""
     [replica] = llm.engine.replicas
+    if first == 0:
+        replica.runner.reset()  # or suffixes would be those of the same answers in the round before
     some = slice(first, first + work.requests)
     prompts, params = work.prompts[some], work.params[some]
     before = llm.engine.stats()

@@ -55,7 +55,7 @@ _COORDINATOR = Advice(
     _HOSTS, "coordinator", "{master_addr}:{master_port}", {"master_addr": "HOST", "master_port": "PORT"}
 )
 _SPECULATION = Advice(
-    "ngram and mtp need no model, and a model may tell its method",
+    "ngram, suffix and mtp need no model, and a model may tell its method",
     "speculative_config",
     '{{"method": "{spec_method}", "model": "{spec_model}", "num_speculative_tokens": {spec_tokens}}}',
     {"spec_method": "METHOD", "spec_model": "MODEL", "spec_tokens": "3"},

@@ -18,6 +18,7 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
+from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import REFERENCE, Backend
@@ -71,9 +72,9 @@ class StepModel:
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
         """What the engine runs of it.
 
-        A decode step, several in one program, several with drafts of n-grams and of an EAGLE-3 head, the first half of
-        one whose rows wait for masks, the halves of a step with prompts, which a head may follow, and the forks of beam
-        search.
+        A decode step, several in one program, several with drafts of n-grams, of suffixes and of an EAGLE-3 head, the
+        first half of one whose rows wait for masks, the halves of a step with prompts, which a head may follow or an
+        index of suffixes learn, and the forks of beam search.
         """
         rows = 8
 
@@ -85,6 +86,8 @@ class StepModel:
             "decode": lambda step: step.compile_begin(Bucket(rows, rows)),
             "burst": lambda step: step.compile_begin(Bucket(rows, rows, width=EngineConfig.max_decode_burst)),
             "drafts": drafts,
+            "suffix": lambda step: drafts(self.with_suffixes(step)),
+            "suffix-learns": lambda step: self.with_suffixes(step).compile_begin(Bucket(self.mixed_tokens, rows)),
             "eagle3": lambda step: drafts(self.with_eagle3(step)),
             "eagle3-follows": lambda step: self.with_eagle3(step).compile_begin(Bucket(self.mixed_tokens, rows)),
             "split": lambda step: step.compile_begin(Bucket(rows, rows, is_split=True)),
@@ -92,6 +95,14 @@ class StepModel:
             "sample": lambda step: step.compile_sampler(rows),
             "fork": lambda step: step.compile_fork(),
         }
+
+    @staticmethod
+    def with_suffixes(step: StepCompiler) -> StepCompiler:
+        """`step` with an index of suffixes in its state."""
+        proposer = SuffixProposer(
+            SPECULATION.suffix_decoding_max_tree_depth, SPECULATION.suffix_decoding_max_spec_factor
+        )
+        return replace(step, shape=replace(step.shape, has_index=True), proposer=proposer)
 
     def with_eagle3(self, step: StepCompiler) -> StepCompiler:
         """`step` with an EAGLE-3 head of one layer like the model's, a quarter of its vocabulary, and its pages."""
@@ -167,7 +178,9 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     )
     if not isinstance(chip, TpuChip):
         return wide
-    return wide + tuple(_step_program(NARROW, form, backend, MeshShape(1, 1)) for form in NARROW.forms)
+    # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
+    narrow = (form for form in NARROW.forms if form != "suffix-learns")
+    return wide + tuple(_step_program(NARROW, form, backend, MeshShape(1, 1)) for form in narrow)
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:

@@ -12,6 +12,7 @@ A slot is prefilling while `num_computed < prefill_len` and decoding afterwards;
 one token to compute (`num_tokens - num_computed == 1`).
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,7 +55,8 @@ class SlotTable:
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
         # One more than the model's length: a prompt that long may be scored, and the step samples a token behind it.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
-        self._free = list(range(num_slots - 1, -1, -1))
+        # The one that was freed first is the next: until then the device remembers its tenant's tokens, for drafts.
+        self._free = deque(range(num_slots))
         of_tenants = (value for name, value in vars(self).items() if name != "epoch")
         self._values = tuple(value for value in of_tenants if isinstance(value, np.ndarray))
         self._reserved: set[int] = set()  # neither free nor active
@@ -77,7 +79,7 @@ class SlotTable:
 
     def occupy(self, request: Request, num_computed: int, watched: bool) -> int:
         """Gives `request` a slot, whose first `num_computed` positions are cached."""
-        slot = self._free.pop()
+        slot = self._free.popleft()
         token_ids = request.token_ids()
         count = len(token_ids)
         params = request.sampling_params
@@ -111,7 +113,7 @@ class SlotTable:
 
     def reserve(self, count: int) -> list[int]:
         """Takes `count` free slots for beams to come."""
-        slots = [self._free.pop() for _ in range(count)]
+        slots = [self._free.popleft() for _ in range(count)]
         self._reserved.update(slots)
         return slots
 

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
-Method = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
+from jaxvllm.core.value_checks import number
+
+Method = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
 MAX_DRAFTS = 15  # of a row in a step
 _OF_MODELS = ("draft_model", "eagle", "eagle3", "medusa")  # which need a model
 # Fields of vLLM that are no choice here: the values that change nothing, and what to tell who gives another.
 _ELSEWHERE = "it is what it is for the model itself"
-_NO_SUFFIX = "there is no suffix decoding: method ngram is the nearest"
 _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "each device computes the whole draft"),
     "tensor_parallel_size": ((None,), "each device computes the whole draft"),
@@ -37,10 +38,8 @@ _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "disable_eagle_block_drop": ((None, False), "cached pages stay whole"),
     "index_share_for_mtp_iteration": ((None,), "no sparse attention is supported"),
     "dspark_draft_topk": ((None,), "method dspark is not supported"),
-    "suffix_decoding_max_tree_depth": ((None, 24), _NO_SUFFIX),
-    "suffix_decoding_max_cached_requests": ((None, 10000), _NO_SUFFIX),
-    "suffix_decoding_max_spec_factor": ((None, 1.0), _NO_SUFFIX),
-    "suffix_decoding_min_token_prob": ((None, 0.1), _NO_SUFFIX),
+    "suffix_decoding_max_cached_requests": ((None, 10000), "there is one for each of max_num_seqs"),
+    "suffix_decoding_min_token_prob": ((None, 0.1), "what followed the same tokens last is guessed, without counting"),
 }
 
 _LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
@@ -55,6 +54,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 3  # of a row in a step
     prompt_lookup_min: int = 2  # ngram: tokens that must be the same before what is guessed
     prompt_lookup_max: int = 5  # ngram: the most that are compared
+    suffix_decoding_max_tree_depth: int = 24  # suffix: the most tokens that are compared before what is guessed
+    suffix_decoding_max_spec_factor: float = 1.0  # suffix: guesses for each token that is the same
 
     def __post_init__(self) -> None:
         if self.method is None and self.model is None:
@@ -70,10 +71,13 @@ class SpeculativeConfig:
             ("num_speculative_tokens", MAX_DRAFTS),
             ("prompt_lookup_max", 32),
             ("prompt_lookup_min", self.prompt_lookup_max),
+            ("suffix_decoding_max_tree_depth", 64),
         ):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name} must be from 1 to {most}, not {value!r}")
+        factor = "suffix_decoding_max_spec_factor"
+        object.__setattr__(self, factor, number(factor, getattr(self, factor), 0, 64))
 
     @classmethod
     def read(cls, value: object) -> Self:

@@ -130,7 +130,7 @@ def build(
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.stage("memory"):
-        smallest = resolved.cache_shape(num_pages=2, draft=None if proposer is None else proposer.cache)
+        smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
         room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
         num_pages = hosts.least(room)

@@ -25,6 +25,7 @@ from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
 from jaxvllm.runtime.proposers.medusa import MedusaProposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
+from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import CpuChip
 from sharding.placement import mesh_of, place
@@ -46,6 +47,9 @@ class Drafting:
         """Reads what `config` names, for the model `target`. Raises ValueError where they do not go together."""
         if config.method == "ngram":
             return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
+        if config.method == "suffix":
+            depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
+            return cls(SuffixProposer(depth, factor))
         directory = target_directory if config.model is None else checkpoint.resolve(config.model)
         hf_config = checkpoint.read_config(directory)
         method = config.method or method_of(Path(config.model or "").name, hf_config)

@@ -13,7 +13,8 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.runtime.cache_shape import CacheShape, DraftCache
+from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.proposers import Proposer
 from pallas_kernels.cpu.host import kernels_multiply_bfloat16
 
 # As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
@@ -60,8 +61,8 @@ class ResolvedConfig:
             page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
         )
 
-    def cache_shape(self, num_pages: int, draft: DraftCache | None = None) -> CacheShape:
-        """Returns the shape of a cache with slots for all requests at full length, and what a proposer keeps.
+    def cache_shape(self, num_pages: int, proposer: Proposer | None = None) -> CacheShape:
+        """Returns the shape of a cache with slots for all requests at full length, and what `proposer` keeps or reads.
 
         `num_pages` are the pages of the group of layers that sees most.
         """
@@ -72,7 +73,8 @@ class ResolvedConfig:
             max_pages=pages_for(self.max_model_len, self.page_size),
             dtype=self.page_dtype,
             step_tokens=self.max_num_batched_tokens,
-            draft=draft,
+            draft=None if proposer is None else proposer.cache,
+            has_index=proposer is not None and proposer.reads_index,
         )
 
 

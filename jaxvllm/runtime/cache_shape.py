@@ -63,6 +63,7 @@ class CacheShape:
     dtype: jnp.dtype  # of keys and values
     step_tokens: int  # that a step may compute of one prompt
     draft: DraftCache | None = None
+    has_index: bool = False  # whether the state has a suffix index
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """The groups of the model's layers, the one that sees most first.
@@ -151,7 +152,8 @@ class CacheShape:
         """What the state of the slots depends on."""
         windows = tuple(group.window for group in self.groups(spec))
         num_features = None if self.draft is None else self.draft.num_features
-        return SlotSizes(self.num_slots, self.max_pages, self.page_size, spec.vocab_size, windows, num_features)
+        sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
+        return SlotSizes(*sizes, windows, num_features, self.has_index)
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
         """The abstract state, which every device of `mesh` has whole."""

@@ -12,6 +12,7 @@ from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Fork
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, PAGE_TABLES, DeviceState, SlotSizes
+from jaxvllm.runtime.state import slot_fields
 
 # Forks that one `fork_slots` call does.
 FORK_BATCH = 16
@@ -45,7 +46,8 @@ def fork_slots(
     sources, slots, tokens = packed[:, 0], packed[:, 1], packed[:, 2]
     of_groups = packed[:, _HEAD:].reshape(len(packed), sizes.num_groups, _PER_GROUP)
     columns, old_pages, new_pages = jnp.moveaxis(of_groups, 2, 0)
-    forked = {name: values.at[slots].set(values[sources], mode="drop") for name, values in state.items()}
+    of_slots = {field.name: state[field.name] for field in slot_fields(sizes)}
+    forked = {name: values.at[slots].set(values[sources], mode="drop") for name, values in of_slots.items()}
     last = state[LENGTH.name][sources] - 1
     forked[HISTORY.name] = forked[HISTORY.name].at[slots, last].set(tokens, mode="drop")
     tables = forked[PAGE_TABLES.name]
@@ -67,4 +69,4 @@ def fork_slots(
             for group, pages in zip(group_of, kv_pages, strict=True)
         )
 
-    return lax.fori_loop(0, len(packed), copy_page, kv_pages), forked
+    return lax.fori_loop(0, len(packed), copy_page, kv_pages), state | forked

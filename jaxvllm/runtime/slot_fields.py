@@ -51,6 +51,7 @@ class SlotSizes:
     vocab_size: int
     windows: tuple[int | None, ...]  # of each group of the KV cache: the last positions that it sees; None: all
     num_features: int | None = None  # that a proposer keeps of a row's last token; None: there is no such proposer
+    has_index: bool = False  # whether there is a suffix index of their histories
 
     @property
     def num_groups(self) -> int:

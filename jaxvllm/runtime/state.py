@@ -1,11 +1,13 @@
 """Device state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
 
 Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read there, and what it holds never changes.
+Only the suffix index belongs to no slot.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
 from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
 from jaxvllm.runtime.slot_fields import DRAFTING, HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
+from jaxvllm.runtime.suffix_index import new_index, record
 
 # Requests that one `admit` call brings in. One padded call costs what one request would; 64 arriving at once cost 8.
 ADMISSION_BATCH = 8
@@ -39,7 +42,8 @@ def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
 def new_state(sizes: SlotSizes) -> DeviceState:
     """The state of an engine without requests."""
     rows = sizes.num_slots + 1
-    return {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
+    state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
+    return state | new_index(sizes) if sizes.has_index else state
 
 
 @dataclass(frozen=True)
@@ -157,10 +161,9 @@ def _pack_tokens(slot: int, tokens: TokenIds) -> list[NDArray[np.int32]]:
 def recall(state: DeviceState, packed: jax.Array) -> DeviceState:
     """Stores tokens of a cached prefix, which no step computes, in their slot's history."""
     slot, first, count = packed[0], packed[1], packed[2]
-    history = state[HISTORY.name]
     index = jnp.arange(RECALL_TOKENS)
-    positions = jnp.where(index < count, first + index, history.shape[1])
-    return state | {HISTORY.name: history.at[slot, positions].set(packed[3:], mode="drop")}
+    positions = jnp.where(index < count, first + index, state[HISTORY.name].shape[1])
+    return record(state, slot, positions, packed[3:])
 
 
 def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
@@ -175,5 +178,4 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 def state_bytes(sizes: SlotSizes) -> int:
     """Bytes that the state takes of each device."""
-    of_slot = sum(math.prod(field.shape(sizes)) * np.dtype(field.dtype).itemsize for field in slot_fields(sizes))
-    return of_slot * (sizes.num_slots + 1)
+    return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(partial(new_state, sizes)).values())

@@ -32,6 +32,7 @@ from jaxvllm.runtime.step_model import (
     open_pages,
     trash_slot,
 )
+from jaxvllm.runtime.suffix_index import record
 from jaxvllm.runtime.token_mask import IS_MASKED
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
@@ -80,9 +81,8 @@ def forward(
             step = Followed(params, kv_pages, state, slots, computed, batch.lengths, model)
             kv_pages, state = proposer.follow(step)
     with jax.named_scope("history"):
-        history = state["history"]
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
-        state = state | {"history": history.at[at, rows.positions].set(token_ids, mode="drop")}
+        state = record(state, at, rows.positions, token_ids)
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
     scores = PromptScores(best, hidden if model.sampling.has_wide_scores else None)

@@ -16,6 +16,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
+from jaxvllm.runtime.suffix_index import record
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
 from sharding.axis import ALONE, ModelAxis
@@ -154,8 +155,8 @@ def append(
     trash, places = trash_slot(state), jnp.arange(tokens.shape[1])
     at = jnp.where((slots == trash) | (counts == 0), trash + 1, slots)  # past all, so dropped
     each = jnp.where(places < counts[:, None], at[:, None], trash + 1)
+    state = record(state, each, lengths[:, None] + places, tokens)
     return count_tokens(state, slots, tokens, counts) | {
-        "history": state["history"].at[each, lengths[:, None] + places].set(tokens, mode="drop"),
         "length": state["length"].at[at].set(lengths + counts, mode="drop"),
         "is_over": state["is_over"].at[at].set(over.astype(jnp.int32), mode="drop"),
     }

@@ -104,7 +104,7 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
             ["serve", "--spec-model", "a/head", "--spec-tokens=2"],
             [
                 "--spec-model a/head --spec-tokens 2: use --speculative-config "
-                """'{"method": "METHOD", "model": "a/head", "num_speculative_tokens": 2}' (ngram and mtp need"""
+                """'{"method": "METHOD", "model": "a/head", "num_speculative_tokens": 2}' (ngram, suffix and mtp need"""
             ],
         ),
         (["serve", "--enable-lora"], ["--enable-lora: leave it out (LoRA adapters are not supported yet)"]),

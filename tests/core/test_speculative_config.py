@@ -44,6 +44,14 @@ def test_what_it_prints_is_what_it_reads() -> None:
         ("prompt_lookup_max", 33, "prompt_lookup_max must be from 1 to 32, not 33"),
         ("prompt_lookup_min", 0, "prompt_lookup_min must be from 1 to 4, not 0"),
         ("prompt_lookup_min", 5, "prompt_lookup_min must be from 1 to 4, not 5"),
+        ("suffix_decoding_max_tree_depth", 0, "suffix_decoding_max_tree_depth must be from 1 to 64, not 0"),
+        ("suffix_decoding_max_tree_depth", 24.0, r"must be from 1 to 64, not 24\.0"),
+        (
+            "suffix_decoding_max_spec_factor",
+            -1,
+            "suffix_decoding_max_spec_factor must be a number from 0 to 64, not -1",
+        ),
+        ("suffix_decoding_max_spec_factor", True, "must be a number from 0 to 64, not True"),
         ("num_drafts", 3, "has no 'num_drafts': it may have method, model, num_speculative_tokens"),
     ],
 )
@@ -70,10 +78,18 @@ def test_a_model_may_tell_its_method() -> None:
     assert SpeculativeConfig.read({"model": "a/draft"}) == SpeculativeConfig(None, "a/draft")
 
 
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
 def test_a_method_without_a_model_has_none(method: str) -> None:
     with pytest.raises(ValueError, match=f"method {method} has no model"):
         SpeculativeConfig.read({"method": method, "model": "a/draft"})
+
+
+def test_suffix_decoding_has_vllms_fields() -> None:
+    fields = {"suffix_decoding_max_tree_depth": 12, "suffix_decoding_max_spec_factor": 2}
+    neutral = {"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_min_token_prob": 0.1}
+    config = SpeculativeConfig.read({"method": "suffix"} | fields | neutral)
+    assert (config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor) == (12, 2.0)
+    assert SpeculativeConfig.read(str(config)) == config
 
 
 def test_neutral_values_of_vllms_other_fields_are_accepted() -> None:
@@ -91,7 +107,8 @@ def test_neutral_values_of_vllms_other_fields_are_accepted() -> None:
         ("disable_by_batch_size", 4, "measured"),
         ("num_speculative_tokens_per_batch_size", [[1, 8, 3]], "measured"),
         ("parallel_drafting", True, "once for each draft"),
-        ("suffix_decoding_max_tree_depth", 8, "method ngram is the nearest"),
+        ("suffix_decoding_max_cached_requests", 0, "one for each of max_num_seqs"),
+        ("suffix_decoding_min_token_prob", 0.5, "without counting"),
     ],
 )
 def test_other_values_of_vllms_other_fields_are_refused(name: str, value: Any, why: str) -> None:

@@ -17,6 +17,7 @@ from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
+from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
 from jaxvllm.text.draft_spans import DraftSpans
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
@@ -125,14 +126,15 @@ def assert_marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             assert of_one == [False, *[True, True, True, False] * 9, True, True, False]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "right", "wrong", "beyond the vocabulary", "negative"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "right", "wrong", "beyond the vocabulary", "negative"])
 def test_everything_is_as_without_drafts(
     kind: str, tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shift = {"right": 0, "wrong": 1, "beyond the vocabulary": 10**6, "negative": -(10**6)}
     greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
     sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
-    proposer = NgramProposer(1, 3) if kind == "ngram" else _Knowing(sequences, shift[kind])
+    own: dict[str, Proposer] = {"ngram": NgramProposer(1, 3), "suffix": SuffixProposer(24, 1.0)}
+    proposer = own[kind] if kind in own else _Knowing(sequences, shift[kind])
     with drafting(tiny_checkpoint, monkeypatch, proposer) as llm:
         assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
         [replica] = llm.engine.replicas
@@ -143,7 +145,7 @@ def test_everything_is_as_without_drafts(
             llm.generate(PROMPTS, replace(GREEDY, max_tokens=40), use_tqdm=False)
             assert (accepted == drafted).all()
             assert_marked(llm, monkeypatch)
-        elif kind == "ngram":
+        elif kind in own:
             assert accepted.sum() > 0.2 * drafted.sum()
         with few_pages(llm, 14):
             before = llm.engine.stats().num_preemptions

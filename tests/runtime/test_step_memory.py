@@ -20,6 +20,7 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.memory import GPU_SHARE_VARIABLE, claim_gpu_memory, free_bytes, pages_that_fit, step_bytes
 from jaxvllm.runtime.proposers.ngram import NgramProposer
+from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
@@ -85,6 +86,16 @@ def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     hidden = 0 if bucket.is_decode else 4 * SPEC.hidden_size * bucket.num_rows
     rest = memory.output_size_in_bytes - memory.alias_size_in_bytes - scores - hidden
     assert rest < 1024 * bucket.num_rows * bucket.row_tokens
+
+
+@pytest.mark.parametrize("bucket", [DRAFTS, MIXED], ids=repr)
+def test_the_index_of_suffixes_is_updated_in_place(bucket: Bucket) -> None:
+    # So many slots that the index, 4 MiB, is larger than all temporaries of a step: 2 MiB with drafts, and 3.6 MiB.
+    shape, proposer = replace(SHAPE, num_slots=256, has_index=True), SuffixProposer(24, 1.0)
+    compiler = StepCompiler(params_of("separate"), KV, SPEC, shape, REFERENCE, MESH, proposer=proposer)
+    memory, sizes = compiler.compile_begin(bucket).memory_analysis(), shape.sizes(SPEC)
+    assert memory is not None and memory.alias_size_in_bytes >= KV_BYTES + state_bytes(sizes)
+    assert memory.temp_size_in_bytes < state_bytes(sizes) - state_bytes(replace(sizes, has_index=False))
 
 
 def test_the_sampler_updates_the_state_in_place() -> None:

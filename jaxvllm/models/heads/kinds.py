@@ -5,20 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.core.speculative_config import Method
 from jaxvllm.models.hf_weights import WeightFiles, open_weights
 from jaxvllm.models.orbax_tree import TREE
 
 SPECULATORS = "speculators_model_type"  # in the config of a head in the format of speculators
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # of the authors of Medusa, who have a pickle of the same name
-_NAMES: Mapping[Method, str] = {
+_NAMES: Mapping[str, str] = {
     "draft_model": "a whole model",
     "eagle": "an EAGLE head",
     "eagle3": "an EAGLE-3 head",
     "medusa": "Medusa heads",
 }
 # The first pattern that the name of a tensor has tells the kind.
-_TENSORS: tuple[tuple[Method, str], ...] = (
+_TENSORS: tuple[tuple[str, str], ...] = (
     ("medusa", r"(medusa_heads\.)?\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight"),
     ("eagle3", r"(midlayer|layers\.\d+)\.hidden_norm\.weight|d2t"),
     ("eagle", r"fc\.weight"),
@@ -26,7 +25,7 @@ _TENSORS: tuple[tuple[Method, str], ...] = (
 )
 
 
-def method_of(name: str, config: Mapping[str, Any]) -> Method:
+def method_of(name: str, config: Mapping[str, Any]) -> str:
     """The method of a draft by its config.json, and by the `name` of its directory, as vLLM finds it.
 
     What is no head is a model.
@@ -52,7 +51,7 @@ def open_draft(directory: Path) -> WeightFiles:
     return open_weights(directory, MEDUSA_FILE)
 
 
-def check_kind(method: Method, directory: Path, config: Mapping[str, Any]) -> None:
+def check_kind(method: str, directory: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError if `directory` holds something else than `method` needs, and its tensors say what."""
     if (of_speculators := config.get(SPECULATORS)) not in (None, "eagle3"):
         raise ValueError(f"{directory} has {SPECULATORS} {of_speculators!r}: of these, only eagle3 is supported")
@@ -64,7 +63,7 @@ def check_kind(method: Method, directory: Path, config: Mapping[str, Any]) -> No
         )
 
 
-def _kind(directory: Path) -> Method | None:
+def _kind(directory: Path) -> str | None:
     if (directory / TREE).is_dir():
         return "draft_model"
     names = open_draft(directory).names

@@ -45,6 +45,10 @@ class AutoregressiveProposer:
         return self.heads[0].feature_size > 0
 
     @property
+    def reads_index(self) -> bool:
+        return False
+
+    @property
     def depths(self) -> tuple[int, ...]:
         return self.heads[0].depths
 

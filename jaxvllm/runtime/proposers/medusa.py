@@ -26,6 +26,10 @@ class MedusaProposer:
         return True
 
     @property
+    def reads_index(self) -> bool:
+        return False
+
+    @property
     def depths(self) -> tuple[int, ...]:
         return ()
 

@@ -90,6 +90,10 @@ class Proposer(Protocol):
         """Whether it must follow steps without drafts, too. Otherwise it computes later what it missed of these."""
 
     @property
+    def reads_index(self) -> bool:
+        """Whether it needs the suffix index (`suffix_index.py`), which the device keeps only then."""
+
+    @property
     def depths(self) -> tuple[int, ...]:
         """Numbers of layers behind which it wants to see the states of the model."""
 
@@ -101,7 +105,7 @@ class Proposer(Protocol):
 
 
 class HistoryProposer:
-    """A proposer that looks at the tokens of its rows alone, and keeps nothing."""
+    """A proposer that looks at tokens alone, and keeps nothing."""
 
     @property
     def cache(self) -> None:
@@ -109,6 +113,10 @@ class HistoryProposer:
 
     @property
     def follows_all(self) -> bool:
+        return False
+
+    @property
+    def reads_index(self) -> bool:
         return False
 
     @property
