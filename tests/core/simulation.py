@@ -29,10 +29,9 @@ EOS = 4  # a stop id that the caller did not ask for
 class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
-    `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
-    missing but behind its end. Where that is enough, each decode step has `num_drafts` drafts. The first group has
-    `num_pages` and `window`; `more_groups` are the others. A step may be cut to one of `sizes`. The first
-    `num_tight_steps` steps have no more than `room`.
+    A step may be `decode_steps` in one, each with `num_drafts` drafts; with `seed` a row yields fewer tokens than that
+    at random, else none is missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are
+    the others. A step may be cut to one of `sizes`. The first `num_tight_steps` steps have no more than `room`.
     """
 
     policy: str = "v1"
@@ -42,7 +41,7 @@ class Setup:
     budget: int = 16
     caching: bool = True
     depth: int = 2
-    width: int = 1
+    decode_steps: int = 1
     num_drafts: int = 0
     seed: int | None = None
     window: int | None = None
@@ -279,7 +278,7 @@ class Simulation:
         expected_victims, waits = self._predict_victims()
         self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes, self.room, self.setup.num_drafts)
+        plan = self.scheduler.schedule(self.setup.decode_steps, self.setup.sizes, self.room, self.setup.num_drafts)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -380,14 +379,10 @@ class Simulation:
         return max(0, wanted - len(shadow.pages[number]))
 
     def _width(self, running: list[Shadow], preempted: bool) -> int:
-        """Several tokens a row where nothing waits or is prefilled, and the pages for them are free."""
-        if self._waiting() or preempted or any(s.prefilling for s in running):
+        """Several tokens a row where nothing is prefilled and the pages are free: those of one step while some wait."""
+        if preempted or self._forced or any(s.prefilling or s.starts_again for s in running):
             return 1
-        if self._forced or any(s.starts_again for s in running):
-            return 1
-        width, num_drafts = self.setup.width, self.setup.num_drafts
-        if width > num_drafts:
-            width -= width % (1 + num_drafts)
+        width = (1 if self._waiting() else self.setup.decode_steps) * (1 + self.setup.num_drafts)
         return width if self._can_grow(running, width) else 1
 
     def _follow(self, plan: StepPlan, preempted: bool) -> None:
@@ -397,11 +392,11 @@ class Simulation:
         joined = {admission.request.request_id for admission in plan.admissions}
         if any(s.decoding and s.job.script is not None for s in before):
             # How much a constrained row guesses is its own affair, and a narrower step may have the pages.
-            assert 1 <= plan.width <= self.setup.width
-            assert plan.width == 1 or not (self._forced or preempted or any(s.starts_again for s in before))
+            assert plan.width == 1 or plan.width <= self._width(before, preempted)
         else:
             assert joined or plan.width == self._width(before, preempted)
         assert plan.width == 1 or not joined
+        assert plan.num_steps <= (1 if self._waiting() else self.setup.decode_steps)
         assert plan.num_drafts == (self.setup.num_drafts if plan.width > self.setup.num_drafts else 0)
         assert plan.num_steps * (1 + plan.num_drafts) == plan.width
         decoding = {s for s in before if s.decoding}
@@ -449,7 +444,9 @@ class Simulation:
             assert start == shadow.computed
             if row < plan.num_decode:
                 assert length == 1
-                assert plan.max_new[row] == min(plan.width, shadow.job.limit - shadow.planned)
+                most = min(plan.width, shadow.job.limit - shadow.planned)
+                assert 1 <= plan.max_new[row] <= most, "a row gets nothing, or more than it may"
+                assert plan.max_new[row] == most or shadow.job.script is not None, "a free row gets less than it may"
                 end = min(start + plan.width, shadow.job.limit - 1)
                 length = int(plan.max_new[row])
             elif shadow in given:

@@ -36,7 +36,7 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         budget=num_slots + draw(st.integers(0, 12)),
         caching=draw(st.booleans()),
         depth=draw(st.sampled_from([2, 2, 1, 3])),
-        width=draw(st.sampled_from([1, 1, 2, 5])),
+        decode_steps=draw(st.sampled_from([1, 1, 2, 5])),
         num_drafts=draw(st.sampled_from([0, 0, 1, 3])),
         seed=draw(st.sampled_from([None, None, 0, 1])),
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
