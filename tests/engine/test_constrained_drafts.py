@@ -24,7 +24,7 @@ from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.test_speculation import Knowing, assert_equal, drafting
-from tests.engine.tiny import assert_idle, few_pages, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
 from tests.grammar.schema_cases import DIGIT, SHORT, array, closed
 
 Answers = list[list[CompletionOutput]]
@@ -175,14 +175,9 @@ def hasty() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["told", "itself"])
-def drafted(request: pytest.FixtureRequest, tiny_checkpoint: Path, answers: Answers, hasty: None) -> Iterator[LLM]:
-    """Engines with drafts: what the answer is or is not at each position, and what the model says without a mask."""
-    if request.param == "itself":
-        config = {"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 7}
-        with tiny_llm(tiny_checkpoint, speculative_config=config, max_decode_burst=1) as llm:
-            yield llm
-        return
+@pytest.fixture(scope="module")
+def told(tiny_checkpoint: Path, answers: Answers, hasty: None) -> Iterator[LLM]:
+    """An engine that knows the answers. What it guesses is right, wrong, or no token at all, depending on the place."""
     sequences = [
         (*prompt, *completion.token_ids)
         for prompt, completions in zip(PROMPTS, answers, strict=True)
@@ -191,6 +186,22 @@ def drafted(request: pytest.FixtureRequest, tiny_checkpoint: Path, answers: Answ
     proposer = Knowing(tuple(sequences), (0, 0, 0, 1, 0, 0, 10**6, 0, -(10**6)))
     with pytest.MonkeyPatch.context() as patch, drafting(tiny_checkpoint, patch, proposer) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def itself(tiny_checkpoint: Path, hasty: None) -> Iterator[LLM]:
+    """An engine whose model drafts for itself: it is always right about what the model says without a mask."""
+    config = {"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 7}
+    with tiny_llm(tiny_checkpoint, speculative_config=config, max_decode_burst=1) as llm:
+        yield llm
+
+
+@pytest.fixture(params=["told", "itself"])
+def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    llm: LLM = request.getfixturevalue(request.param)
+    llm.reset_prefix_cache()
+    yield llm
+    assert_idle(llm)
 
 
 def test_answers_are_those_without_drafts(drafted: LLM, answers: Answers) -> None:
@@ -202,7 +213,6 @@ def test_answers_are_those_without_drafts(drafted: LLM, answers: Answers) -> Non
     for index in some:
         assert_equal(complete(drafted, PROMPTS[index : index + 1], PARAMS[index : index + 1]), [answers[index]])
     assert (replica.num_accepted > before).all()
-    assert_idle(drafted)
 
 
 def test_answers_of_a_model_that_reasons_are_those_without_drafts(
@@ -211,7 +221,6 @@ def test_answers_of_a_model_that_reasons_are_those_without_drafts(
     for marks, (params, expected) in thoughts.items():
         with thinking(drafted, marks):
             assert_equal(complete(drafted, PROMPTS[: len(params)], params), expected)
-    assert_idle(drafted)
 
 
 def test_masks_preemptions_and_aborts_beside_drafts_change_nothing(
@@ -226,7 +235,12 @@ def test_masks_preemptions_and_aborts_beside_drafts_change_nothing(
     assert drafted.engine.stats().num_preemptions > before
     monkeypatch.setattr(drafted.engine, "_masks_commute", False)
     assert_equal(complete(drafted, PROMPTS, PARAMS), answers)
-    assert_idle(drafted)
+
+
+def guess_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows guess again at once when they were wrong."""
+    for name in ("FIRST_PAUSE", "LONGEST_PAUSE", "MOST_MASKS_FIRST"):
+        monkeypatch.setattr(constrained_rows, name, 1)
 
 
 def test_a_guess_that_spells_a_forced_text_otherwise_is_wrong(
@@ -251,8 +265,37 @@ def test_a_guess_that_spells_a_forced_text_otherwise_is_wrong(
     ]
     prompts = [[5, 6, 7]] * len(params)
     expected = complete(plain, prompts, params)
-    for name in ("FIRST_PAUSE", "LONGEST_PAUSE", "MOST_MASKS_FIRST"):  # it guesses again at once
-        monkeypatch.setattr(constrained_rows, name, 1)
+    guess_soon(monkeypatch)
     assert_equal(complete(drafted, prompts, params), expected)
     for one, prompt, answer in zip(params, prompts, expected, strict=True):
         assert_equal(complete(drafted, [prompt], [one]), [answer])
+
+
+def test_a_draft_model_is_as_good_as_before_behind_wrong_guesses(itself: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    guess_soon(monkeypatch)
+    [replica] = itself.engine.replicas
+    replica.num_drafted[:] = replica.num_accepted[:] = 0
+    regex = StructuredOutputsParams(regex="(.{1,12}[ab])*")
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=60, structured_outputs=regex) for t in (0.0, 1.0)]
+    for one in params:
+        complete(itself, [[5, 6, 7]], [one])
+    assert (replica.num_accepted == replica.num_drafted).all() and replica.num_drafted[0] > 8
+
+
+def test_steps_have_drafts_while_requests_wait(plain: LLM, drafted: LLM) -> None:
+    """They wait for slots or pages until others have ended, and not longer than for one step of these."""
+    prompts, params = PROMPTS[:20], [replace(GREEDY, max_tokens=20 + index) for index in range(20)]
+    expected = complete(plain, prompts, params)
+    engine, found = drafted.engine, {}
+    engine.take_reports()
+    for index, (prompt, of) in enumerate(zip(prompts, params, strict=True)):
+        engine.submit(engine.check(str(index), prompt, of))
+    while engine.stats().num_waiting:
+        found |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
+        engine.replicas[0].scheduler.check_invariants()
+    reports = engine.take_reports()
+    assert {report.num_steps for report in reports} == {1}
+    assert {report.num_drafts > 0 for report in reports if not report.num_prefill} == {True}
+    while engine.has_work:
+        found |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
+    assert_equal([found[index] for index in range(20)], expected)

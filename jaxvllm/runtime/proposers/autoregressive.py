@@ -111,7 +111,8 @@ class AutoregressiveProposer:
             state = step.with_features(features)
         rows = replace(rows, page_table=state["page_tables"][slots][:, 0])
         _, _, kv_pages = self._apply(step.params, step.kv_pages, computed.token_ids, rows, before, step.model)
-        reached = jnp.where(known == starts, starts + step.counts, known)
+        # A row that starts again behind a wrong guess had got farther.
+        reached = jnp.where(known >= starts, starts + step.counts, known)
         return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
 
     def _apply(
