@@ -63,10 +63,14 @@ class ConstrainedRows:
 
         That is 1 if one of them waits for a mask or starts again, and never more than one of them may get.
         """
-        at = decode[self._slots.is_constrained[decode]]
-        if (self._num_guesses[at] == 0).any() or self._starts_again[at].any():
+        if self.waits(decode).any():
             return 1
         return int(self.most(decode, width).max(initial=1))
+
+    def waits(self, decode: SlotIds) -> NDArray[np.bool_]:
+        """Which of the slots `decode` wait for a mask in their next step, or start again, bool[len(decode)]."""
+        waits: NDArray[np.bool_] = (self._num_guesses[decode] == 0) | self._starts_again[decode]
+        return waits & self._slots.is_constrained[decode]
 
     def most(self, decode: SlotIds, width: int) -> Ints:
         """How many tokens, `width` at most, each of `decode` may get in a step: a constrained one what it guesses."""

@@ -76,6 +76,7 @@ class Scheduler:
         self._beams = BeamGroups(slots, cache)
         self._constrained = ConstrainedRows(slots)
         self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
+        self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
     @property
@@ -90,6 +91,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._slot_of)
+
+    @property
+    def num_decoding(self) -> int:
+        """How many rows decode in the next step, if it computes no prompt."""
+        return len(self._next_rows())
 
     @property
     def has_work(self) -> bool:
@@ -139,11 +145,11 @@ class Scheduler:
         """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the policy v0
-        while prompts wait. Where no prompt is computed and no row waits for the host, the step is up to `num_steps`
-        decode steps in one, each with `num_drafts` draft tokens a row, which are not counted as computed: if there are
-        pages for all these tokens without a preemption. While requests wait that found no room, it is one decode step,
-        with drafts too. Tokens that a constraint forces are computed at once, if the budget and the free pages have
-        room for them.
+        while prompts wait, and but for rows that wait for masks, which may be left out of every other step. Where no
+        prompt is computed and no row waits for the host, the step is up to `num_steps` decode steps in one, each with
+        `num_drafts` draft tokens a row, which are not counted as computed: if there are pages for all these tokens
+        without a preemption. While requests wait that found no room, it is one decode step, with drafts too. Tokens
+        that a constraint forces are computed at once, if the budget and the free pages have room for them.
 
         With `sizes` the last chunk may be shorter than the budget allows, so that the step fills one of them. With
         `room`, which may grow from call to call but not shrink, the step has no more tokens and rows than that, but for
@@ -151,7 +157,8 @@ class Scheduler:
         """
         self._free_unseen()
         most = self.max_num_batched_tokens if room is None else min(self.max_num_batched_tokens, room.num_tokens)
-        decode = self.slots.decoding()
+        decode = self._next_rows()
+        leaves_out = len(decode) < len(self.slots.decoding())
         constrained = decode[self.slots.is_constrained[decode]]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
         new_pages = self._grow(decode, 1, forced)
@@ -190,7 +197,21 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        return self._plan(decode, new_pages, chunks, admissions, width, num_drafts)
+        plan = self._plan(decode, new_pages, chunks, admissions, width, num_drafts)
+        self._may_leave_out = plan.is_masked and not leaves_out
+        return plan
+
+    def _next_rows(self) -> SlotIds:
+        """The slots that decode in the next step.
+
+        A row that waits for a mask allows no drafts and no bursts, and 15 free rows beside it decoded at a third of
+        their speed. So behind a step with such rows the others have one for themselves, where they are not fewer.
+        """
+        decode = self.slots.decoding()
+        if not self._may_leave_out or self._waiting_ids or self._beams or len(self.slots.prefilling()):
+            return decode
+        waits = self._constrained.waits(decode)
+        return decode if 2 * int(waits.sum()) > len(decode) else decode[~waits]
 
     def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
         """Makes `tokens` known, so that the row computes them as it would compute a prompt."""

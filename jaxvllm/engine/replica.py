@@ -106,7 +106,7 @@ class Replica:
 
     def _pace_of_step(self) -> tuple[int, int]:
         """The most decode steps that the next step may take, and how many drafts a row may have in each of them."""
-        programs, num_rows = self.runner.programs, self.scheduler.num_running
+        programs, num_rows = self.runner.programs, self.scheduler.num_decoding
         num_steps = self._pace.width(num_rows, programs.burst_width)
         num_drafts, most = programs.ladder.num_drafts, programs.num_draft_steps(num_rows)
         if not most or not self._draft_pace.wants_drafts(num_rows):

@@ -222,6 +222,21 @@ def test_decode_goes_on_beside_a_long_prompt() -> None:
     simulation.drain()
 
 
+def test_free_rows_have_every_other_step_to_themselves_beside_one_that_waits_for_masks() -> None:
+    simulation = Simulation(Setup(num_slots=4, decode_steps=1, num_drafts=1))
+    script = tuple(unforeseen((next_token((index,)) + index) % VOCAB_SIZE) for index in range(40))
+    constrained = simulation.add(Job((1, 2), max_tokens=40, script=script))
+    for first in range(3):
+        simulation.add(Job((first, 3), max_tokens=50))
+    for _ in range(30):
+        simulation.step()
+    slot = constrained.slot
+    kinds = [(plan.is_masked, slot in plan.slots, plan.width) for plan in simulation.plans]
+    turn = [(True, True, 1), (False, False, 2)]
+    assert any(kinds[index : index + 6] == 3 * turn for index in range(len(kinds))), kinds
+    simulation.drain()
+
+
 def test_v0_computes_prompts_alone() -> None:
     simulation = Simulation(Setup("v0", num_slots=2, budget=4, num_pages=64))
     simulation.add(Job((1,), max_tokens=20))
