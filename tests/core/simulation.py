@@ -411,7 +411,9 @@ class Simulation:
         joined = {admission.request.request_id for admission in plan.admissions}
         if any(s.decoding and s.job.script is not None for s in before):
             # How much a constrained row guesses is its own affair, and a narrower step may have the pages.
-            assert plan.width == 1 or plan.width <= self._width(before, preempted)
+            assert 1 <= plan.width <= self.setup.decode_steps * (1 + self.setup.num_drafts)
+            starts_again = any(s.starts_again for s in before if s not in self._left_out)
+            assert plan.width == 1 or not (self._forced or preempted or starts_again)
         else:
             assert joined or plan.width == self._width(before, preempted)
         assert plan.width == 1 or not joined
