@@ -58,11 +58,24 @@ class ConstrainedRows:
         self._masks_left[slot] = masks_first
         self._starts_again[slot] = False
 
-    def width(self, at: SlotIds, width: int) -> int:
-        """How many tokens, `width` at most, a step may take in which the constrained slots `at` decode."""
-        if width == 1 or not len(at):
-            return width
-        return 1 if self._starts_again[at].any() else max(1, min(width, int(self._num_guesses[at].min())))
+    def width(self, decode: SlotIds, width: int) -> int:
+        """How many tokens, `width` at most, a row may get in a step of the slots `decode`.
+
+        That is 1 if one of them waits for a mask or starts again, and never more than one of them may get.
+        """
+        if self.waits(decode).any():
+            return 1
+        return int(self.most(decode, width).max(initial=1))
+
+    def waits(self, decode: SlotIds) -> NDArray[np.bool_]:
+        """Which of the slots `decode` wait for a mask in their next step, or start again, bool[len(decode)]."""
+        waits: NDArray[np.bool_] = (self._num_guesses[decode] == 0) | self._starts_again[decode]
+        return waits & self._slots.is_constrained[decode]
+
+    def most(self, decode: SlotIds, width: int) -> Ints:
+        """How many tokens, `width` at most, each of `decode` may get in a step: a constrained one what it guesses."""
+        is_constrained = self._slots.is_constrained[decode]
+        return np.where(is_constrained, np.clip(self._num_guesses[decode], 1, width), np.int32(width))
 
     def forced(self, at: SlotIds, room: int) -> dict[int, list[int]]:
         """The tokens behind the known ones of the constrained slots `at` that are to be computed at once, by slot.
@@ -171,16 +184,14 @@ class ConstrainedRows:
         request, known = self._tenant(slot), int(self._slots.num_known[slot])
         constraint = request.constraint
         assert constraint is not None
-        takes_forced = is_guess and request.takes_forced
         for index, token in enumerate(tokens):
             if constraint.is_complete and self._ends_complete(request, known + index):
                 # Its last tokens were forced, so nobody saw that it was complete. An EOS behind them is not asked for.
                 return index, Finished(request, FinishReason.STOP)
             was_complete = constraint.is_complete
-            if takes_forced and (forced := constraint.forced()) and forced[0] != token:
-                # What is forced comes whatever the model says, and must not depend on when the host learns of it.
-                if request.forced(min(1, request.limit - known - index - 1)):
-                    return index, None
+            if is_guess and (forced := constraint.forced()) and forced[0] != token:
+                # A mask would allow the forced token alone, although others may spell the same text.
+                return index, None
             try:
                 is_taken = constraint.advance([token]) == 1
             except Exception as error:

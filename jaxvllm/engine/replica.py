@@ -92,8 +92,8 @@ class Replica:
             return
         start = time.monotonic()
         programs = self.runner.programs
-        width, num_drafts = self._width()
-        plan = self.scheduler.schedule(width, self.runner.step_sizes, programs.room, num_drafts)
+        num_decode_steps, num_drafts = self._pace_of_step()
+        plan = self.scheduler.schedule(num_decode_steps, self.runner.step_sizes, programs.room, num_drafts)
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
@@ -106,9 +106,9 @@ class Replica:
                 self._launch(step, time.monotonic() - start)
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
 
-    def _width(self) -> tuple[int, int]:
-        """The most tokens that a row may get in the next step, and how many drafts it may have."""
-        programs, num_rows = self.runner.programs, self.scheduler.num_running
+    def _pace_of_step(self) -> tuple[int, int]:
+        """The most decode steps that the next step may take, and how many drafts a row may have in each of them."""
+        programs, num_rows = self.runner.programs, self.scheduler.num_decoding
         num_steps = self._pace.width(num_rows, programs.burst_width)
         num_drafts, most = programs.ladder.drafts.of_a_row, programs.num_draft_steps(num_rows)
         if not most:
@@ -117,7 +117,7 @@ class Replica:
             return num_steps, 0
         if not self._draft_pace.wants_drafts(num_rows):
             return num_steps, 0
-        return (1 + num_drafts) * min(num_steps, most), num_drafts
+        return min(num_steps, most), num_drafts
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""

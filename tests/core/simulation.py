@@ -29,10 +29,9 @@ EOS = 4  # a stop id that the caller did not ask for
 class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
-    `width` is how many tokens a decode row may yield in a step; with `seed` it yields fewer at random, else none is
-    missing but behind its end. Where that is enough, each decode step has `num_drafts` drafts. The first group has
-    `num_pages` and `window`; `more_groups` are the others. A step may be cut to one of `sizes`. The first
-    `num_tight_steps` steps have no more than `room`.
+    A step may be `decode_steps` in one, each with `num_drafts` drafts; with `seed` a row yields fewer tokens than that
+    at random, else none is missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are
+    the others. A step may be cut to one of `sizes`. The first `num_tight_steps` steps have no more than `room`.
     """
 
     policy: str = "v1"
@@ -42,7 +41,7 @@ class Setup:
     budget: int = 16
     caching: bool = True
     depth: int = 2
-    width: int = 1
+    decode_steps: int = 1
     num_drafts: int = 0
     seed: int | None = None
     window: int | None = None
@@ -186,6 +185,9 @@ class Simulation:
         self.plans: list[StepPlan] = []
         self.num_steps = 0
         self._in_flight: deque[InFlight] = deque()
+        self._left_out: set[Shadow] = set()  # predicted for the plan
+        self._left_out_before: set[Shadow] = set()  # of the last plan
+        self._may_leave_out = False
         self._forced: dict[Shadow, tuple[int, int]] = {}  # predicted for the plan: tokens, and those not in flight
 
     @property
@@ -276,10 +278,11 @@ class Simulation:
 
     def _schedule(self) -> StepPlan | None:
         self._forget_unseen()
+        self._left_out = self._predict_left_out()
         expected_victims, waits = self._predict_victims()
         self._forced = {} if expected_victims or waits else self._predict_forced()
         preemptions = {s: s.request.num_preemptions for s in self.shadows.values()}
-        plan = self.scheduler.schedule(self.setup.width, self.setup.sizes, self.room, self.setup.num_drafts)
+        plan = self.scheduler.schedule(self.setup.decode_steps, self.setup.sizes, self.room, self.setup.num_drafts)
         victims = {s for s, count in preemptions.items() if s.request.num_preemptions > count}
         assert victims == expected_victims, "not the last in the queue were preempted, or not as few as need be"
         for victim in victims:
@@ -293,9 +296,22 @@ class Simulation:
         else:
             assert not waits
             self.plans.append(plan)
+            assert not self._left_out & self._left_out_before, "a row that waits for a mask starves"
+            self._left_out_before = self._left_out
+            self._may_leave_out = plan.is_masked and not self._left_out
             self._follow(plan, bool(victims))
         self._check_state()
         return plan
+
+    def _predict_left_out(self) -> set[Shadow]:
+        """Rows that wait for masks are left out where free ones are not fewer, and never twice in a row."""
+        running = self._running()
+        if not self._may_leave_out or self._waiting() or any(s.prefilling for s in running):
+            return set()
+        decoding = [s for s in running if s.decoding]
+        waiting = {s for s in decoding if self.scheduler._constrained.waits(np.array([s.slot])).any()}
+        assert all(s.job.script is not None for s in waiting), "a free row waits"
+        return waiting if 2 * len(waiting) <= len(decoding) else set()
 
     def _is_full(self, plan: StepPlan) -> bool:
         """Whether a chunk may have been cut short for want of room, or so that the step fills one of the sizes."""
@@ -322,6 +338,7 @@ class Simulation:
             if len(running) == 1 and running[0].known < running[0].planned:
                 return victims, True
             victims.add(running.pop())
+            self._left_out = set()
         return victims, False
 
     def _predict_forced(self) -> dict[Shadow, tuple[int, int]]:
@@ -329,7 +346,8 @@ class Simulation:
 
         They compute what they take, and the last known token if its KV is not in flight.
         """
-        decoding = sorted((s for s in self._running() if s.decoding), key=lambda s: s.slot or 0)
+        decoding = [s for s in self._running() if s.decoding and s not in self._left_out]
+        decoding.sort(key=lambda s: s.slot or 0)
         room = self.budget - len(decoding)
         forced: dict[Shadow, tuple[int, int]] = {}
         for shadow in decoding:
@@ -373,21 +391,17 @@ class Simulation:
 
     def _opens(self, shadow: Shadow, number: int, width: int, forced: int | None = None) -> int:
         """Pages that `shadow` lacks in a group for `width` more tokens, whose last needs none, or for `forced` ones."""
-        if not shadow.decoding:
+        if not shadow.decoding or shadow in self._left_out:
             return 0
         end = min(shadow.computed + width, shadow.job.limit - 1) if forced is None else shadow.known + forced
         wanted = self._pages_for(end)
         return max(0, wanted - len(shadow.pages[number]))
 
     def _width(self, running: list[Shadow], preempted: bool) -> int:
-        """Several tokens a row where nothing waits or is prefilled, and the pages for them are free."""
-        if self._waiting() or preempted or any(s.prefilling for s in running):
+        """Several tokens a row where nothing is prefilled and the pages are free: those of one step while some wait."""
+        if preempted or self._forced or any(s.prefilling or s.starts_again for s in running if s not in self._left_out):
             return 1
-        if self._forced or any(s.starts_again for s in running):
-            return 1
-        width, num_drafts = self.setup.width, self.setup.num_drafts
-        if width > num_drafts:
-            width -= width % (1 + num_drafts)
+        width = (1 if self._waiting() else self.setup.decode_steps) * (1 + self.setup.num_drafts)
         return width if self._can_grow(running, width) else 1
 
     def _follow(self, plan: StepPlan, preempted: bool) -> None:
@@ -397,14 +411,16 @@ class Simulation:
         joined = {admission.request.request_id for admission in plan.admissions}
         if any(s.decoding and s.job.script is not None for s in before):
             # How much a constrained row guesses is its own affair, and a narrower step may have the pages.
-            assert 1 <= plan.width <= self.setup.width
-            assert plan.width == 1 or not (self._forced or preempted or any(s.starts_again for s in before))
+            assert 1 <= plan.width <= self.setup.decode_steps * (1 + self.setup.num_drafts)
+            starts_again = any(s.starts_again for s in before if s not in self._left_out)
+            assert plan.width == 1 or not (self._forced or preempted or starts_again)
         else:
             assert joined or plan.width == self._width(before, preempted)
         assert plan.width == 1 or not joined
+        assert plan.num_steps <= (1 if self._waiting() else self.setup.decode_steps)
         assert plan.num_drafts == (self.setup.num_drafts if plan.width > self.setup.num_drafts else 0)
         assert plan.num_steps * (1 + plan.num_drafts) == plan.width
-        decoding = {s for s in before if s.decoding}
+        decoding = {s for s in before if s.decoding and s not in self._left_out}
         prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
         if plan.admissions:
             assert not preempted, "pages taken from one request went to a newcomer"
@@ -449,7 +465,9 @@ class Simulation:
             assert start == shadow.computed
             if row < plan.num_decode:
                 assert length == 1
-                assert plan.max_new[row] == min(plan.width, shadow.job.limit - shadow.planned)
+                most = min(plan.width, shadow.job.limit - shadow.planned)
+                assert 1 <= plan.max_new[row] <= most, "a row gets nothing, or more than it may"
+                assert plan.max_new[row] == most or shadow.job.script is not None, "a free row gets less than it may"
                 end = min(start + plan.width, shadow.job.limit - 1)
                 length = int(plan.max_new[row])
             elif shadow in given:

@@ -20,7 +20,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 @pytest.mark.parametrize(("width", "seed"), [(1, None), (5, None), (5, 0)])
 @pytest.mark.parametrize("budget", [4, 8, 16])
 def test_a_long_request_holds_a_bounded_number_of_windowed_pages(budget: int, width: int, seed: int | None) -> None:
-    simulation = Simulation(Setup(**vars(TWO) | dict(budget=budget, width=width, seed=seed)))
+    simulation = Simulation(Setup(**vars(TWO) | dict(budget=budget, decode_steps=width, seed=seed)))
     shadow = simulation.add(Job(prompt_of(40), max_tokens=20))
     full, windowed = simulation.cache.groups
     # Steps that are dispatched but not read may have yielded nothing: their tokens may have to be computed still.

@@ -36,7 +36,7 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         budget=num_slots + draw(st.integers(0, 12)),
         caching=draw(st.booleans()),
         depth=draw(st.sampled_from([2, 2, 1, 3])),
-        width=draw(st.sampled_from([1, 1, 2, 5])),
+        decode_steps=draw(st.sampled_from([1, 1, 2, 5])),
         num_drafts=draw(st.sampled_from([0, 0, 1, 3])),
         seed=draw(st.sampled_from([None, None, 0, 1])),
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
@@ -219,6 +219,21 @@ def test_decode_goes_on_beside_a_long_prompt() -> None:
     chunks = simulation.plans[plans_before:]
     assert [plan.num_decode for plan in chunks] == [1] * 10
     assert [int(plan.lengths[1]) for plan in chunks] == [3] * 10
+    simulation.drain()
+
+
+def test_free_rows_have_every_other_step_to_themselves_beside_one_that_waits_for_masks() -> None:
+    simulation = Simulation(Setup(num_slots=4, decode_steps=1, num_drafts=1))
+    script = tuple(unforeseen((next_token((index,)) + index) % VOCAB_SIZE) for index in range(40))
+    constrained = simulation.add(Job((1, 2), max_tokens=40, script=script))
+    for first in range(3):
+        simulation.add(Job((first, 3), max_tokens=50))
+    for _ in range(30):
+        simulation.step()
+    slot = constrained.slot
+    kinds = [(plan.is_masked, slot in plan.slots, plan.width) for plan in simulation.plans]
+    turn = [(True, True, 1), (False, False, 2)]
+    assert any(kinds[index : index + 6] == 3 * turn for index in range(len(kinds))), kinds
     simulation.drain()
 
 

@@ -45,11 +45,14 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True)
-class _Knowing(HistoryProposer):
-    """A proposer that knows how sequences go on, and says `shift` more than the token; right where that is 0."""
+class Knowing(HistoryProposer):
+    """A proposer that knows how sequences go on, and says one of `shifts` more than the token; right where that is 0.
+
+    Positions take the shifts in turn.
+    """
 
     sequences: tuple[tuple[int, ...], ...]
-    shift: int
+    shifts: tuple[int, ...]
 
     def look(self, state: DeviceState, slots: jax.Array, lengths: jax.Array, num_drafts: int) -> Drafts:
         width = max(map(len, self.sequences)) + num_drafts
@@ -58,15 +61,18 @@ class _Knowing(HistoryProposer):
         is_same = (history[:, None] == right) | (jnp.arange(width) >= lengths[:, None, None])
         at = jnp.argmax(is_same.all(axis=2), axis=1)
         places = jnp.clip(lengths[:, None] + jnp.arange(num_drafts), 0, width - 1)
-        drafts = right[at[:, None], places] + self.shift
+        drafts = right[at[:, None], places] + jnp.asarray(self.shifts)[places % len(self.shifts)]
         return Drafts(drafts, jnp.full(len(lengths), num_drafts))
 
 
-def drafting(directory: Path, monkeypatch: pytest.MonkeyPatch, proposer: Proposer, num_drafts: int = 3) -> LLM:
+def drafting(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, proposer: Proposer, num_drafts: int = 3, **options: Any
+) -> LLM:
     """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing."""
     monkeypatch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
     monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
-    return tiny_llm(directory, speculative_config={"method": "ngram", "num_speculative_tokens": num_drafts})
+    config = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    return tiny_llm(directory, speculative_config=config, **options)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +140,7 @@ def test_everything_is_as_without_drafts(
     greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
     sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
     own: dict[str, Proposer] = {"ngram": NgramProposer(1, 3), "suffix": SuffixProposer(24, 1.0)}
-    proposer = own[kind] if kind in own else _Knowing(sequences, shift[kind])
+    proposer = own[kind] if kind in own else Knowing(sequences, (shift[kind],))
     with drafting(tiny_checkpoint, monkeypatch, proposer) as llm:
         assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
         [replica] = llm.engine.replicas
@@ -146,6 +152,8 @@ def test_everything_is_as_without_drafts(
             assert (accepted == drafted).all()
             assert_marked(llm, monkeypatch)
         elif kind in own:
+            replica.num_drafted[:] = replica.num_accepted[:] = 0
+            llm.generate(PROMPTS[8:], replace(GREEDY, max_tokens=40), use_tqdm=False)  # they repeat themselves
             assert accepted.sum() > 0.2 * drafted.sum()
         with few_pages(llm, 14):
             before = llm.engine.stats().num_preemptions

@@ -127,7 +127,8 @@ class AutoregressiveProposer:
             )
         if kept is not None:
             state = step.with_features(jnp.concatenate(seen, axis=1))
-        reached = jnp.where(known == starts, starts + step.counts, known)
+        # A row that starts again behind a wrong guess had got farther.
+        reached = jnp.where(known >= starts, starts + step.counts, known)
         return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
 
     def _of_heads(self, features: jax.Array) -> list[jax.Array]:
