@@ -161,9 +161,12 @@ class Scheduler:
         leaves_out = len(decode) < len(self.slots.decoding())
         constrained = decode[self.slots.is_constrained[decode]]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
-        new_pages = self._grow(decode, 1, forced)
-        if new_pages is None and forced:
-            forced = {}
+        widest = (1, 0) if forced else self._widest(decode, num_steps, num_drafts)
+        # Waiting requests get pages before those that only a wide step needs.
+        num_first = 1 if self._waiting_ids else widest[0]
+        new_pages = self._grow(decode, num_first, forced)
+        if new_pages is None and (num_first > 1 or forced):
+            widest, forced = (1, 0), {}
             new_pages = self._grow(decode, 1)
         preempts = new_pages is None
         if new_pages is None:
@@ -186,10 +189,11 @@ class Scheduler:
             decode, new_pages, forced = decode[:0], self.cache.no_entries, {}
         if not chunks and not len(decode):
             return None
-        width, num_drafts = (1, 0) if preempts or forced else self._widest(decode, num_steps, num_drafts)
-        if width > 1:
-            if (more := self._grow(decode, width)) is None:
-                width, num_drafts = 1, 0
+        if preempts or chunks:
+            widest = (1, 0)
+        elif widest[0] > num_first:
+            if (more := self._grow(decode, widest[0])) is None:
+                widest = (1, 0)
             else:
                 opened.append(more)
         if opened:
@@ -197,7 +201,7 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = self._plan(decode, new_pages, chunks, admissions, width, num_drafts)
+        plan = self._plan(decode, new_pages, chunks, admissions, *widest)
         self._may_leave_out = plan.is_masked and not leaves_out
         return plan
 
