@@ -31,6 +31,7 @@ from jaxvllm.runtime.step_model import (
     open_pages,
     trash_slot,
 )
+from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
 
@@ -178,18 +179,31 @@ def _draft_and_verify(
         return _decode_once(params, now, is_alive, slots, model=model, proposer=None)
 
     # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer.
-    has_drafts = jnp.any(drafts.counts > 0)
-    return _run_if(~has_drafts, decode_once, _run_if(has_drafts, verify, now))
+    return _either(jnp.any(drafts.counts > 0), verify, decode_once, now, model.backend)
 
 
-def _run_if(condition: jax.Array, run: Callable[[_Progress], _Progress], now: _Progress) -> _Progress:
-    """`run(now)` where `condition` bool is true, and else `now`.
+def _either(
+    condition: jax.Array,
+    run: Callable[[_Progress], _Progress],
+    otherwise: Callable[[_Progress], _Progress],
+    now: _Progress,
+    backend: Backend,
+) -> _Progress:
+    """`run(now)` where `condition` bool is true, and `otherwise(now)` elsewhere.
 
-    It is a loop, because XLA:GPU copies all pages for a conditional: 1029 MiB of temporaries beside a pool of 1 GiB,
-    and 38 MiB for loops (compiled HLO for H200, jax 0.11.2). On a TPU loops have some 3 MiB more than a conditional.
+    XLA:GPU copies all pages for a conditional: 1029 MiB of temporaries beside a pool of 1 GiB, and 38 MiB for two loops
+    of at most one turn (compiled HLO for H200, jax 0.11.2). On a TPU loops have 3 MiB more than a conditional.
     """
-    once = (condition, now)
-    return jax.lax.while_loop(lambda left: left[0], lambda left: (jnp.zeros_like(condition), run(left[1])), once)[1]
+    if backend.kind in ("tpu", "cpu"):
+        return jax.lax.cond(condition, run, otherwise, now)
+
+    def once(condition: jax.Array, run: Callable[[_Progress], _Progress], now: _Progress) -> _Progress:
+        def turn(left: tuple[jax.Array, _Progress]) -> tuple[jax.Array, _Progress]:
+            return jnp.zeros_like(condition), run(left[1])
+
+        return jax.lax.while_loop(lambda left: left[0], turn, (condition, now))[1]
+
+    return once(~condition, otherwise, once(condition, run, now))
 
 
 def _verify(
