@@ -80,7 +80,7 @@ def test_a_method_takes_its_kind_and_no_other(method: Method, kind: str, tmp_pat
 
 
 def test_every_method_with_a_model_is_in_the_table() -> None:
-    assert {*NEEDS, "ngram", "mtp"} == {*get_args(Method)}
+    assert {*NEEDS, "ngram", "suffix", "mtp"} == {*get_args(Method)}
 
 
 def test_a_head_whose_config_looks_like_a_model_is_told_apart(tmp_path: Path) -> None:
