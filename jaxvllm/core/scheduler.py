@@ -95,7 +95,7 @@ class Scheduler:
     @property
     def num_decoding(self) -> int:
         """How many rows decode in the next step, if it computes no prompt."""
-        return len(self._next_rows())
+        return len(self._next_rows(self.slots.decoding()))
 
     @property
     def has_work(self) -> bool:
@@ -157,8 +157,9 @@ class Scheduler:
         """
         self._free_unseen()
         most = self.max_num_batched_tokens if room is None else min(self.max_num_batched_tokens, room.num_tokens)
-        decode = self._next_rows()
-        leaves_out = len(decode) < len(self.slots.decoding())
+        decoding = self.slots.decoding()
+        decode = self._next_rows(decoding)
+        leaves_out = len(decode) < len(decoding)
         constrained = decode[self.slots.is_constrained[decode]]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
         widest = (1, 0) if forced else self._widest(decode, num_steps, num_drafts)
@@ -205,14 +206,13 @@ class Scheduler:
         self._may_leave_out = plan.is_masked and not leaves_out
         return plan
 
-    def _next_rows(self) -> SlotIds:
-        """The slots that decode in the next step.
+    def _next_rows(self, decode: SlotIds) -> SlotIds:
+        """Those of the slots `decode`, all that could, that do decode in the next step.
 
         A row that waits for a mask allows no drafts and no bursts, and the step waits for the host. So behind such a
         step the other rows have one for themselves, where they are not fewer: 15 rows beside one got two to four times
         as many tokens this way, and the one half to a third (by hand, demo model, bursts of 8, two busy cores).
         """
-        decode = self.slots.decoding()
         if not self._may_leave_out or self._waiting_ids or self._beams or len(self.slots.prefilling()):
             return decode
         waits = self._constrained.waits(decode)

@@ -142,7 +142,7 @@ def _decode_once(
     state = now.state
     if proposer is not None:
         with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(Followed(params, kv_pages, state, slots, computed, counts, model))
+            kv_pages, state = proposer.follow(Followed(params, kv_pages, state, slots, model, computed, counts))
     state = append(state, slots, lengths, tokens[:, None], counts, is_over)
     now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
     return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
@@ -164,7 +164,7 @@ def _draft_and_verify(
     # The token behind the last draft is sampled, too.
     room = jnp.where(is_alive, jnp.maximum(jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0), 0)
     with jax.named_scope("propose"):
-        known = Known(params, now.kv_pages, now.state, slots, lengths, room, model)
+        known = Known(params, now.kv_pages, now.state, slots, model, lengths, room)
         kv_pages, drafts = proposer.propose(known, bucket.num_drafts)
         drafts = replace(drafts, counts=jnp.clip(drafts.counts, 0, room))
     now = replace(now, kv_pages=kv_pages)
@@ -248,10 +248,9 @@ def _verify(
     counts = jnp.where(is_alive, 1 + goes_on.sum(axis=1), 0)
     accepted = matches & (places < counts[:, None])
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    if proposer.cache is not None:
-        with jax.named_scope("follow"):
-            step = Followed(params, kv_pages, state, slots, computed, counts, model, drafts.counts)
-            kv_pages, state = proposer.follow(step)
+    with jax.named_scope("follow"):
+        step = Followed(params, kv_pages, state, slots, model, computed, counts, drafts.counts)
+        kv_pages, state = proposer.follow(step)
     now = replace(
         now,
         num_steps=now.num_steps + 1,

@@ -78,7 +78,7 @@ def forward(
     hidden = computed.hidden
     if proposer is not None:
         with jax.named_scope("follow"):
-            step = Followed(params, kv_pages, state, slots, computed, batch.lengths, model)
+            step = Followed(params, kv_pages, state, slots, model, computed, batch.lengths)
             kv_pages, state = proposer.follow(step)
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxvllm.models.heads.head import DraftHead
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
-from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known, features_of
+from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, DeviceState, Rows
 from jaxvllm.runtime.step_model import StepModel
@@ -83,7 +83,7 @@ class AutoregressiveProposer:
         last = state["history"][slots, jnp.maximum(lengths - 1, 0)]
         features = jnp.zeros((len(slots), 0), known.params["embed"].dtype)
         if self.follows_all:
-            features = features_of(state, slots, known.params)
+            features = known.features
         drafts = jnp.zeros((len(slots), num_drafts), jnp.int32)
         start = (kv_pages, features, last, drafts)
         kv_pages, _, _, drafts = jax.lax.fori_loop(0, num_drafts, guess_next, start)
@@ -118,7 +118,7 @@ class AutoregressiveProposer:
         features = self.heads[0].features(step.params, computed.hidden, computed.states)  # [T, F]
         rows, kv_pages = replace(computed.rows, page_table=state["page_tables"][slots][:, 0]), step.kv_pages
         seen: list[jax.Array] = []  # by each head
-        kept = features_of(state, slots, step.params) if self.follows_all else None
+        kept = step.features if self.follows_all else None
         for number, head in enumerate(self.heads):
             seen.append(features)
             before = features if kept is None else self._shifted(features, self._of_heads(kept)[number], step)

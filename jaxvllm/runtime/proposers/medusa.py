@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.heads.medusa import MedusaHeads
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
-from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known, features_of
+from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import FEATURE_LENGTH, DeviceState, Rows
 
@@ -36,7 +36,7 @@ class MedusaProposer:
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         state, slots, lengths, model = known.state, known.slots, known.lengths, known.model
         is_ready = state[FEATURE_LENGTH.name][slots] == lengths - 1
-        hidden = features_of(state, slots, known.params)
+        hidden = known.features
         count = min(num_drafts, self.heads.num_heads)
         logits = self.heads.logits(known.params, hidden, count, model.spec, model.shard, model.axis)
         tokens = [

@@ -23,29 +23,35 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a proposer may look at: R rows between two steps."""
+class _OnDevice:
+    """R rows, and all that the device has of them."""
 
     params: Params
     kv_pages: KVCachePages
     state: DeviceState
     slots: jax.Array  # i32[R]; the trash slot where a row has ended
-    lengths: jax.Array  # i32[R]: tokens of each row, of which all but the last are computed
-    room: jax.Array  # i32[R]: drafts that are verified at most, and for whose KV the row has pages
     model: StepModel
+
+    @property
+    def features(self) -> jax.Array:
+        """The features [R, F] that `Followed.with_features` has kept, in the dtype of the model."""
+        return self.state[FEATURES.name][self.slots].astype(self.params["embed"].dtype)
 
 
 @dataclass(frozen=True)
-class Followed:
+class Known(_OnDevice):
+    """What a proposer may look at: R rows between two steps."""
+
+    lengths: jax.Array  # i32[R]: tokens of each row, of which all but the last are computed
+    room: jax.Array  # i32[R]: drafts that are verified at most, and for whose KV the row has pages
+
+
+@dataclass(frozen=True)
+class Followed(_OnDevice):
     """A step that the model has computed, and what came of it."""
 
-    params: Params
-    kv_pages: KVCachePages
-    state: DeviceState
-    slots: jax.Array  # i32[R]; the trash slot where a row has ended
     computed: Computed
     counts: jax.Array  # i32[R]: the first so many tokens of each row were right
-    model: StepModel
     num_drafted: jax.Array | None = None  # i32[R]: how many of a row were drafts; None: the proposer was not asked
 
     @property
@@ -73,17 +79,12 @@ class Followed:
         }
 
 
-def features_of(state: DeviceState, slots: jax.Array, params: Params) -> jax.Array:
-    """The features [R, F] that `Followed.with_features` has kept, in the dtype of the model."""
-    return state[FEATURES.name][slots].astype(params["embed"].dtype)
-
-
 class Proposer(Protocol):
     """What guesses. It is frozen and hashable, because it is part of what a program is compiled from."""
 
     @property
     def cache(self) -> DraftCache | None:
-        """What it keeps on the device; None: it keeps nothing, and `follow` is not called."""
+        """What it keeps on the device; None: it keeps nothing, and `follow` changes nothing."""
 
     @property
     def follows_all(self) -> bool:

@@ -266,6 +266,11 @@ class RequestFields(Strict):
     kv_transfer_params: dict[str, Any] | None = neutral()
     vllm_xargs: dict[str, Any] | None = neutral({})
 
+    @property
+    def streaming(self) -> StreamOptions:
+        """The options of a stream, which a request may leave out."""
+        return self.stream_options or StreamOptions()
+
     def check_stream(self) -> None:
         """Raises ValueError for a field that needs a stream when there is none, or that a stream cannot have."""
         if not self.stream and self.stream_options and self.stream_options.model_dump(exclude_defaults=True):

@@ -56,7 +56,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     params = service.with_marks(params, format)
     room = service.reader.max_model_len - len(prompt.token_ids)
     beams = body.beams(params, room if body.limit is None else body.limit)
-    with_spans = (body.stream_options or StreamOptions()).include_draft_spans
+    with_spans = body.streaming.include_draft_spans
     asked = body.request(engine_id, prompt, params, beams, with_spans)
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
     with form_given_as(body.form_field):
@@ -92,7 +92,7 @@ class _Exchange:
 
     async def events(self, generation: Generation) -> Events:
         head = self._head | {"object": "chat.completion.chunk"}
-        options = self._body.stream_options or StreamOptions()
+        options = self._body.streaming
         answers: dict[int, Answer] = {}
         num_prompt = num_tokens = num_cached = 0
         async for _, output in generation.outputs():

@@ -15,7 +15,7 @@ from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
-from jaxvllm.server.protocol.fields import StreamOptions, draft_spans_of, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import draft_spans_of, params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
@@ -53,7 +53,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
     beams = body.beams(params, body.limit)
-    with_spans = (body.stream_options or StreamOptions()).include_draft_spans
+    with_spans = body.streaming.include_draft_spans
     asked = [body.request(name, prompt, params, beams, with_spans) for name, prompt in zip(ids, prompts, strict=True)]
     exchange = _Exchange(service, body, model, asked, answer_id)
     with form_given_as(body.form_field):
@@ -86,7 +86,7 @@ class _Exchange:
         return self._head | {"choices": choices, "usage": usage_of(outputs)}
 
     async def events(self, generation: Generation) -> Events:
-        options = self._body.stream_options or StreamOptions()
+        options = self._body.streaming
         first: dict[int, RequestOutput] = {}  # the first output of each prompt
         last: dict[int, RequestOutput] = {}
         lengths: dict[int, int] = {}  # characters of each choice's tokens so far, whether sent or held back
