@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
+from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
@@ -60,6 +61,8 @@ class EngineConfig:
     # What guesses, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. None: the tokens that a request repeats,
     # and programs for that are compiled only when requests do repeat themselves.
     speculative_config: str | None = None
+    # What keeps KV pages beyond the pool or carries them to other engines, as JSON: {"kv_connector": "host"}.
+    kv_transfer_config: str | None = None
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
@@ -90,6 +93,12 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", str(SpeculativeConfig.read(self.speculative_config)))
             if not self.speculation:
                 raise ValueError("speculative_config says what guesses, and speculation is off: leave one of them out")
+        if self.kv_transfer_config is not None:
+            object.__setattr__(self, "kv_transfer_config", str(KVTransferConfig.read(self.kv_transfer_config)))
+            if not self.enable_prefix_caching:
+                raise ValueError("kv_transfer_config needs the prefix cache, which is where pages arrive: leave it on")
+            if self.has_others:
+                raise ValueError("kv_transfer_config is for an engine of one process: leave it out")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -139,6 +148,11 @@ class EngineConfig:
         return (
             DEFAULT_SPECULATION if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
         )
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """How pages travel; None: they do not."""
+        return None if self.kv_transfer_config is None else KVTransferConfig.read(self.kv_transfer_config)
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -54,6 +54,7 @@ class FullGroup:
         self.table = np.zeros((num_slots, max_pages), np.int32)
         self.first = np.zeros(num_slots, np.int32)  # column of the first page that a slot holds
         self.end = np.zeros(num_slots, np.int32)  # one past the column of its last page
+        self._reserved: list[Pages] = []  # pages that no slot holds, and that are kept until `give_back`
 
     def first_seen(self, position: int) -> int:
         """The column of the first page that a token at `position` sees."""
@@ -141,6 +142,22 @@ class FullGroup:
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
         """Frees the pages of each of `slots` that no token from `positions[i]` on sees."""
 
+    def can_reserve(self, prefix: Sequence[int], count: int) -> bool:
+        """Whether the cached pages `prefix` and `count` others may be kept for a request that has no slot yet."""
+        return count + self.pool.num_cached(prefix) <= self.pool.num_available
+
+    def reserve(self, prefix: Sequence[int], count: int) -> Pages:
+        """Keeps the cached pages `prefix` and `count` others until `give_back`, and returns all of them in order."""
+        self.pool.share(prefix)
+        pages = np.concatenate([np.array(prefix, np.int32), self.pool.allocate(count)])
+        self._reserved.append(pages)
+        return pages
+
+    def give_back(self, pages: Pages) -> None:
+        """Undoes the `reserve` that returned `pages`."""
+        self._reserved = [others for others in self._reserved if others is not pages]
+        self.pool.release(pages)
+
     def release(self, slot: int) -> None:
         """Frees all pages of `slot`."""
         self.pool.release(self.pages(slot))
@@ -148,7 +165,7 @@ class FullGroup:
         self.first[slot] = self.end[slot] = 0
 
     def check_invariants(self, slots: Sequence[int]) -> None:
-        self.pool.check_invariants(self.pages(slot) for slot in slots)
+        self.pool.check_invariants([*(self.pages(slot) for slot in slots), *self._reserved])
         for slot, row in enumerate(self.table):
             first, end = (int(at[slot]) for at in (self.first, self.end))
             assert slot in slots or not end, "a vacant slot has pages"
@@ -162,6 +179,10 @@ class FullGroup:
 
     def _has_room(self, slots: SlotIds, counts: Ints) -> bool:
         return int(counts.sum()) <= self.pool.num_available
+
+    @property
+    def _num_reserved(self) -> int:
+        return sum(map(len, self._reserved))
 
 
 class WindowedGroup(FullGroup):
@@ -192,11 +213,15 @@ class WindowedGroup(FullGroup):
         return num_beams * self.most_pages(num_tokens)
 
     def can_take(self, prefix: Sequence[int], num_tokens: int, num_forks: int) -> bool:
-        return int(self._charges().sum()) + (1 + num_forks) * self.most_pages(num_tokens) <= self.usable
+        needed = (1 + num_forks) * self.most_pages(num_tokens)
+        return int(self._charges().sum()) + self._num_reserved + needed <= self.usable
+
+    def can_reserve(self, prefix: Sequence[int], count: int) -> bool:
+        return int(self._charges().sum()) + self._num_reserved + len(prefix) + count <= self.usable
 
     def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
         held = pages_for(num_tokens, self.pool.page_size) - self.first[list(sources)]
-        return int(self._charges().sum()) + int(held.sum()) <= self.usable
+        return int(self._charges().sum()) + self._num_reserved + int(held.sum()) <= self.usable
 
     def take(self, slot: int, prefix: Sequence[int], num_cached: int, num_tokens: int) -> None:
         self._share(slot, prefix, num_cached)
@@ -218,12 +243,13 @@ class WindowedGroup(FullGroup):
 
     def check_invariants(self, slots: Sequence[int]) -> None:
         super().check_invariants(slots)
-        assert int(self._charges().sum()) <= self.usable, "more pages are promised than there are"
+        promised = int(self._charges().sum()) + self._num_reserved
+        assert promised <= self.usable, "more pages are promised than there are"
 
     def _has_room(self, slots: SlotIds, counts: Ints) -> bool:
         end = self.end.copy()
         end[slots] += counts
-        return int(self._charges(end).sum()) <= self.usable
+        return int(self._charges(end).sum()) + self._num_reserved <= self.usable
 
     def _charges(self, end: Ints | None = None) -> Ints:
         """Pages that each slot holds or may still take without asking, i32[slots], if its last columns are `end`."""
@@ -409,6 +435,10 @@ class KVCache:
         """A copy of the page tables of `slot`, up to the last column of any group: i32[groups, columns]."""
         count = max(int(group.end[slot]) for group in self.groups)
         return np.stack([group.table[slot, :count] for group in self.groups])
+
+    def pages(self, slot: int, first: int, count: int) -> tuple[Ints, ...]:
+        """Copies of `count` columns of the page tables of `slot` from column `first` on: i32[count] of each group."""
+        return tuple(group.table[slot, first : first + count].copy() for group in self.groups)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every prefix (for example after a change of weights). Owned pages stay owned."""

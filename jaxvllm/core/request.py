@@ -144,6 +144,7 @@ class Request:
     masks_commute: bool = True  # with what the engine does to all logits: see `guesses`
     num_cached_tokens: int | None = None  # of the prompt; None until first admitted
     num_preemptions: int = 0
+    asked_for_pages: int | None = None  # how often it had been preempted when it was last asked for pages elsewhere
     num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 

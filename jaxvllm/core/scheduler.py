@@ -19,6 +19,7 @@ from jaxvllm.core.beam_groups import BeamGroup, BeamGroups
 from jaxvllm.core.constrained_rows import ConstrainedRows, advance
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
+from jaxvllm.core.page_loads import PageLoad, PageLoads, PageSave, PageSource
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.request import FinishReason, QueueKey, Request
 from jaxvllm.core.slots import SlotIds, SlotTable
@@ -41,6 +42,8 @@ from jaxvllm.core.step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
 
+# A request in the queue, and whether `update` reports each of its tokens.
+type _Queued = tuple[QueueKey, Request, bool]
 # Of each group of the KV cache, the pages that rows open in a step.
 type Opened = tuple[PageEntries, ...]
 
@@ -63,19 +66,31 @@ class _Chunk:
 class Scheduler:
     """Owns the queue, the slots and the KV cache. Calls are `add`, `schedule`, `update`, `finish`; none blocks."""
 
-    def __init__(self, slots: SlotTable, cache: KVCache, policy: Policy, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        slots: SlotTable,
+        cache: KVCache,
+        policy: Policy,
+        max_num_batched_tokens: int,
+        source: PageSource | None = None,
+    ):
+        """`source`: where pages may come from that the prefix cache does not have."""
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
         self.cache = cache
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self._waiting: list[tuple[QueueKey, Request, bool]] = []  # heap; keys are unique
+        self._waiting: list[_Queued] = []  # heap; keys are unique
         self._waiting_ids: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
         self._beams = BeamGroups(slots, cache)
         self._constrained = ConstrainedRows(slots)
-        self._computing: set[bytes] = set()  # hashes of prompt pages that running requests are about to compute
+        # Hashes of prompt pages that running requests are about to compute, or that are being loaded.
+        self._computing: set[bytes] = set()
+        self._loads = PageLoads(cache, source)
+        self._loading: dict[str, _Queued] = {}  # requests that wait for their load, by id
+        self._saves: list[PageSave] = []
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
@@ -380,6 +395,8 @@ class Scheduler:
         if (failed := self._failed.pop(request_id, None)) is not None:
             return failed.request
         waiting = self._waiting_ids.pop(request_id, None)
+        if self._loading.pop(request_id, None) is not None:
+            self._computing.difference_update(self._loads.drop(request_id).hashes)
         if waiting is not None:
             return waiting
         slot = self._slot_of.get(request_id)
@@ -425,7 +442,9 @@ class Scheduler:
         """Takes slot and pages from the last running request in the queue's order, and returns it to the queue."""
         victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
         watched = bool(self.slots.watched[victim])
+        num_saves = len(self._saves)
         request = self._release(victim)
+        del self._saves[num_saves:]  # the step that is planned now may write into these pages
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(request, watched)
@@ -486,10 +505,11 @@ class Scheduler:
     def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int, room: StepRoom | None) -> None:
         if self._slot_of and not self.policy.joins_running:
             return
-        postponed: list[tuple[QueueKey, Request, bool]] = []
+        postponed: list[_Queued] = []
         # No more are looked past than there are slots: thousands may wait for one new system prompt.
         while budget > 0 and self._waiting and len(postponed) < self.slots.num_slots:
-            num_rows = self._num_rows_left(room)
+            # Requests that wait for their pages have rows, or these would be gone again before their turn.
+            num_rows = self._num_rows_left(room) - len(self._loads)
             if num_rows <= 0:
                 break
             key, request, watched = self._waiting[0]
@@ -505,10 +525,12 @@ class Scheduler:
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
             num_forks = 0 if request.num_beams is None else request.num_beams - 1
             # A search alone may have more beams than there are rows now, or it would wait, and nothing would run.
-            has_rows = (num_rows if self._slot_of else self.slots.num_free) > num_forks
+            has_rows = (num_rows if self._slot_of else self.slots.num_free - len(self._loads)) > num_forks
             if not has_rows or not self.cache.can_take(prefix, target, num_forks):
                 break
-            heapq.heappop(self._waiting)
+            queued = heapq.heappop(self._waiting)
+            if self._begin_load(queued, prefix):
+                continue
             del self._waiting_ids[request.request_id]
             num_cached = prefix.num_pages * self.cache.page_size
             slot = self.slots.occupy(request, num_cached, watched)
@@ -529,11 +551,55 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _cached_prefix(self, request: Request) -> CachedPrefix:
-        """The pages that begin `request` and are cached. The last token is always computed: its logits are needed."""
+        """The pages that begin `request` and are cached."""
+        return self.cache.match(self._shared_hashes(request))
+
+    def _shared_hashes(self, request: Request) -> list[bytes]:
+        """The hashes of pages that `request` may have from others. The last token is always computed: its logits are
+        needed.
+        """
         if not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
-            return self.cache.match(())
+            return []
         page_size = self.cache.page_size
-        return self.cache.match(request.hashes(page_size)[: (request.num_tokens - 1) // page_size])
+        return request.hashes(page_size)[: (request.num_tokens - 1) // page_size]
+
+    # Pages that come from elsewhere, and go there.
+
+    def _begin_load(self, queued: _Queued, prefix: CachedPrefix) -> bool:
+        """Begins to load what follows the cached `prefix` of a request that could be admitted now, if that is possible.
+
+        Others that need the same pages wait for them.
+        """
+        request = queued[1]
+        load = self._loads.begin(request, prefix, self._shared_hashes(request))
+        if load is None:
+            return False
+        self._loading[request.request_id] = queued
+        self._computing.update(load.hashes)
+        return True
+
+    def take_loads(self) -> list[PageLoad]:
+        """Returns the loads that began since the last call. Each ends with `loaded`, whatever becomes of it."""
+        return self._loads.take_new()
+
+    def is_wanted(self, load: PageLoad) -> bool:
+        """Whether the request of `load` still waits for it. Elsewhere its pages may be somebody else's by now."""
+        return self._loads.is_open(load)
+
+    def loaded(self, load: PageLoad, num_loaded: int) -> None:
+        """Ends `load`, whose first `num_loaded` pages are filled: its request is admitted next, or has ended."""
+        if self._loads.is_open(load):
+            self._loads.end(load, num_loaded)
+            self._computing.difference_update(load.hashes)
+            heapq.heappush(self._waiting, self._loading.pop(load.request.request_id))
+
+    def take_saves(self) -> list[PageSave]:
+        """Returns the pages that became full since the last call. Steps that were dispatched compute them.
+
+        It is called before the next step is dispatched, which may write other tokens into them.
+        """
+        saves, self._saves = self._saves, []
+        return saves
 
     def _soon_cached(self, request: Request, num_hits: int) -> bool:
         """Whether a running request is computing this one's next page now: waiting for it saves the work.
@@ -622,7 +688,11 @@ class Scheduler:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
         known = self.slots.num_prompt if self.slots.is_beam[slot] else self.slots.num_known  # not what beams try out
         count = int(min(self.slots.num_computed[slot], known[slot]))
-        self._computing.difference_update(self.cache.register(slot, count, self._tenant(slot)))
+        first = int(self.cache.num_registered[slot])
+        hashes = self.cache.register(slot, count, self._tenant(slot))
+        self._computing.difference_update(hashes)
+        if hashes and self._loads.has_source:
+            self._saves.append(PageSave(tuple(hashes), self.cache.pages(slot, first, len(hashes))))
 
     def _uncomputed_hashes(self, slot: int) -> list[bytes]:
         return self._tenant(slot).page_hashes[int(self.cache.num_registered[slot]) :]
@@ -669,9 +739,12 @@ class Scheduler:
         self._beams.check_invariants()
         assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
-        queued = {request.request_id for _, request, _ in self._waiting}
+        queued = {request.request_id for _, request, _ in self._waiting} | self._loading.keys()
+        assert self._loading.keys() <= self._waiting_ids.keys(), "a request that has ended is loaded"
+        assert all(request_id in self._loads for request_id in self._loading), "a request waits for no load"
+        assert len(self._loading) == len(self._loads), "a load is nobody's"
         assert self._waiting_ids.keys() <= queued, "a waiting request is not in the queue"
-        if not self._slot_of:
+        if not self._slot_of and not self._loading:
             assert self.cache.is_empty, "an idle scheduler holds pages"
             assert not self._computing, "an idle scheduler computes pages"
 

@@ -16,9 +16,12 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.engine.drafting import Drafting
+from jaxvllm.engine.page_exchange import make_connector, page_format
+from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
+from jaxvllm.kv_transfer.connector import KVConnector
 from jaxvllm.models import checkpoint
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
@@ -57,6 +60,8 @@ class EngineParts:
     constraints: RequestConstraints | None  # None: there is no tokenizer
     make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
     runners: tuple[Runner, ...]  # one a replica, all alike
+    connector: KVConnector | None  # of all replicas; None: their pages stay where they are
+    traffic: tuple[PageTraffic | None, ...]  # one a replica
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -136,6 +141,9 @@ def build(
         num_pages = hosts.least(room)
     shape = smallest.with_pages(num_pages)
 
+    connector: KVConnector | None = None
+    traffic: tuple[PageTraffic | None, ...] = (None,) * len(meshes)
+
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
@@ -149,6 +157,10 @@ def build(
                 runner.programs.wait()
         # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
         hosts.meet()
+    if config.kv_transfer is not None:
+        form = page_format(config, resolved, directory, shape, backend, meshes[0])
+        connector = make_connector(config.kv_transfer, form)
+        traffic = tuple(PageTraffic(connector, form, runner) for runner in runners)
     for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
         seen = "all positions" if size.window is None else f"the last {size.window} positions"
         text = "%d pages of %d tokens for %d layers that see %s"
@@ -165,7 +177,7 @@ def build(
             max_chunk=tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens)
+        return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens, connector)
 
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
@@ -176,6 +188,8 @@ def build(
         constraints=constraints,
         make_scheduler=make_scheduler,
         runners=runners,
+        connector=connector,
+        traffic=traffic,
         spec=spec,
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,

@@ -58,8 +58,10 @@ class Engine:
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
+        self._connector = parts.connector
         self.replicas = tuple(
-            Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
+            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic)
+            for i, (runner, traffic) in enumerate(zip(parts.runners, parts.traffic, strict=True))
         )
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
@@ -173,6 +175,8 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         for replica in self.replicas:
             replica.dispatch(self.outputs)
+        if not any(replica.is_busy for replica in self.replicas) and any(r.waits_for_pages for r in self.replicas):
+            time.sleep(POLL_SECONDS)
         results = [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
         if not self._startup.is_over and any(replica.num_output_tokens for replica in self.replicas):
             self._startup.first_token()
@@ -251,6 +255,11 @@ class Engine:
         self._is_closed = True
         if self._constraints is not None:
             self._constraints.close()
+        for replica in self.replicas:
+            if replica.traffic is not None:
+                replica.traffic.close()
+        if self._connector is not None:
+            self._connector.close()
         # They close at the same time because each waits for the bucket that it is compiling.
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             list(threads.map(lambda replica: replica.runner.close(), self.replicas))

@@ -13,6 +13,7 @@ from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.repetition_watch import RepetitionWatch
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.runtime.buckets import Bucket
@@ -45,11 +46,19 @@ class _Held:
 class Replica:
     """Schedules and dispatches steps, and collects each one step later; it knows nothing of other replicas."""
 
-    def __init__(self, index: int, make_scheduler: Callable[[], Scheduler], runner: Runner, burst_seconds: float):
-        """`burst_seconds`: how long decode steps that are one program may take."""
+    def __init__(
+        self,
+        index: int,
+        make_scheduler: Callable[[], Scheduler],
+        runner: Runner,
+        burst_seconds: float,
+        traffic: PageTraffic | None = None,
+    ):
+        """`burst_seconds`: how long decode steps that are one program may take. `traffic`: of pages from elsewhere."""
         self.index = index
         self.scheduler = make_scheduler()
         self.runner = runner
+        self.traffic = traffic
         self.num_steps = 0
         self.num_output_tokens = 0
         self.num_prefix_queries = 0
@@ -82,6 +91,11 @@ class Replica:
         return bool(self._in_flight)
 
     @property
+    def waits_for_pages(self) -> bool:
+        """Whether pages are on their way to requests that wait for them."""
+        return self.traffic is not None and self.traffic.has_loads
+
+    @property
     def is_ready(self) -> bool:
         """Whether `collect` would not wait."""
         return self._in_flight[0].step.is_ready
@@ -93,6 +107,7 @@ class Replica:
         start = time.monotonic()
         programs = self.runner.programs
         num_decode_steps, num_drafts = self._pace_of_step()
+        self._move_pages()
         plan = self.scheduler.schedule(num_decode_steps, self.runner.step_sizes, programs.room, num_drafts)
         if plan is not None:
             self._count_prefixes(plan)
@@ -105,6 +120,12 @@ class Replica:
             else:
                 self._launch(step, time.monotonic() - start)
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
+
+    def _move_pages(self) -> None:
+        """Takes full pages out of the pool, and fills others with what has come, where a connector does such things."""
+        if self.traffic is not None:
+            self.traffic.save(self.scheduler)
+            self.traffic.bring(self.scheduler)
 
     def _pace_of_step(self) -> tuple[int, int]:
         """The most decode steps that the next step may take, and how many drafts a row may have in each of them."""
@@ -133,6 +154,7 @@ class Replica:
         self.num_output_tokens += update.num_new_tokens - processed.num_dropped
         for request_id in processed.stopped:
             self.scheduler.finish(request_id)
+        self._move_pages()
         bucket = launched.step.bucket
         num_steps = plan.num_steps if plan.num_drafts else max(int(output.counts.max()), 1)
         if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
@@ -187,6 +209,8 @@ class Replica:
         self._in_flight.clear()
         self._held = None
         self.is_due = False
+        if self.traffic is not None:
+            self.traffic.drop()
         self.scheduler = self._make_scheduler()
 
     def _count_padding(self, plan: StepPlan, bucket: Bucket, output: StepOutput) -> None:

@@ -1,7 +1,7 @@
 """The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -40,6 +40,7 @@ from jaxvllm.runtime.multihost.calls import (
     Step,
 )
 from jaxvllm.runtime.multihost.leader import Leader
+from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, contents_like, copy_recipes, pack_pages
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.prompt_scores import PromptScores, pack_wide
 from jaxvllm.runtime.proposers import Proposer
@@ -184,6 +185,9 @@ class Runner:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
+        num_groups = len(shape.groups(spec))
+        self._copies = cache(lambda: tuple(make_program(recipe) for recipe in copy_recipes(pages, num_groups, mesh)))
+        self._contents = contents_like(pages, num_groups, mesh)
         rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
         with ThreadPoolExecutor(1) as other:
             no_admissions = pack_admissions((), self._sizes)
@@ -273,6 +277,30 @@ class Runner:
             drafts,
             were_drafts,
         )
+
+    def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
+        """Copies pages, i32[N] of each group, behind all steps that were dispatched, and returns at once.
+
+        Each entry has the next `COPY_BATCH` of them; what is behind the last one means nothing.
+        """
+        take, _ = self._copies()
+        taken = [take(self._kv_pages, packed) for packed in pack_pages(pages, self._sizes.num_groups)]
+        for contents in taken:
+            for array in contents:
+                array.copy_to_host_async()
+        return taken
+
+    def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
+        """Fills pages, i32[N] of each group, behind all steps that were dispatched, and returns at once.
+
+        `contents` are [N, L, K, S, W], of each array of the cache.
+        """
+        _, put = self._copies()
+        for at, packed in enumerate(pack_pages(pages, self._sizes.num_groups)):
+            some = slice(at * COPY_BATCH, (at + 1) * COPY_BATCH)
+            arrays = zip((array[some] for array in contents), self._contents, strict=True)
+            on_device = tuple(jax.device_put(_filled_up(array, like.shape), like.sharding) for array, like in arrays)
+            self._kv_pages = put(self._kv_pages, packed, on_device)
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
         """The KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
@@ -371,6 +399,15 @@ def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:
     assert logprobs is not None, "a decode bucket has no prompts"
     device = jax.tree.map(lambda x: np.asarray(x)[:count], logprobs)
     return TopLogprobs(device.token, device.ranks, device.top_ids, device.top)
+
+
+def _filled_up(array: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
+    """`array` with zeros behind its first axis, up to `shape`."""
+    if array.shape == shape:
+        return array
+    filled = np.zeros(shape, array.dtype)
+    filled[: len(array)] = array
+    return filled
 
 
 def _bytes_on_a_device(tree: Any) -> int:

@@ -1,0 +1,110 @@
+"""What a user asks of KV that travels, by vLLM's names."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self, get_args
+
+from jaxvllm.core.value_checks import integer
+
+Connector = Literal["host", "files"]
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+# vLLM's connectors that do the same, and other common ways to say a role.
+_CONNECTORS: Mapping[str, Connector] = {
+    "OffloadingConnector": "host",
+    "SharedStorageConnector": "files",
+    "ExampleConnector": "files",
+}
+_ROLES: Mapping[str, Role] = {"producer": "kv_producer", "consumer": "kv_consumer", "both": "kv_both"}
+# The options of each connector: the name in `kv_connector_extra_config`, and whether it must be there.
+_EXTRA: Mapping[Connector, Mapping[str, bool]] = {
+    "host": {"cpu_bytes_to_use": False},
+    "files": {"shared_storage_path": True},
+}
+# Fields of vLLM that are no choice here: the values that change nothing, and what to tell who gives another.
+_NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "kv_buffer_device": ((None, "cpu", "cuda", "tpu"), "pages wait where the connector keeps them"),
+    "kv_buffer_size": ((None, 1e9), "the connector says how much it keeps"),
+    "kv_connector_module_path": ((None,), "a connector of one's own is given to `Engine` from Python"),
+    "kv_parallel_size": ((None, 1), "engines find each other by the requests' parameters"),
+    "kv_rank": ((None, 0), "engines find each other by the requests' parameters"),
+    "enable_permute_local_kv": ((None, False), "pages travel in one layout"),
+    "kv_load_failure_policy": ((None, "recompute"), "what does not come is computed"),
+}
+DEFAULT_HOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class KVTransferConfig:
+    """Which connector keeps or carries pages, and how. Raises ValueError for values that are out of range."""
+
+    kv_connector: Connector
+    kv_role: Role = "kv_both"  # producer: saves pages; consumer: loads them
+    engine_id: str | None = None  # None: a random one
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_connector", _CONNECTORS.get(self.kv_connector, self.kv_connector))
+        object.__setattr__(self, "kv_role", _ROLES.get(self.kv_role, self.kv_role))
+        for name, allowed in (("kv_connector", get_args(Connector)), ("kv_role", get_args(Role))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.engine_id is not None and not (isinstance(self.engine_id, str) and self.engine_id):
+            raise ValueError(f"engine_id must be a string with at least one character, not {self.engine_id!r}")
+        extra, known = self.kv_connector_extra_config, _EXTRA[self.kv_connector]
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"kv_connector_extra_config must be a JSON object, not {extra!r}")
+        for name in extra:
+            if name not in known:
+                listed = ", ".join(known)
+                raise ValueError(f"kv_connector_extra_config of {self.kv_connector} has no {name!r}: it has {listed}")
+        for name, is_needed in known.items():
+            if is_needed and not extra.get(name):
+                raise ValueError(f"kv_connector_extra_config of {self.kv_connector} needs {name}")
+        if "cpu_bytes_to_use" in extra:
+            integer("cpu_bytes_to_use", extra["cpu_bytes_to_use"], 1, 1 << 50)
+
+    @property
+    def saves(self) -> bool:
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def loads(self) -> bool:
+        return self.kv_role != "kv_producer"
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that pages may take."""
+        return int(self.kv_connector_extra_config.get("cpu_bytes_to_use", DEFAULT_HOST_BYTES))
+
+    @property
+    def storage_path(self) -> str:
+        """The directory of pages in files."""
+        return str(self.kv_connector_extra_config["shared_storage_path"])
+
+    @classmethod
+    def read(cls, value: object) -> Self:
+        """Reads a mapping or a JSON object. Raises ValueError for anything else, and for unknown names."""
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                pass
+        try:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"must be a JSON object, not {value!r}")
+            for name, (neutral, why) in _NO_CHOICE.items():
+                if name in value and value[name] not in neutral:
+                    raise ValueError(f"{name} = {value[name]!r} is not supported ({why}): leave it out")
+            names = [one.name for one in fields(cls)]
+            if unknown := [str(name) for name in value if name not in names and name not in _NO_CHOICE]:
+                raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
+            if value.get("kv_connector") is None:
+                raise ValueError(f"needs kv_connector: one of {', '.join(get_args(Connector))}")
+            return cls(**{name: one for name, one in value.items() if name in names and one is not None})
+        except ValueError as error:
+            example = '{"kv_connector": "host", "kv_role": "kv_both"}'
+            raise ValueError(f"kv_transfer_config {error}; an example: {example}") from error
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))

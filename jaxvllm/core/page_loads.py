@@ -1,0 +1,119 @@
+"""Page loads: requests whose next pages come from elsewhere, such as host memory or another engine.
+
+Such a request has no slot yet. Its pages are kept for it while their content is on its way. What has come is in the
+prefix cache then, and the request is admitted behind it as behind any cached prefix. What has not come is computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxvllm.core.kv_cache import CachedPrefix, KVCache
+from jaxvllm.core.page_pool import TRASH_PAGE, Pages
+from jaxvllm.core.request import Request
+from jaxvllm.core.step_plan import Ints
+
+
+class PageSource(Protocol):
+    """Where pages may be loaded from."""
+
+    def num_pages(self, request: Request, hashes: Sequence[bytes]) -> int:
+        """Returns how many pages, of the `hashes` from the first on, can probably be loaded. It must not block."""
+
+
+@dataclass(frozen=True, eq=False)
+class PageLoad:
+    """Pages that are to be filled for `request`: `pages[g][i]` of group g with the page that `hashes[i]` names.
+
+    It is the trash page where no token of the request will see it.
+    """
+
+    request: Request
+    hashes: tuple[bytes, ...]
+    pages: tuple[Ints, ...]
+    kept: tuple[Pages, ...]  # all that is kept for it in each group, the cached pages before them included
+
+
+@dataclass(frozen=True, eq=False)
+class PageSave:
+    """Full pages of a request, which may be kept elsewhere: `pages[g][i]` of group g is the one of `hashes[i]`.
+
+    It is the trash page where it had left the group's window.
+    """
+
+    hashes: tuple[bytes, ...]
+    pages: tuple[Ints, ...]
+
+
+class PageLoads:
+    """The loads under way."""
+
+    def __init__(self, cache: KVCache, source: PageSource | None):
+        self._cache = cache
+        self._source = source
+        self._open: dict[str, PageLoad] = {}
+        self._new: list[PageLoad] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    @property
+    def has_source(self) -> bool:
+        return self._source is not None
+
+    def begin(self, request: Request, prefix: CachedPrefix, hashes: Sequence[bytes]) -> PageLoad | None:
+        """Begins to load what follows the cached `prefix` of a request with these page hashes, where that is possible.
+
+        The source is asked once for each time that the request waits: what it did not have is computed.
+        """
+        if self._source is None or request.asked_for_pages == request.num_preemptions:
+            return None
+        request.asked_for_pages = request.num_preemptions
+        missing = tuple(hashes[prefix.num_pages :])
+        count = self._source.num_pages(request, missing) if missing else 0
+        if not count:
+            return None
+        end = prefix.num_pages + count
+        # Of a windowed group only the pages that a token behind all of them sees.
+        counts = [min(count, end - group.first_seen(end * self._cache.page_size)) for group in self._cache.groups]
+        of_groups = list(zip(self._cache.groups, prefix.pages, counts, strict=True))
+        if not all(group.can_reserve(cached, needed) for group, cached, needed in of_groups):
+            return None
+        kept = tuple(group.reserve(cached, needed) for group, cached, needed in of_groups)
+        pages = []
+        for of_group, needed in zip(kept, counts, strict=True):
+            pages.append(np.full(count, TRASH_PAGE, np.int32))
+            pages[-1][count - needed :] = of_group[len(of_group) - needed :]
+        load = PageLoad(request, missing[:count], tuple(pages), kept)
+        self._open[request.request_id] = load
+        self._new.append(load)
+        return load
+
+    def take_new(self) -> list[PageLoad]:
+        """Returns the loads that began since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def is_open(self, load: PageLoad) -> bool:
+        """Whether somebody still waits for `load`."""
+        return self._open.get(load.request.request_id) is load
+
+    def end(self, load: PageLoad, num_loaded: int) -> None:
+        """Lets the prefix cache know the first `num_loaded` pages of an open load, and keeps none of its pages on."""
+        for group, pages in zip(self._cache.groups, load.pages, strict=True):
+            filled = [at for at in range(num_loaded) if pages[at] != TRASH_PAGE]
+            group.pool.register([int(pages[at]) for at in filled], [load.hashes[at] for at in filled])
+        self.drop(load.request.request_id)
+
+    def drop(self, request_id: str) -> PageLoad:
+        """Ends the load of a request and returns it. The pages that it was to fill are free."""
+        load = self._open.pop(request_id)
+        self._new = [other for other in self._new if other is not load]
+        for group, kept in zip(self._cache.groups, load.kept, strict=True):
+            group.give_back(kept)
+        return load

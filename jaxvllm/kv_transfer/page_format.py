@@ -1,0 +1,128 @@
+"""The form in which a page travels: what it holds, which engines may exchange it, and how it looks as bytes."""
+
+import hashlib
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+# It changes whenever a page's bytes, or the hashes that name pages, mean something else.
+VERSION = 1
+_MAGIC = b"jaxvllmK"
+# Magic, version, which arrays follow (one bit each), the fingerprint of the format, the payload's CRC-32 and its size.
+_HEADER = struct.Struct("<8sII32sIQ")
+
+
+class WrongPage(ValueError):
+    """Bytes that are no page of this format: of another model, dtype or version, or damaged."""
+
+
+@dataclass(frozen=True)
+class PageArray:
+    """One array of a page, [L, K, S, W], as all engines exchange it, and how an engine holds it.
+
+    An engine that is spread over more devices than there are KV heads holds each head `copies` times, side by side.
+    """
+
+    num_layers: int
+    num_heads: int  # each counted once
+    page_size: int
+    width: int  # of keys and values side by side, with what pads them
+    dtype: np.dtype
+    copies: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.num_layers, self.num_heads, self.page_size, self.width)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def text(self) -> str:
+        """What must be the same in engines that exchange it."""
+        return f"{self.shape} {self.dtype.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """What one page holds, of each array of the cache: [L, K, S, W]; None where its tokens had left the window."""
+
+    arrays: tuple[NDArray[np.generic] | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays if array is not None)
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """How the pages of an engine travel. Engines with the same `fingerprint` may exchange them.
+
+    `model` tells one model's weights from another's. A page's name, the hash of all tokens up to its end, is the same
+    in all engines, and so is what it holds, bit by bit, for engines with the same kernels.
+    """
+
+    model: str
+    arrays: tuple[PageArray, ...]
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes that differ where model, dtype, shape or version differ."""
+        parts = (f"jaxvllm pages {VERSION}", self.model, *(array.text for array in self.arrays))
+        return hashlib.sha256("\n".join(parts).encode()).digest()
+
+    @property
+    def page_bytes(self) -> int:
+        """The most bytes that a page holds."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def page(self, contents: tuple[NDArray[np.generic] | None, ...]) -> Page:
+        """Makes a page of what an engine holds, [L, K copies, S, W] each. The arrays are copied."""
+        found = zip(self.arrays, contents, strict=True)
+        return Page(tuple(None if x is None else np.ascontiguousarray(x[:, :: of.copies]).copy() for of, x in found))
+
+    def held(self, page: Page) -> tuple[NDArray[np.generic], ...]:
+        """Returns what an engine holds of `page`, [L, K copies, S, W] each: zeros where the page has nothing."""
+        return tuple(
+            np.zeros((of.num_layers, of.copies * of.num_heads, of.page_size, of.width), of.dtype)
+            if x is None
+            else np.repeat(x, of.copies, axis=1)
+            for of, x in zip(self.arrays, page.arrays, strict=True)
+        )
+
+    def encode(self, page: Page) -> bytes:
+        """Returns `page` as bytes."""
+        present = sum(1 << at for at, array in enumerate(page.arrays) if array is not None)
+        payload = b"".join(array.tobytes() for array in page.arrays if array is not None)
+        return _HEADER.pack(_MAGIC, VERSION, present, self.fingerprint, zlib.crc32(payload), len(payload)) + payload
+
+    def decode(self, data: bytes | memoryview) -> Page:
+        """Reads what `encode` wrote. Raises WrongPage, which says why, for anything else."""
+        if len(data) < _HEADER.size:
+            raise WrongPage(f"a page has at least {_HEADER.size} bytes, and here are {len(data)}")
+        magic, version, present, fingerprint, crc, size = _HEADER.unpack_from(data)
+        if magic != _MAGIC:
+            raise WrongPage(f"a page begins with {_MAGIC!r}, not with {magic!r}")
+        if version != VERSION:
+            raise WrongPage(f"the page has version {version}, and this engine reads {VERSION}: use the same version")
+        if fingerprint != self.fingerprint:
+            raise WrongPage("the page is of another model, dtype or shape: use engines that are alike")
+        payload = memoryview(data)[_HEADER.size :]
+        if present >> len(self.arrays):
+            raise WrongPage(f"a page has {len(self.arrays)} arrays, and this one claims more")
+        wanted = [of.nbytes if present >> at & 1 else 0 for at, of in enumerate(self.arrays)]
+        if len(payload) != size or size != sum(wanted):
+            raise WrongPage(f"the page should have {sum(wanted)} bytes and has {len(payload)}: it was cut off")
+        if zlib.crc32(payload) != crc:
+            raise WrongPage("the page is damaged: its check sum differs")
+        arrays: list[NDArray[np.generic] | None] = []
+        for of, count in zip(self.arrays, wanted, strict=True):
+            arrays.append(np.frombuffer(payload[:count], of.dtype).reshape(of.shape) if count else None)
+            payload = payload[count:]
+        return Page(tuple(arrays))
