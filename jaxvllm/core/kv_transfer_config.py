@@ -1,13 +1,14 @@
 """What a user asks of KV that travels, by vLLM's names."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
-from jaxvllm.core.value_checks import integer
+from jaxvllm.core.value_checks import integer, number
 
-Connector = Literal["host", "files"]
+Connector = Literal["host", "files", "peer"]
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 # vLLM's connectors that do the same, and other common ways to say a role.
 _CONNECTORS: Mapping[str, Connector] = {
@@ -20,7 +21,9 @@ _ROLES: Mapping[str, Role] = {"producer": "kv_producer", "consumer": "kv_consume
 _EXTRA: Mapping[Connector, Mapping[str, bool]] = {
     "host": {"cpu_bytes_to_use": False},
     "files": {"shared_storage_path": True},
+    "peer": {"secret": True, "cpu_bytes_to_use": False, "hold_seconds": False, "silence_seconds": False},
 }
+SECRET = "JAXVLLM_KV_SECRET"  # the variable of the environment that may have it instead
 # Fields of vLLM that are no choice here: the values that change nothing, and what to tell who gives another.
 _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_buffer_device": ((None, "cpu", "cuda", "tpu"), "pages wait where the connector keeps them"),
@@ -41,6 +44,8 @@ class KVTransferConfig:
     kv_connector: Connector
     kv_role: Role = "kv_both"  # producer: saves pages; consumer: loads them
     engine_id: str | None = None  # None: a random one
+    kv_ip: str = "127.0.0.1"  # peer: what it listens on, and what other engines call it
+    kv_port: int = 0  # peer; 0: any port that is free
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,9 +63,21 @@ class KVTransferConfig:
             if name not in known:
                 listed = ", ".join(known)
                 raise ValueError(f"kv_connector_extra_config of {self.kv_connector} has no {name!r}: it has {listed}")
+        if self.kv_connector == "peer" and "secret" not in extra and SECRET in os.environ:
+            extra = {**extra, "secret": os.environ[SECRET]}
+            object.__setattr__(self, "kv_connector_extra_config", extra)
         for name, is_needed in known.items():
             if is_needed and not extra.get(name):
-                raise ValueError(f"kv_connector_extra_config of {self.kv_connector} needs {name}")
+                variable = f", or {SECRET} in the environment" if name == "secret" else ""
+                raise ValueError(f"kv_connector_extra_config of {self.kv_connector} needs {name}{variable}")
+            if is_needed and not isinstance(extra[name], str):
+                raise ValueError(f"{name} must be a string, not {extra[name]!r}")
+        integer("kv_port", self.kv_port, 0, 65535)
+        if not isinstance(self.kv_ip, str) or not self.kv_ip:
+            raise ValueError(f"kv_ip must be a host's name or address, not {self.kv_ip!r}")
+        for name in ("hold_seconds", "silence_seconds"):
+            if name in extra:
+                number(name, extra[name], 0.1, 86400)
         if "cpu_bytes_to_use" in extra:
             integer("cpu_bytes_to_use", extra["cpu_bytes_to_use"], 1, 1 << 50)
 

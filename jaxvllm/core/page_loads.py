@@ -43,6 +43,7 @@ class PageSave:
     It is the trash page where it had left the group's window.
     """
 
+    request: Request
     hashes: tuple[bytes, ...]
     pages: tuple[Ints, ...]
 
@@ -75,7 +76,7 @@ class PageLoads:
             return None
         request.asked_for_pages = request.num_preemptions
         missing = tuple(hashes[prefix.num_pages :])
-        count = self._source.num_pages(request, missing) if missing else 0
+        count = min(self._source.num_pages(request, missing), len(missing)) if missing else 0
         if not count:
             return None
         end = prefix.num_pages + count

@@ -1,11 +1,11 @@
 """Requests: a `GenerationRequest` as the caller made it, and a `Request` for each sequence that is scheduled."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,8 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0  # lower values run first
     beam_search: BeamSearchParams | None = None  # searches for `params.n` sequences instead of drawing them
+    # What is known of the request's KV in other engines, with vLLM's names: see `jaxvllm.kv_transfer.tickets`.
+    kv_transfer_params: Mapping[str, Any] | None = None
     wants_draft_spans: bool = False  # outputs that are deltas tell which parts of their text were accepted drafts
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
@@ -88,6 +90,7 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int
     beam_search: BeamSearchParams | None
+    kv_transfer_params: Mapping[str, Any] | None
     wants_draft_spans: bool
 
 

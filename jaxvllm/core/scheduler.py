@@ -536,6 +536,7 @@ class Scheduler:
             slot = self.slots.occupy(request, num_cached, watched)
             self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
+            self._offer_pages(slot, 0, request.page_hashes[: prefix.num_pages])
             if request.constraint is not None:
                 self._constrained.open(slot)
             if request.search is not None:
@@ -691,8 +692,13 @@ class Scheduler:
         first = int(self.cache.num_registered[slot])
         hashes = self.cache.register(slot, count, self._tenant(slot))
         self._computing.difference_update(hashes)
+        self._offer_pages(slot, first, hashes)
+
+    def _offer_pages(self, slot: int, first: int, hashes: list[bytes]) -> None:
+        """Lets pages of `slot` with these hashes be saved, from column `first` on."""
         if hashes and self._loads.has_source:
-            self._saves.append(PageSave(tuple(hashes), self.cache.pages(slot, first, len(hashes))))
+            pages = self.cache.pages(slot, first, len(hashes))
+            self._saves.append(PageSave(self._tenant(slot), tuple(hashes), pages))
 
     def _uncomputed_hashes(self, slot: int) -> list[bytes]:
         return self._tenant(slot).page_hashes[int(self.cache.num_registered[slot]) :]

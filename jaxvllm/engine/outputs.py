@@ -1,8 +1,8 @@
 """The values that a caller gets back. Their names are vLLM's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self, overload
+from typing import Any, Literal, Self, overload
 
 type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
 
@@ -125,6 +125,8 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    # What another engine needs to go on from this request's KV. Only in the last output, if the request wants it.
+    kv_transfer_params: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)  # what was asked for and could not be enforced
 
 

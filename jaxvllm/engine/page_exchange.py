@@ -1,5 +1,6 @@
 """From a config to what carries an engine's pages: the form in which they travel, and the connector."""
 
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxvllm.kv_transfer.file_connector import FileConnector
 from jaxvllm.kv_transfer.host_connector import HostConnector
 from jaxvllm.kv_transfer.host_memory import HostMemory
 from jaxvllm.kv_transfer.page_format import PageArray, PageFormat
+from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.weights_name import weights_name
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -46,4 +48,13 @@ def make_connector(config: KVTransferConfig, form: PageFormat) -> KVConnector:
             connector = HostConnector(HostMemory(config.host_bytes))
         case "files":
             connector = FileConnector(Path(config.storage_path).expanduser(), form)
+        case "peer":
+            connector = PeerConnector(_peer_options(config), HostMemory(config.host_bytes), form)
     return connector if config.saves and config.loads else OneWay(connector, config.saves)
+
+
+def _peer_options(config: KVTransferConfig) -> PeerOptions:
+    extra = dict(config.kv_connector_extra_config)
+    extra.pop("cpu_bytes_to_use", None)
+    name = config.engine_id or uuid.uuid4().hex
+    return PeerOptions(engine_id=name, host=config.kv_ip, port=config.kv_port, **extra)

@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxvllm.core.page_loads import PageLoad, PageSave
 from jaxvllm.core.page_pool import TRASH_PAGE
+from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
-from jaxvllm.kv_transfer.connector import KVConnector
+from jaxvllm.kv_transfer.connector import KVConnector, TransferParams
 from jaxvllm.kv_transfer.page_format import Page, PageFormat
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents
 from jaxvllm.runtime.runner import Runner
@@ -72,13 +73,14 @@ class PageTraffic:
         """Copies the full pages that the connector lacks, behind all steps that were dispatched. It does not wait."""
         self._saves = [future for future in self._saves if not future.done()]
         for save in scheduler.take_saves():
-            at = [index for index, digest in enumerate(save.hashes) if self._connector.wants(digest)]
+            at = [index for index, digest in enumerate(save.hashes) if self._connector.wants(save.request, digest)]
             if not at:
                 continue
             if len(self._saves) * COPY_BATCH + len(at) > MOST_COPIES * COPY_BATCH:
                 logger.warning("%d pages are not saved, because the connector is slower than the engine", len(at))
                 continue
-            wanted = PageSave(tuple(save.hashes[i] for i in at), tuple(of_group[at] for of_group in save.pages))
+            pages = tuple(of_group[at] for of_group in save.pages)
+            wanted = PageSave(save.request, tuple(save.hashes[i] for i in at), pages)
             taken = self._runner.take_pages(wanted.pages)
             self._saves.append(self._saving.submit(self._keep, wanted, taken))
             self.num_saved_pages += len(at)
@@ -97,6 +99,11 @@ class PageTraffic:
                     self._connector.save(digest, self._format.page(some))
         except Exception:
             logger.exception("%d pages could not be saved", len(save.hashes))
+
+    def finished(self, request: Request, page_size: int) -> TransferParams | None:
+        """Tells the connector that `request` has ended, and returns what its caller is to be told."""
+        hashes = request.hashes(page_size)[: request.num_prompt_tokens // page_size]
+        return self._connector.finished(request, hashes)
 
     def drop(self) -> None:
         """Forgets the loads: the scheduler that wanted them is gone."""

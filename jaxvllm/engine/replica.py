@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
@@ -152,8 +153,9 @@ class Replica:
         self._supply()
         processed = outputs.process(update, output)
         self.num_output_tokens += update.num_new_tokens - processed.num_dropped
-        for request_id in processed.stopped:
-            self.scheduler.finish(request_id)
+        ended = [end.request for end in update.finished]
+        ended += filter(None, map(self.scheduler.finish, processed.stopped))
+        results = processed.outputs if self.traffic is None else self._with_transfers(ended, processed.outputs)
         self._move_pages()
         bucket = launched.step.bucket
         num_steps = plan.num_steps if plan.num_drafts else max(int(output.counts.max()), 1)
@@ -180,7 +182,14 @@ class Replica:
         self._reports.append(report)
         self._count_padding(plan, bucket, output)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
-        return processed.outputs
+        return results
+
+    def _with_transfers(self, ended: Sequence[Request], outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Adds to `outputs` what others need to go on from the KV of the requests that have `ended`."""
+        assert self.traffic is not None
+        page_size = self.scheduler.cache.page_size
+        params = {request.request_id: self.traffic.finished(request, page_size) for request in ended}
+        return [replace(output, kv_transfer_params=params.get(output.request_id)) for output in outputs]
 
     @property
     def _num_under_way(self) -> int:

@@ -8,6 +8,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
+from jaxvllm.kv_transfer.tickets import wants_remote_decode, wants_remote_prefill
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class RequestRules:
     max_logprobs: int = MAX_LOGPROBS  # of each token; -1: all
     has_reasoning: bool = False  # and knows its marks
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    has_peers: bool = False  # engines to which prompts may be handed over
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
@@ -33,6 +35,7 @@ class RequestRules:
             max_logprobs=config.max_logprobs,
             has_reasoning=config.reasoning_parser is not None,
             logprobs_mode=config.logprobs_mode,
+            has_peers=config.kv_transfer is not None and config.kv_transfer.kv_connector == "peer",
         )
 
     def check(self, request: GenerationRequest) -> None:
@@ -48,6 +51,7 @@ class RequestRules:
         self._check_token_ids(request.params)
         if request.beam_search is not None:
             self._check_beams()
+        self._check_transfer(request)
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
@@ -57,6 +61,18 @@ class RequestRules:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
+
+    def _check_transfer(self, request: GenerationRequest) -> None:
+        params = request.kv_transfer_params
+        if not wants_remote_decode(params) and not wants_remote_prefill(params):
+            return
+        name = "kv_transfer_params"
+        if not self.has_peers:
+            raise ParameterError(
+                f"{name} needs an engine whose kv_transfer_config has the kv_connector peer: leave it out", name
+            )
+        if request.params.num_sequences > 1 or request.beam_search is not None:
+            raise ParameterError(f"{name} is for requests with n=1: leave one of them out", name)
 
     def _check_beams(self) -> None:
         if self.logprobs_mode != "raw_logprobs":

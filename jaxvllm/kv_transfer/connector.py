@@ -28,14 +28,17 @@ class KVConnector(PageSource, Protocol):
         The future ends by itself, whatever becomes of those who have the pages.
         """
 
-    def wants(self, digest: bytes) -> bool:
-        """Whether the page of this hash is worth saving, because it is not there yet."""
+    def wants(self, request: Request, digest: bytes) -> bool:
+        """Whether the page of this hash, which `request` has, is to be saved: it is not there yet."""
 
     def save(self, digest: bytes, page: Page) -> None:
         """Keeps a page."""
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
-        """Tells that a request has ended, whose full pages have these hashes. Returns what its caller is to be told."""
+        """Tells that a request has ended, whose prompt's full pages have these hashes.
+
+        Returns what its caller is to be told. These pages may still be on their way to `save`.
+        """
 
     def close(self) -> None:
         """Ends threads and connections. No call follows."""
@@ -54,8 +57,8 @@ class OneWay:
     def load(self, request: Request, hashes: Sequence[bytes]) -> Future[Sequence[Page]]:
         return self.both.load(request, hashes)
 
-    def wants(self, digest: bytes) -> bool:
-        return self.saves and self.both.wants(digest)
+    def wants(self, request: Request, digest: bytes) -> bool:
+        return self.saves and self.both.wants(request, digest)
 
     def save(self, digest: bytes, page: Page) -> None:
         self.both.save(digest, page)

@@ -53,7 +53,7 @@ class FileConnector:
                 break
         return pages
 
-    def wants(self, digest: bytes) -> bool:
+    def wants(self, request: Request, digest: bytes) -> bool:
         return not self.path(digest).exists()
 
     def save(self, digest: bytes, page: Page) -> None:

@@ -29,7 +29,7 @@ class HostConnector:
         future.set_result(found)
         return future
 
-    def wants(self, digest: bytes) -> bool:
+    def wants(self, request: Request, digest: bytes) -> bool:
         return digest not in self._memory
 
     def save(self, digest: bytes, page: Page) -> None:

@@ -30,6 +30,11 @@ class HostMemory:
     def num_bytes(self) -> int:
         return self._num_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the pages that are held take all the memory that there is."""
+        return self._num_bytes > self.max_bytes
+
     def put(self, digest: bytes, page: Page) -> None:
         """Keeps `page`. One that has that hash already stays, and becomes the one that was used last."""
         with self._lock:

@@ -78,6 +78,11 @@ class PageFormat:
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.arrays[0].page_size
+
+    @property
     def page_bytes(self) -> int:
         """The most bytes that a page holds."""
         return sum(array.nbytes for array in self.arrays)

@@ -174,6 +174,7 @@ class CommandLoop:
             result.num_cached_tokens,
             scores,
             result.warnings,
+            None if result.kv_transfer_params is None else dict(result.kv_transfer_params),
         )
 
     def _pulse(self) -> None:

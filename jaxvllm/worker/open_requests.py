@@ -30,6 +30,7 @@ class OpenRequest:
             metrics=output.metrics,
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=output.prompt_logprobs if is_delta else self._scores,
+            kv_transfer_params=output.kv_transfer_params,
             warnings=output.warnings,
         )
         self.stream.put(delivered)

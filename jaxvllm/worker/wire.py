@@ -124,6 +124,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None  # only in a request's first output
     warnings: list[str] = []
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Outputs(Message, frozen=True):

@@ -241,6 +241,7 @@ class ChatResponse(Reply):
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobList | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # for the engine that goes on from this request's KV
 
 
 class FunctionDelta(Reply):

@@ -106,3 +106,4 @@ class CompletionResponse(Reply):
     system_fingerprint: str  # a hash of the software's version, the model, its mesh and its dtypes
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # for the engine that goes on from this request's KV

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -104,6 +104,8 @@ type TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_vari
 # field that was given.
 type Limit = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
+
+type ShortString = Annotated[str, Field(max_length=1024)]
 
 # How much a model that reasons should do of it, for templates that know such a variable.
 type ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -226,11 +228,27 @@ _OF_BEAMS = frozenset(
 )
 
 
+class KVTransferParams(BaseModel):
+    """What proxies between engines say, and pass on of the first answer. Fields of other engines are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    do_remote_decode: bool | None = None  # compute the prompt; the answer says where its KV can be fetched
+    do_remote_prefill: bool | None = None  # fetch the KV of the prompt from where the other fields say
+    remote_engine_id: ShortString | None = None
+    remote_request_id: ShortString | None = None
+    remote_host: ShortString | None = None
+    remote_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    remote_num_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
+    signature: ShortString | None = None
+
+
 class EngineFields(Strict):
     """The fields for the engine beside the prompt and the sampling. Every endpoint has them."""
 
     priority: Priority = 0  # lower values run first, if the engine has scheduling_policy="priority"
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # equal salts share cached prefixes
+    kv_transfer_params: KVTransferParams | None = None  # of a prompt that one engine computes for another
 
     def request(
         self,
@@ -242,9 +260,12 @@ class EngineFields(Strict):
     ) -> GenerationRequest:
         """Makes the engine's request for one prompt of this HTTP request."""
         salted = replace(prompt, cache_salt=self.cache_salt)
+        transfer = None
+        if self.kv_transfer_params is not None:
+            transfer = self.kv_transfer_params.model_dump(exclude_none=True)
         if beams is not None:
             params = beams.sampling_params(params)
-        return GenerationRequest(request_id, salted, params, self.priority, beams, wants_draft_spans)
+        return GenerationRequest(request_id, salted, params, self.priority, beams, transfer, wants_draft_spans)
 
 
 class RequestFields(Strict):
@@ -263,7 +284,6 @@ class RequestFields(Strict):
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = neutral({"type": "text"})
     service_tier: str | None = neutral("auto", "default")
-    kv_transfer_params: dict[str, Any] | None = neutral()
     vllm_xargs: dict[str, Any] | None = neutral({})
 
     @property
@@ -286,6 +306,12 @@ class ScoringFields(RequestFields):
         super().check_stream()
         if self.stream and self.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs needs stream: false", "prompt_logprobs")
+
+
+def transfer_params_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Returns the field `kv_transfer_params` of an answer, or none if no other engine is to go on from it."""
+    found = next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), None)
+    return {} if found is None else {"kv_transfer_params": found}
 
 
 class DraftSpan(Reply):

@@ -13,7 +13,7 @@ from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, delta_of, message_of, parts
-from jaxvllm.server.protocol.fields import StreamOptions, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import StreamOptions, params_of, transfer_params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
@@ -88,7 +88,8 @@ class _Exchange:
         head = self._head | {"object": "chat.completion"} | self._prompt_ids
         if output.prompt_logprobs is not None:
             head["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs or 0)
-        return head | {"choices": choices, "usage": usage_of([output], self._num_reasoning(answers))}
+        told = {"choices": choices, "usage": usage_of([output], self._num_reasoning(answers))}
+        return head | told | transfer_params_of([output])
 
     async def events(self, generation: Generation) -> Events:
         head = self._head | {"object": "chat.completion.chunk"}

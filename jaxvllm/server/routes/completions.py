@@ -15,7 +15,7 @@ from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
-from jaxvllm.server.protocol.fields import draft_spans_of, params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import draft_spans_of, params_of, transfer_params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
@@ -83,7 +83,7 @@ class _Exchange:
             for index, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return self._head | {"choices": choices, "usage": usage_of(outputs)}
+        return self._head | {"choices": choices, "usage": usage_of(outputs)} | transfer_params_of(outputs)
 
     async def events(self, generation: Generation) -> Events:
         options = self._body.streaming

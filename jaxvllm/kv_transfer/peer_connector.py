@@ -1,0 +1,155 @@
+"""Pages from one engine to another over TCP: one computes prompts, the other goes on from there."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import batched
+
+import msgspec
+import zmq
+
+from jaxvllm.core.request import Request
+from jaxvllm.kv_transfer.connector import TransferParams
+from jaxvllm.kv_transfer.host_memory import HostMemory
+from jaxvllm.kv_transfer.page_format import Page, PageFormat, WrongPage
+from jaxvllm.kv_transfer.page_server import PageServer
+from jaxvllm.kv_transfer.peer_messages import PAGES_PER_ANSWER, Done, Want, decode_answer, encode
+from jaxvllm.kv_transfer.tickets import Ticket, WrongTicket, wants_remote_decode, wants_remote_prefill
+
+logger = logging.getLogger(__name__)
+
+# Requests whose pages are fetched at the same time.
+_FETCHERS = 8
+# Questions of one request that wait for their answers: the network is never idle between two answers.
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """How engines reach each other. `host` is what others call this one, and what it listens on."""
+
+    engine_id: str
+    secret: str
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any
+    hold_seconds: float = 60.0  # pages that nobody fetches are free after this time
+    silence_seconds: float = 6.0  # a peer that says nothing for so long is given up
+
+
+class PeerConnector:
+    """Offers the pages of prompts that were computed for others, and fetches those that others offer.
+
+    It saves only pages of requests that say `do_remote_decode`, and loads only for those that say `do_remote_prefill`
+    with a ticket that is signed with the same secret.
+    """
+
+    def __init__(self, options: PeerOptions, memory: HostMemory, form: PageFormat):
+        self._options = options
+        self._memory = memory
+        self._format = form
+        self._server = PageServer(memory, form, options.host, options.port)
+        self._context = zmq.Context()
+        self._fetchers = ThreadPoolExecutor(_FETCHERS, "jaxvllm-fetch-pages")
+
+    @property
+    def server(self) -> PageServer:
+        return self._server
+
+    def num_pages(self, request: Request, hashes: Sequence[bytes]) -> int:
+        ticket = self._ticket(request.asked.kv_transfer_params)
+        if ticket is None:
+            return 0
+        # `hashes` are the last ones of those that it may have from others: what is cached here is not fetched.
+        page_size = self._format.page_size
+        first = (request.num_tokens - 1) // page_size - len(hashes)
+        return min(max(ticket.remote_num_tokens // page_size - first, 0), len(hashes))
+
+    def load(self, request: Request, hashes: Sequence[bytes]) -> Future[Sequence[Page]]:
+        ticket = self._ticket(request.asked.kv_transfer_params)
+        assert ticket is not None, "pages are loaded that nobody has"
+        return self._fetchers.submit(self._fetch, ticket, tuple(hashes))
+
+    def wants(self, request: Request, digest: bytes) -> bool:
+        return wants_remote_decode(request.asked.kv_transfer_params) and digest not in self._memory
+
+    def save(self, digest: bytes, page: Page) -> None:
+        self._memory.put(digest, page)
+
+    def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
+        if not wants_remote_decode(request.asked.kv_transfer_params):
+            return None
+        if self._memory.is_full:
+            logger.warning("the pages of request %s are not offered: those that are held fill the memory", request)
+            return None
+        options, count = self._options, len(hashes) * self._format.page_size
+        ticket = Ticket(options.engine_id, request.request_id, options.host, self._server.port, count)
+        self._server.offer(request.request_id, ticket.signature(options.secret), hashes, options.hold_seconds)
+        return ticket.signed(options.secret)
+
+    def close(self) -> None:
+        self._fetchers.shutdown(cancel_futures=True)
+        self._context.destroy(linger=0)
+        self._server.close()
+
+    def _ticket(self, params: Mapping[str, object] | None) -> Ticket | None:
+        """The ticket in the parameters of a request; None: there is none, or not one that can be trusted."""
+        if params is None or not wants_remote_prefill(params):
+            return None
+        try:
+            return Ticket.read(params, self._options.secret)
+        except WrongTicket as error:
+            logger.warning("a prompt is computed here, and not fetched: %s", error)
+            return None
+
+    def _fetch(self, ticket: Ticket, hashes: tuple[bytes, ...]) -> Sequence[Page]:
+        """Fetches the first of these pages, as far as they come in time and are what they should be."""
+        signature = ticket.signature(self._options.secret)
+        questions = [list(some) for some in batched(hashes, PAGES_PER_ANSWER)]
+        pages: list[Page] = []
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            # A page that claims to be larger than pages are closes the connection.
+            socket.setsockopt(zmq.MAXMSGSIZE, self._format.page_bytes + 4096)
+            socket.setsockopt(zmq.SNDTIMEO, int(1000 * self._options.silence_seconds))
+            socket.connect(f"tcp://{ticket.remote_host}:{ticket.remote_port}")
+            num_asked = 0
+            try:
+                for number, question in enumerate(questions):
+                    while num_asked < min(number + _AHEAD, len(questions)):
+                        want = Want(
+                            num_asked,
+                            ticket.remote_request_id,
+                            signature,
+                            self._format.fingerprint,
+                            questions[num_asked],
+                        )
+                        socket.send(encode(want))
+                        num_asked += 1
+                    got = self._answer(socket, number, len(question))
+                    pages += got
+                    if len(got) < len(question):
+                        break
+            except (zmq.ZMQError, msgspec.MsgspecError, WrongPage, TimeoutError) as error:
+                logger.warning("pages of %s:%d are computed: %s", ticket.remote_host, ticket.remote_port, error)
+            else:
+                socket.send(encode(Done(ticket.remote_request_id, signature)))
+                socket.setsockopt(zmq.LINGER, 1000)
+        return pages
+
+    def _answer(self, socket: "zmq.Socket[bytes]", number: int, most: int) -> list[Page]:
+        """Waits for the pages of question `number`. Raises TimeoutError when nothing comes, and WrongPage."""
+        deadline = time.monotonic() + self._options.silence_seconds
+        while True:
+            if not socket.poll(max(int(1000 * (deadline - time.monotonic())), 0)):
+                raise TimeoutError(f"nothing came for {self._options.silence_seconds:g} s")
+            first, *frames = socket.recv_multipart()
+            answer = decode_answer(first)
+            if answer.number != number:
+                continue
+            if answer.reason:
+                logger.warning("only %d of %d pages came: %s", len(frames), most, answer.reason)
+            if len(frames) > most:
+                raise WrongPage(f"{len(frames)} pages came where {most} were asked for")
+            return [self._format.decode(frame) for frame in frames]
