@@ -1,0 +1,210 @@
+"""Pages cross between engines. A peer that dies, stalls or lies costs time and nothing else, and holds end."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.kv_transfer.host_memory import HostMemory
+from jaxvllm.kv_transfer.page_format import Page, PageFormat
+from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
+from jaxvllm.kv_transfer.peer_messages import Pages, decode_message, encode
+from jaxvllm.kv_transfer.tickets import Ticket
+from tests.kv_transfer.conftest import assert_same, some_page
+from tests.waiting import wait_until
+
+OPTIONS = PeerOptions("engine", "the secret", silence_seconds=0.5)
+NUM_PAGES = 37  # more than two answers
+
+
+def asked(params: dict[str, Any] | None, num_tokens: int = 4 * NUM_PAGES + 1) -> Request:
+    prompt = Prompt(None, np.arange(num_tokens, dtype=np.int32))
+    request = GenerationRequest("r", prompt, SamplingParams(max_tokens=1), kv_transfer_params=params)
+    return Request(request, 0, (), num_tokens + 1, QueueKey(0, 0))
+
+
+def hashes_of(request: Request) -> list[bytes]:
+    return request.hashes(4)[:NUM_PAGES]
+
+
+@pytest.fixture
+def connect(form: PageFormat) -> Iterator[Callable[..., PeerConnector]]:
+    made: list[PeerConnector] = []
+
+    def make(options: PeerOptions = OPTIONS, of: PageFormat = form, memory: HostMemory | None = None) -> PeerConnector:
+        made.append(PeerConnector(options, HostMemory(1 << 30) if memory is None else memory, of))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
+
+
+def offered(producer: PeerConnector, form: PageFormat, count: int = NUM_PAGES) -> dict[str, Any]:
+    """What the answer of a producer says, which has `count` of the pages."""
+    request = asked({"do_remote_decode": True})
+    hashes = hashes_of(request)
+    params = producer.finished(request, hashes)
+    for number, digest in enumerate(hashes[:count]):
+        assert producer.wants(request, digest)
+        producer.save(digest, some_page(form, number))
+    assert params is not None
+    return dict(params)
+
+
+def fetched(consumer: PeerConnector, params: dict[str, Any], first: int = 0) -> list[Page]:
+    request = asked(params)
+    wanted = hashes_of(request)[first:]
+    count = consumer.num_pages(request, wanted)
+    return list(consumer.load(request, wanted[:count]).result(timeout=20)) if count else []
+
+
+def test_pages_arrive_as_they_were(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer, consumer = connect(), connect()
+    params = offered(producer, form)
+    pages = fetched(consumer, params, first=2)
+    assert len(pages) == NUM_PAGES - 2
+    for number, page in enumerate(pages, 2):
+        assert_same(page, some_page(form, number))
+    wait_until(lambda: producer.server.num_offers == 0, lambda: "the pages are still held")
+
+
+def test_pages_that_are_still_to_come_are_waited_for(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer, consumer = connect(), connect(replace(OPTIONS, silence_seconds=10))
+    request = asked({"do_remote_decode": True})
+    params = producer.finished(request, hashes_of(request))
+    with ThreadPoolExecutor(1) as threads:
+        future: Future[list[Page]] = threads.submit(fetched, consumer, dict(params or {}))
+        for number, digest in enumerate(hashes_of(request)):
+            producer.save(digest, some_page(form, number))
+        assert len(future.result()) == NUM_PAGES
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"remote_host": "10.1.2.3"},
+        {"remote_port": 1},
+        {"remote_request_id": "another"},
+        {"remote_num_tokens": 4},
+        {"signature": "0" * 64},
+        {"signature": None},
+        {"remote_port": "1"},
+    ],
+    ids=str,
+)
+def test_a_ticket_that_was_changed_is_not_followed(
+    connect: Callable[..., PeerConnector], form: PageFormat, forged: dict[str, Any]
+) -> None:
+    producer, consumer = connect(), connect()
+    assert fetched(consumer, offered(producer, form) | forged) == []
+    assert producer.server.num_offers == 1
+
+
+def test_a_ticket_of_others_with_another_secret_is_not_followed(
+    connect: Callable[..., PeerConnector], form: PageFormat
+) -> None:
+    producer, consumer = connect(replace(OPTIONS, secret="another")), connect()
+    assert fetched(consumer, offered(producer, form)) == []
+
+
+def test_another_model_gets_no_pages(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer, consumer = connect(), connect(of=replace(form, model="another"))
+    assert fetched(consumer, offered(producer, form)) == []
+
+
+def test_pages_of_which_nothing_came_of_end_with_their_deadline(
+    connect: Callable[..., PeerConnector], form: PageFormat
+) -> None:
+    memory = HostMemory(0)
+    producer = connect(replace(OPTIONS, hold_seconds=0.3), memory=memory)
+    offered(producer, form)
+    wait_until(lambda: producer.server.num_offers == 0, lambda: "the pages are still held")
+    assert len(memory) == 0
+
+
+def test_a_memory_full_of_held_pages_offers_no_more(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer = connect(memory=HostMemory(1))
+    offered(producer, form)
+    request = asked({"do_remote_decode": True})
+    assert producer.finished(request, hashes_of(request)) is None
+
+
+def test_a_request_of_nobody_else_is_neither_offered_nor_saved(connect: Callable[..., PeerConnector]) -> None:
+    connector = connect()
+    for params in (None, {}, {"do_remote_decode": False, "do_remote_prefill": False}):
+        request = asked(params)
+        assert connector.finished(request, hashes_of(request)) is None
+        assert not connector.wants(request, hashes_of(request)[0])
+        assert connector.num_pages(request, hashes_of(request)) == 0
+
+
+def test_a_dead_peer_costs_its_silence(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer, consumer = PeerConnector(OPTIONS, HostMemory(1 << 30), form), connect()
+    params = offered(producer, form)
+    producer.close()
+    assert fetched(consumer, params) == []
+
+
+def test_what_is_no_question_disturbs_nobody(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer, consumer = connect(), connect()
+    params = offered(producer, form)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{producer.server.port}")
+        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x93" + b"\xff" * 40], [b"x" * (1 << 17)]):
+            socket.send_multipart(frames)
+        time.sleep(0.05)
+    assert len(fetched(consumer, params)) == NUM_PAGES
+
+
+# What a liar answers to the question `number` of which `count` pages are wanted.
+type Lie = Callable[[PageFormat, int, int], list[bytes]]
+LIES: dict[str, Lie] = {
+    "silence": lambda form, number, count: [],
+    "no answer at all": lambda form, number, count: [b"\xc1"],
+    "pages of another model": lambda form, number, count: [
+        encode(Pages(number)),
+        *[replace(form, model="x").encode(some_page(form, 0))] * count,
+    ],
+    "pages that are too short": lambda form, number, count: [
+        encode(Pages(number)),
+        *[form.encode(some_page(form, 0))[:-1]] * count,
+    ],
+    "pages that are too long": lambda form, number, count: [encode(Pages(number)), *[b"x" * (1 << 20)] * count],
+    "too many pages": lambda form, number, count: [
+        encode(Pages(number)),
+        *[form.encode(some_page(form, 0))] * (count + 1),
+    ],
+    "another number for ever": lambda form, number, count: [encode(Pages(number + 100))],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_peer_that_lies_is_not_believed(connect: Callable[..., PeerConnector], form: PageFormat, lie: str) -> None:
+    producer, consumer = connect(), connect()
+    request = asked({"do_remote_decode": True})
+    true = producer.finished(request, hashes_of(request))
+    assert true is not None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        # It has the secret, too: nobody else is asked at all.
+        ticket = replace(Ticket.read(true, "the secret"), remote_port=port)
+        with ThreadPoolExecutor(1) as threads:
+            future = threads.submit(fetched, consumer, ticket.signed("the secret"))
+            while not future.done():
+                if socket.poll(50):
+                    sender, data = socket.recv_multipart()
+                    message = decode_message(data)
+                    if hasattr(message, "hashes"):
+                        if frames := LIES[lie](form, message.number, len(message.hashes)):
+                            socket.send_multipart([sender, *frames])
+            assert future.result() == []
