@@ -19,7 +19,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     fixture = Fixture.load(request.param)
     directory = fixture.write_checkpoint(tmp_path_factory.mktemp(fixture.name))
     # Room for all prompts, in the pools of windowed groups too.
-    with tiny_llm(directory, max_model_len=fixture.max_model_len, num_pages=129) as llm:
+    kept = '{"kv_connector": "host"}'
+    with tiny_llm(directory, max_model_len=fixture.max_model_len, num_pages=129, kv_transfer_config=kept) as llm:
         yield fixture, llm
 
 
@@ -54,6 +55,22 @@ def test_with_a_prefix_hit(family: tuple[Fixture, LLM]) -> None:
         assert output.outputs[0].token_ids == expected
         # All full pages but the last token's, whose logits are needed.
         assert output.num_cached_tokens == (len(prompt) - 1) // page_size * page_size
+    assert_idle(llm)
+
+
+def test_with_pages_from_host_memory(family: tuple[Fixture, LLM]) -> None:
+    fixture, llm = family
+    [replica] = llm.engine.replicas
+    assert replica.traffic is not None
+    greedy_tokens(llm, fixture.prompts)
+    replica.traffic.wait_until_saved()
+    replica.scheduler.cache.reset_prefix_cache()
+    before = replica.traffic.num_loaded_pages
+    outputs = llm.generate([list(prompt) for prompt in fixture.prompts], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == fixture.greedy
+    full = [(len(prompt) - 1) // llm.config.page_size for prompt in fixture.prompts]
+    assert [output.num_cached_tokens for output in outputs] == [count * llm.config.page_size for count in full]
+    assert replica.traffic.num_loaded_pages - before == sum(full)
     assert_idle(llm)
 
 
