@@ -9,12 +9,11 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
-from jaxvllm.core.kv_events import KVEventBatch, KVEventLog
+from jaxvllm.core.kv_events import END_OF_REPLAY, KVEventBatch, KVEventLog
 from jaxvllm.core.kv_events_config import KVEventsConfig
 
 logger = logging.getLogger(__name__)
 
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # vLLM's
 # Peers send the topics that they want and the numbers of batches, so nothing larger is taken from them.
 MAX_PEER_BYTES = 1024
 
@@ -49,8 +48,7 @@ class KVEventPublisher:
             else:
                 self._publications.connect(endpoint)
             if replay is not None:
-                # An answer always fits: half of the mark may count messages that the peer has read. What a peer that reads
-                # nothing asks for beyond it is lost.
+                # Twice an answer, because half of the mark may count messages that the peer has read. More is lost.
                 replays = self._socket(zmq.ROUTER, 2 * (config.buffer_steps + 2), replay)
                 _bind(replays, replay, "replay_endpoint")
                 self._replayer = threading.Thread(target=self._replay, args=(replays,), name="kv-replay", daemon=True)
