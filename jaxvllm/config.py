@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
+from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
@@ -47,6 +48,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
+    # Tells routers what each replica has cached, as JSON: {"enable_kv_cache_events": true}. None: nobody is told.
+    kv_events_config: str | None = None
+    # Which of several replicas gets a request: the one with the fewest requests; the one that soonest has the prompt
+    # computed, given what it has cached and has to do; or the one that has the request's session.
+    routing_policy: Literal["least-load", "prefix", "session"] = "least-load"
     mesh: str = "1x1"  # replicas of the model x devices that each replica is spread over
     multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
@@ -99,6 +105,10 @@ class EngineConfig:
                 raise ValueError("kv_transfer_config needs the prefix cache, which is where pages arrive: leave it on")
             if self.has_others:
                 raise ValueError("kv_transfer_config is for an engine of one process: leave it out")
+        if self.kv_events_config is not None:
+            object.__setattr__(self, "kv_events_config", str(KVEventsConfig.read(self.kv_events_config)))
+            if self.kv_events is not None and not self.enable_prefix_caching:
+                raise ValueError("kv_events_config tells what is cached, and enable_prefix_caching is off: change one")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -153,6 +163,12 @@ class EngineConfig:
     def kv_transfer(self) -> KVTransferConfig | None:
         """How pages travel; None: they do not."""
         return None if self.kv_transfer_config is None else KVTransferConfig.read(self.kv_transfer_config)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """How KV events are published; None: they are not."""
+        config = None if self.kv_events_config is None else KVEventsConfig.read(self.kv_events_config)
+        return config if config is not None and config.publishes else None
 
     @property
     def mesh_shape(self) -> MeshShape:

@@ -25,12 +25,15 @@ class PageSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PageLoad:
-    """Pages that are to be filled for `request`: `pages[g][i]` of group g with the page that `hashes[i]` names.
+    """Pages that are to be filled for `request` from column `first` on.
+
+    `pages[g][i]` of group g is to get what the page holds that `hashes[i]` names.
 
     It is the trash page where no token of the request will see it.
     """
 
     request: Request
+    first: int  # column
     hashes: tuple[bytes, ...]
     pages: tuple[Ints, ...]
     kept: tuple[Pages, ...]  # all that is kept for it in each group, the cached pages before them included
@@ -90,7 +93,7 @@ class PageLoads:
         for of_group, needed in zip(kept, counts, strict=True):
             pages.append(np.full(count, TRASH_PAGE, np.int32))
             pages[-1][count - needed :] = of_group[len(of_group) - needed :]
-        load = PageLoad(request, missing[:count], tuple(pages), kept)
+        load = PageLoad(request, prefix.num_pages, missing[:count], tuple(pages), kept)
         self._open[request.request_id] = load
         self._new.append(load)
         return load
@@ -106,9 +109,7 @@ class PageLoads:
 
     def end(self, load: PageLoad, num_loaded: int) -> None:
         """Lets the prefix cache know the first `num_loaded` pages of an open load, and keeps none of its pages on."""
-        for group, pages in zip(self._cache.groups, load.pages, strict=True):
-            filled = [at for at in range(num_loaded) if pages[at] != TRASH_PAGE]
-            group.pool.register([int(pages[at]) for at in filled], [load.hashes[at] for at in filled])
+        self._cache.register_filled(load.request, load.first, [pages[:num_loaded] for pages in load.pages])
         self.drop(load.request.request_id)
 
     def drop(self, request_id: str) -> PageLoad:

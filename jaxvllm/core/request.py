@@ -68,6 +68,7 @@ class GenerationRequest:
     # What is known of the request's KV in other engines, with vLLM's names: see `jaxvllm.kv_transfer.tickets`.
     kv_transfer_params: Mapping[str, Any] | None = None
     wants_draft_spans: bool = False  # outputs that are deltas tell which parts of their text were accepted drafts
+    session_id: str | None = None  # equal in the requests of a conversation, which session affinity keeps together
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
@@ -92,6 +93,7 @@ class RequestOptions(TypedDict, total=False):
     beam_search: BeamSearchParams | None
     kv_transfer_params: Mapping[str, Any] | None
     wants_draft_spans: bool
+    session_id: str | None
 
 
 @dataclass(frozen=True, order=True)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_traffic import PageTraffic
@@ -50,14 +52,16 @@ class Replica:
     def __init__(
         self,
         index: int,
-        make_scheduler: Callable[[], Scheduler],
+        make_scheduler: Callable[[KVEventLog | None], Scheduler],
         runner: Runner,
         burst_seconds: float,
         traffic: PageTraffic | None = None,
+        publisher: KVEventPublisher | None = None,
     ):
         """`burst_seconds`: how long decode steps that are one program may take. `traffic`: of pages from elsewhere."""
         self.index = index
-        self.scheduler = make_scheduler()
+        self._publisher = publisher
+        self.scheduler = make_scheduler(None if publisher is None else publisher.log)
         self.runner = runner
         self.traffic = traffic
         self.num_steps = 0
@@ -121,6 +125,7 @@ class Replica:
             else:
                 self._launch(step, time.monotonic() - start)
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
+        self.publish()
 
     def _move_pages(self) -> None:
         """Takes full pages out of the pool, and fills others with what has come, where a connector does such things."""
@@ -182,6 +187,7 @@ class Replica:
         self._reports.append(report)
         self._count_padding(plan, bucket, output)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
+        self.publish()
         return results
 
     def _with_transfers(self, ended: Sequence[Request], outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
@@ -220,7 +226,17 @@ class Replica:
         self.is_due = False
         if self.traffic is not None:
             self.traffic.drop()
-        self.scheduler = self._make_scheduler()
+        if self._publisher is None:
+            self.scheduler = self._make_scheduler(None)
+        else:
+            self.scheduler = self._make_scheduler(self._publisher.log)
+            self._publisher.log.cleared()
+            self._publisher.flush()
+
+    def publish(self) -> None:
+        """Publishes what the prefix cache got and lost since the last call, if anybody wants to know."""
+        if self._publisher is not None:
+            self._publisher.flush()
 
     def _count_padding(self, plan: StepPlan, bucket: Bucket, output: StepOutput) -> None:
         """Counts what the device computed of `bucket`, and which part of it was for nothing."""

@@ -52,6 +52,8 @@ class RequestRules:
         if request.beam_search is not None:
             self._check_beams()
         self._check_transfer(request)
+        if request.session_id is not None and not isinstance(request.session_id, str):
+            raise ParameterError(f"session_id must be a string, not {request.session_id!r}", "session_id")
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")

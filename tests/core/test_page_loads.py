@@ -153,7 +153,7 @@ OPERATIONS = st.one_of(
 
 @pytest.mark.parametrize("policy", ["v1", "v0", "static"])
 @pytest.mark.parametrize("sizes", [FULL, WINDOWED], ids=["full", "windowed"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(operations=st.lists(OPERATIONS, max_size=60), boasts=st.booleans())
 def test_tokens_are_those_of_a_request_alone(
     sizes: Sequence[GroupSize], policy: str, operations: list[tuple[str, int, int]], boasts: bool
