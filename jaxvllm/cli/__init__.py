@@ -8,6 +8,7 @@ from jaxvllm import __version__
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, with the APIs of OpenAI and Anthropic.",
+    "router": "Pass requests on to several servers, or prompts to some and answers to others.",
     "chat": "Chat with a running server, or ask it one question.",
     "complete": "Have a running server continue a text.",
     "bench": "Measure a running server, or an engine: its latency, throughput, start and kernels.",
