@@ -41,9 +41,8 @@ class Upstream:
         """Takes note that the server did not answer. It gets no requests until it is ready again."""
         self.num_failed += 1
         if self.is_ready:
-            logger.warning(
-                "%s does not answer (%s): it gets no requests until it is ready", self.name, error or type(error)
-            )
+            why = str(error) or type(error).__name__
+            logger.warning("%s does not answer (%s): it gets no requests until it is ready", self.name, why)
         self.is_ready = False
 
 
@@ -83,10 +82,12 @@ class Pool:
 
     async def _look(self, client: httpx.AsyncClient, upstream: Upstream) -> None:
         try:
-            response = await client.get(f"{upstream.name}/health", timeout=PROBE_TIMEOUT)
+            response = await client.get(f"{upstream.name}/ready", timeout=PROBE_TIMEOUT)
+            if response.status_code == 404:  # vLLM has no such page, and is ready when it is there
+                response = await client.get(f"{upstream.name}/health", timeout=PROBE_TIMEOUT)
         except httpx.HTTPError as error:
             if upstream.is_ready:
-                logger.warning("%s is not ready: %s", upstream.name, error or type(error).__name__)
+                logger.warning("%s is not ready: %s", upstream.name, str(error) or type(error).__name__)
             upstream.is_ready = False
         else:
             was_ready, upstream.is_ready = upstream.is_ready, response.status_code == 200

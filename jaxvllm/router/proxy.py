@@ -55,9 +55,12 @@ class Proxy:
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None), trust_env=False
         )
         self._registry = CollectorRegistry()
-        labels = {"registry": self._registry, "labelnames": ("outcome",)}
-        self._prefills = Counter("jaxvllm_router_prefills", "Prompts that a prefill server was asked for.", **labels)
-        self._answers = Counter("jaxvllm_router_answers", "Answers, by how they ended.", **labels)
+
+        def counter(name: str, told: str) -> Counter:
+            return Counter(f"jaxvllm_router_{name}", told, ("outcome",), registry=self._registry)
+
+        self._prefills = counter("prefills", "Prompts that a prefill server was asked for, by what became of them.")
+        self._answers = counter("answers", "Answers, by how they ended.")
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -129,6 +132,9 @@ class Proxy:
                 await stack.aclose()
                 raise
             stack.push_async_callback(answer.aclose)
+            if answer.status_code == 503 and self._main.choose(None, tried) is not None:  # it starts, or it ends
+                await stack.aclose()
+                continue
             kept = {name: value for name, value in answer.headers.items() if name not in _OF_CONNECTION}
             return StreamingResponse(self._parts(upstream, answer, stack), answer.status_code, kept)
         self._answers.labels("unavailable").inc()
