@@ -20,7 +20,10 @@ class PageSource(Protocol):
     """Where pages may be loaded from."""
 
     def num_pages(self, request: Request, hashes: Sequence[bytes]) -> int:
-        """Returns how many pages, of the `hashes` from the first on, can probably be loaded. It must not block."""
+        """Returns how many pages, of the `hashes` from the first on, can probably be loaded. It must not block.
+
+        There are no hashes where a request needs nothing. Then what others hold for it can be free.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +80,11 @@ class PageLoads:
         """
         if self._source is None or request.asked_for_pages == request.num_preemptions:
             return None
-        request.asked_for_pages = request.num_preemptions
+        is_first, request.asked_for_pages = request.asked_for_pages is None, request.num_preemptions
         missing = tuple(hashes[prefix.num_pages :])
-        count = min(self._source.num_pages(request, missing), len(missing)) if missing else 0
+        if not missing and not is_first:
+            return None
+        count = min(self._source.num_pages(request, missing), len(missing))
         if not count:
             return None
         end = prefix.num_pages + count
@@ -111,6 +116,11 @@ class PageLoads:
         """Lets the prefix cache know the first `num_loaded` pages of an open load, and keeps none of its pages on."""
         self._cache.register_filled(load.request, load.first, [pages[:num_loaded] for pages in load.pages])
         self.drop(load.request.request_id)
+
+    def forget(self, request: Request) -> None:
+        """Tells the source that a request has ended which waited, so that what others hold for it can be free."""
+        if self._source is not None:
+            self._source.num_pages(request, ())
 
     def drop(self, request_id: str) -> PageLoad:
         """Ends the load of a request and returns it. The pages that it was to fill are free."""

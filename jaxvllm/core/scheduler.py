@@ -407,6 +407,7 @@ class Scheduler:
             self._computing.difference_update(self._loads.drop(request_id).hashes)
         if waiting is not None:
             self._num_waiting_tokens -= waiting.num_tokens
+            self._loads.forget(waiting)
             return waiting
         slot = self._slot_of.get(request_id)
         return None if slot is None else self._release(slot)

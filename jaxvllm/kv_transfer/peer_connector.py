@@ -61,6 +61,9 @@ class PeerConnector:
         ticket = self._ticket(request.asked.kv_transfer_params)
         if ticket is None:
             return 0
+        if not hashes:
+            self._fetchers.submit(self._fetch, ticket, ())
+            return 0
         # `hashes` are the last ones of those that it may have from others: what is cached here is not fetched.
         page_size = self._format.page_size
         first = (request.num_tokens - 1) // page_size - len(hashes)
@@ -79,6 +82,8 @@ class PeerConnector:
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
         if not wants_remote_decode(request.asked.kv_transfer_params):
+            return None
+        if not hashes:
             return None
         if self._memory.is_full:
             logger.warning("the pages of request %s are not offered: those that are held fill the memory", request)

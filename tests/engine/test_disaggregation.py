@@ -1,0 +1,185 @@
+"""A prompt that one engine computes and another goes on from yields the tokens of one engine, and no page is lost."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxvllm import LLM, RequestOutput, SamplingParams
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.kv_transfer.peer_connector import PeerConnector
+from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
+from tests.waiting import wait_until
+
+PEER = {"kv_connector": "peer", "kv_connector_extra_config": {"secret": "s", "silence_seconds": 2.0}}
+PROMPTS = random_prompts(12, longest=90, seed=3)
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
+DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def peer(directory: Path, **options: Any) -> LLM:
+    return tiny_llm(directory, kv_transfer_config=json.dumps(PEER), warm_up="background", **options)
+
+
+def run(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, given: Sequence[Mapping[str, Any] | None]
+) -> list[RequestOutput]:
+    """Completes `prompts`, each with what another engine said of it."""
+    engine, found = llm.engine, dict[str, RequestOutput]()
+    for number, (prompt, of_prompt) in enumerate(zip(prompts, given, strict=True)):
+        engine.submit(engine.check(str(number), list(prompt), params, kv_transfer_params=of_prompt))
+    while engine.has_work:
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+        for replica in engine.replicas:
+            replica.scheduler.check_invariants()
+    return [found[str(number)] for number in range(len(prompts))]
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def connector(llm: LLM) -> PeerConnector:
+    found = llm.engine._connector
+    assert isinstance(found, PeerConnector)
+    return found
+
+
+def computed(producer: LLM, prompts: Sequence[Sequence[int]]) -> list[Mapping[str, Any] | None]:
+    first = run(producer, prompts, replace(GREEDY, max_tokens=1), [DECODE] * len(prompts))
+    return [output.kv_transfer_params for output in first]
+
+
+def full_pages(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each prompt that need not be computed again."""
+    size = llm.config.page_size
+    return [(len(prompt) - 1) // size * size for prompt in prompts]
+
+
+@pytest.fixture(scope="module", params=["1x1", "1x2"])
+def producer(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[LLM]:
+    with peer(tiny_checkpoint, mesh=request.param) as llm:
+        yield llm
+        assert_idle(llm)
+
+
+@pytest.fixture(scope="module", params=["1x1", "2x1"])
+def consumer(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[LLM]:
+    # Other chunks than the producer's.
+    with peer(tiny_checkpoint, mesh=request.param, max_num_batched_tokens=24, token_buckets=(24,)) as llm:
+        yield llm
+        assert_idle(llm)
+
+
+def test_what_a_consumer_has_is_not_held_for_it(producer: LLM, consumer: LLM) -> None:
+    for _ in range(2):
+        run(consumer, PROMPTS, GREEDY, computed(producer, PROMPTS))
+    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_tokens_are_those_of_one_engine(llm: LLM, producer: LLM, consumer: LLM, params: SamplingParams) -> None:
+    expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], params, use_tqdm=False))
+    for one in (producer, consumer):
+        one.engine.reset_prefix_cache()
+    given = computed(producer, PROMPTS)
+    outputs = run(consumer, PROMPTS, params, given)
+    assert tokens(outputs) == expected
+    assert [output.num_cached_tokens for output in outputs] == full_pages(consumer, PROMPTS)
+    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+
+
+def test_a_prompt_that_was_cached_is_offered_whole(producer: LLM, consumer: LLM) -> None:
+    """Its pages became full for an earlier request, and may have left the memory of pages since."""
+    prompt = PROMPTS[max(range(len(PROMPTS)), key=lambda at: len(PROMPTS[at]))]
+    for _ in range(2):
+        consumer.engine.reset_prefix_cache()
+        connector(producer)._memory.__init__(1 << 30)  # type: ignore[misc]  # everything is forgotten
+        [output] = run(consumer, [prompt], GREEDY, computed(producer, [prompt]))
+        assert [output.num_cached_tokens] == full_pages(consumer, [prompt])
+
+
+def test_a_dead_producer_costs_nothing_but_time(llm: LLM, tiny_checkpoint: Path, consumer: LLM) -> None:
+    expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS[:4]], GREEDY, use_tqdm=False))
+    with peer(tiny_checkpoint) as dying:
+        given = computed(dying, PROMPTS[:4])
+    consumer.engine.reset_prefix_cache()
+    outputs = run(consumer, PROMPTS[:4], GREEDY, given)
+    assert tokens(outputs) == expected
+    assert [output.num_cached_tokens for output in outputs] == [0] * 4
+
+
+def test_a_request_that_ends_while_its_pages_come_leaves_nothing(producer: LLM, consumer: LLM) -> None:
+    consumer.engine.reset_prefix_cache()
+    prompts = PROMPTS[: consumer.engine.replicas[0].scheduler.slots.num_slots]
+    given = computed(producer, prompts)
+    engine = consumer.engine
+    for number, (prompt, of_prompt) in enumerate(zip(prompts, given, strict=True)):
+        engine.submit(engine.check(str(number), list(prompt), GREEDY, kv_transfer_params=of_prompt))
+    engine.step()
+    for number in range(len(prompts)):
+        engine.abort(str(number))
+    assert_idle(consumer)
+    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_leave_no_page(producer: LLM, consumer: LLM) -> None:
+    for batch in range(20):
+        prompts = random_prompts(50, longest=60, seed=batch)
+        run(consumer, prompts, replace(GREEDY, max_tokens=2), computed(producer, prompts))
+    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+    for one in (producer, consumer):
+        assert_idle(one)
+        connector(one)._memory.check_invariants()
+
+
+def test_drafts_go_on_from_pages_of_the_draft_model(tiny_checkpoint: Path) -> None:
+    prompts = PROMPTS[:6]
+    drafting = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(peer(tiny_checkpoint, speculative_config=drafting)) for _ in range(2))
+        expected = tokens(first.generate([list(prompt) for prompt in prompts], GREEDY, use_tqdm=False))
+        assert tokens(run(second, prompts, GREEDY, computed(first, prompts))) == expected
+        assert_idle(first)
+        assert_idle(second)
+
+
+def test_only_an_engine_with_peers_takes_such_requests(llm: LLM, producer: LLM) -> None:
+    with pytest.raises(ParameterError, match="kv_connector peer"):
+        llm.engine.check("r", [5, 6], GREEDY, kv_transfer_params=DECODE)
+    with pytest.raises(ParameterError, match="n=1"):
+        producer.engine.check("r", [5, 6], replace(SEEDED, n=2), kv_transfer_params=DECODE)
+    neutral = {"do_remote_decode": False, "do_remote_prefill": False}
+    assert llm.engine.check("r", [5, 6], GREEDY, kv_transfer_params=neutral)
+
+
+def test_pages_in_files_outlive_their_engine_and_serve_others(llm: LLM, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False))
+    config = {"kv_connector": "files", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    for number in range(3):
+        options: dict[str, Any] = {"dtype": "bfloat16"} if number == 2 else {}
+        with tiny_llm(
+            tiny_checkpoint, kv_transfer_config=json.dumps(config), warm_up="background", **options
+        ) as engine:
+            outputs = engine.generate([list(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False)
+            loaded = sum(replica.traffic.num_loaded_pages for replica in engine.engine.replicas if replica.traffic)
+            assert_idle(engine)
+        if number == 1:
+            assert [output.num_cached_tokens for output in outputs] == full_pages(engine, PROMPTS)
+            for file in [path for path in tmp_path.rglob("*") if path.is_file()][::2]:
+                file.write_bytes(file.read_bytes()[:-3])  # what is damaged is computed, by others
+        else:
+            assert loaded == 0  # nothing was there, or only pages of another dtype
+        assert number == 2 or tokens(outputs) == expected
+    config["kv_role"] = "consumer"
+    with tiny_llm(tiny_checkpoint, kv_transfer_config=json.dumps(config), warm_up="background") as engine:
+        assert tokens(engine.generate([list(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False)) == expected
+        [replica] = engine.engine.replicas
+        assert replica.traffic is not None and replica.traffic.num_failed_loads > 0
+        assert replica.traffic.num_saved_pages == 0
+        assert_idle(engine)
