@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
     "draft": {"speculative_config": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}},
-    "eagle3": {"speculative_config": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3}},
+    "eagle3": {"speculative_config": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5}},
     "medusa": {"speculative_config": {"method": "medusa", "model": "demo-medusa", "num_speculative_tokens": 3}},
 }
 COPIES = ("json", "story_questions")

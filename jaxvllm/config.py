@@ -62,7 +62,7 @@ class EngineConfig:
         None  # decode batch sizes to compile; None: powers of two, on CPU 24, 48 ... too
     )
     token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
-    max_decode_burst: int = 8  # decode steps that one program may take while no request waits; 1: never more than one
+    max_decode_burst: int = 32  # decode steps that one program may take while no request waits; 1: never more than one
     speculation: bool = True  # guess tokens and verify several in one step, where that is measured to be quicker
     # What guesses, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. None: the tokens that a request repeats,
     # and programs for that are compiled only when requests do repeat themselves.

@@ -114,7 +114,7 @@ class MedusaShape:
         return {name: jnp.zeros(shape, jnp.float32) for name, shape in self.tensors().items()}
 
 
-EAGLE3 = Eagle3Shape(hidden=192, heads=2, kv_heads=1, head_size=32, ffn=40, draft_vocab=768, aux_layers=(1, 2, 3))
+EAGLE3 = Eagle3Shape(hidden=192, heads=2, kv_heads=1, head_size=32, ffn=64, draft_vocab=1024, aux_layers=(1, 2, 3))
 MEDUSA = MedusaShape(hidden=192, heads=4)
 
 

@@ -1,7 +1,7 @@
 """Trains the heads that draft for the embedded demo model: `python -m tools.train_demo_heads --head eagle3`.
 
-The defaults reproduce the files in `jaxvllm/assets`: the corpus comes from a fixed seed, the labels are the target's
-own probabilities, and nothing is downloaded. `--head medusa` trains the other head. `--evaluate` prints, as Markdown,
+The defaults reproduce the files in `jaxvllm/assets`: questions come from a fixed seed, answers and labels are the
+target's own, and nothing is downloaded. `--head medusa` trains the other head. `--evaluate` prints, as Markdown,
 how many drafted tokens of both heads and of the draft model the target accepts on held-out documents.
 """
 
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from tools.demo_answers import answered
 from tools.demo_batches import Batch, Packer
-from tools.demo_corpus import TRAINING_SEED, Corpus
+from tools.demo_corpus import TRAINING_SEED
 from tools.demo_heads import (
     EAGLE3,
     EMBEDDING,
@@ -35,14 +36,14 @@ from tools.demo_model import DEMO, ModelShape, Params, load, residual_states
 from tools.demo_optimizer import Moments, start, update
 from tools.train_demo_model import ASSETS, schedule
 
-STEPS = {"eagle3": 900, "medusa": 500}
+STEPS = {"eagle3": 1600, "medusa": 500}
 # How many drafted tokens the EAGLE-3 head is trained to guess, one from the other.
 UNROLL = 5
 # A later guess matters only where the earlier ones were accepted.
 LATER_WEIGHT = 0.8
 # The weight of a guess behind tokens that the target itself would not have chosen: a draft there was refused before.
 ASTRAY_WEIGHT = 0.2
-COUNTED_BATCHES = 100
+COUNTED_BATCHES = 50
 
 type Loss = Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -129,10 +130,14 @@ def medusa_loss(
     return total / jnp.maximum(count, 1.0)
 
 
+def _batches(tokenizer: Tokenizer) -> Iterator[Batch]:
+    return Packer(tokenizer).batches(answered(ASSETS / "demo", TRAINING_SEED))
+
+
 def frequent_tokens(tokenizer: Tokenizer, size: int) -> np.ndarray:
-    """Returns the ids i64[size] of the most frequent tokens, ascending, by their weight in the training corpus."""
+    """Returns the ids i64[size] of the most frequent tokens, ascending, by their weight in the target's words."""
     counts = np.zeros(tokenizer.get_vocab_size())
-    for batch in islice(Packer(tokenizer).batches(Corpus(TRAINING_SEED).part(held_out=False)), COUNTED_BATCHES):
+    for batch in islice(_batches(tokenizer), COUNTED_BATCHES):
         np.add.at(counts, batch.tokens[:, 1:].ravel(), batch.weights.ravel())
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
@@ -180,17 +185,16 @@ def main() -> None:
         print(report(ASSETS, options.output))
         return
     tokenizer = Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
-    batches = Packer(tokenizer).batches(Corpus(TRAINING_SEED).part(held_out=False))
     target = Target(DEMO, load(ASSETS / "demo", DEMO))
     steps, folder = options.steps or STEPS[options.head], options.output / f"demo-{options.head}"
     if options.head == "eagle3":
         ids = frequent_tokens(tokenizer, EAGLE3.draft_vocab)
         first = EAGLE3.init(TRAINING_SEED, target.params, ids)
         loss = partial(eagle3_loss, target, EAGLE3, ids)
-        train(batches, loss, first, steps, lambda params: save_eagle3(folder, EAGLE3, params, ids))
+        train(_batches(tokenizer), loss, first, steps, lambda params: save_eagle3(folder, EAGLE3, params, ids))
     else:
         loss = partial(medusa_loss, target, MEDUSA)
-        train(batches, loss, MEDUSA.init(), steps, lambda params: save_medusa(folder, MEDUSA, params))
+        train(_batches(tokenizer), loss, MEDUSA.init(), steps, lambda params: save_medusa(folder, MEDUSA, params))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class Replica:
         self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._pace = BurstPace(burst_seconds)
+        self._drafted_pace = BurstPace(burst_seconds)  # steps with drafts take longer
         self._draft_pace = DraftPace(runner.proposer_catches_up)
         self._repetition = RepetitionWatch()
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
@@ -144,7 +145,7 @@ class Replica:
             return num_steps, 0
         if not self._draft_pace.wants_drafts(num_rows):
             return num_steps, 0
-        return min(num_steps, most), num_drafts
+        return self._drafted_pace.width(num_rows, most), num_drafts
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
@@ -169,6 +170,7 @@ class Replica:
                 self._pace.measured(plan.num_rows, num_steps, device_seconds)
                 self._draft_pace.plain(plan.num_rows, device_seconds / num_steps)
             else:
+                self._drafted_pace.measured(plan.num_rows, num_steps, device_seconds)
                 tokens = float(output.counts[output.counts > 0].mean()) / num_steps
                 self._draft_pace.drafted(plan.num_rows, device_seconds / num_steps, tokens)
                 self.num_drafted += output.drafts.drafted.sum(axis=0)

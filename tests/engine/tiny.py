@@ -47,6 +47,7 @@ def tiny_llm(directory: Path | str, **options: Any) -> LLM:
         row_buckets=(8,),
         token_buckets=(16,),
         num_pages=65,
+        max_decode_burst=8,
         compilation_cache=None,
         warm_up="full",
     )
