@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
+from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
@@ -46,6 +47,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
+    # Tells routers what each replica has cached, as JSON: {"enable_kv_cache_events": true}. None: nobody is told.
+    kv_events_config: str | None = None
     mesh: str = "1x1"  # replicas of the model x devices that each replica is spread over
     multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
@@ -90,6 +93,10 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", str(SpeculativeConfig.read(self.speculative_config)))
             if not self.speculation:
                 raise ValueError("speculative_config says what guesses, and speculation is off: leave one of them out")
+        if self.kv_events_config is not None:
+            object.__setattr__(self, "kv_events_config", str(KVEventsConfig.read(self.kv_events_config)))
+            if self.kv_events is not None and not self.enable_prefix_caching:
+                raise ValueError("kv_events_config tells what is cached, and enable_prefix_caching is off: change one")
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -139,6 +146,12 @@ class EngineConfig:
         return (
             DEFAULT_SPECULATION if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
         )
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """How KV events are published; None: they are not."""
+        config = None if self.kv_events_config is None else KVEventsConfig.read(self.kv_events_config)
+        return config if config is not None and config.publishes else None
 
     @property
     def mesh_shape(self) -> MeshShape:

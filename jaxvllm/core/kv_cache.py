@@ -9,9 +9,11 @@ All groups have pages of the same number of tokens, so that one hash chain a req
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.request import Request
 from jaxvllm.core.slots import SlotIds
@@ -252,17 +254,23 @@ class KVCache:
         page_size: int,
         max_chunk: int,
         enable_prefix_caching: bool = True,
+        events: KVEventLog | None = None,
     ):
-        """`max_chunk`: tokens of one prompt that a step may compute."""
+        """`max_chunk`: tokens of one prompt that a step may compute.
+
+        `events` learns which pages the prefix cache can find, and which ones no longer.
+        """
         self.page_size = page_size
         self.max_pages = pages_for(max_model_len, page_size)
         self.enable_prefix_caching = enable_prefix_caching
+        self._events = events
         self.num_registered = np.zeros(num_slots, np.int32)  # leading columns of a slot that the prefix cache was told
-        self.groups = tuple(self._group(size, num_slots, max_chunk) for size in sizes)
+        self.groups = tuple(self._group(index, size, num_slots, max_chunk) for index, size in enumerate(sizes))
         self._windowed = tuple(group for group in self.groups if isinstance(group, WindowedGroup))
 
-    def _group(self, size: GroupSize, num_slots: int, max_chunk: int) -> FullGroup:
-        pool = PagePool(size.num_pages, self.page_size, self.enable_prefix_caching)
+    def _group(self, index: int, size: GroupSize, num_slots: int, max_chunk: int) -> FullGroup:
+        on_eviction = None if self._events is None else partial(self._events.removed, index)
+        pool = PagePool(size.num_pages, self.page_size, self.enable_prefix_caching, on_eviction)
         if size.window is None:
             return FullGroup(pool, num_slots, self.max_pages)
         return WindowedGroup(pool, num_slots, self.max_pages, size.window, max_chunk)
@@ -394,9 +402,12 @@ class KVCache:
         if last <= first or not self.enable_prefix_caching:
             return []
         hashes = request.hashes(self.page_size)
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
             begin = max(first, int(group.first[slot]))
-            group.pool.register(group.table[slot, begin:last].tolist(), hashes[begin:last])
+            new = group.pool.register(group.table[slot, begin:last].tolist(), hashes[begin:last])
+            if new and self._events is not None:
+                columns = [begin + place for place in new]
+                self._events.stored(index, group.window, columns, hashes, request)
         self.num_registered[slot] = last
         return hashes[first:last]
 
@@ -414,6 +425,8 @@ class KVCache:
         """Forgets every prefix (for example after a change of weights). Owned pages stay owned."""
         for group in self.groups:
             group.pool.reset_prefix_cache()
+        if self._events is not None:
+            self._events.cleared()
 
     def check_invariants(self, slots: Sequence[int]) -> None:
         """Asserts that `slots`, all that are taken, hold every page that is owned. For tests: costs O(pages)."""

@@ -11,7 +11,7 @@ Page 0 is the trash page: padding rows of a step write there, nobody owns it and
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +44,23 @@ def extend_page_hashes(
 class PagePool:
     """Reference-counted pages with a prefix cache. Every operation is O(pages it is given)."""
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
-        """`num_pages` counts the trash page, so `num_pages - 1` can be owned."""
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        on_eviction: Callable[[bytes], None] | None = None,
+    ):
+        """`num_pages` counts the trash page, so `num_pages - 1` can be owned.
+
+        `on_eviction` gets the hash of each page that stops being findable because the page is needed.
+        """
         if num_pages < 2:
             raise ValueError(f"a page pool needs at least 2 pages (one is the trash page), got {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._on_eviction = on_eviction
         self.ref_counts = np.zeros(num_pages, np.int32)
         self._free = list(range(num_pages - 1, TRASH_PAGE, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -102,24 +112,30 @@ class PagePool:
         del self._free[split:]
         while len(taken) < count:
             page, _ = self._cached.popitem(last=False)
-            del self._page_of_hash[self._hash_of_page.pop(page)]
+            digest = self._hash_of_page.pop(page)
+            del self._page_of_hash[digest]
+            if self._on_eviction is not None:
+                self._on_eviction(digest)
             taken.append(page)
         pages = np.array(taken, np.int32)
         self.ref_counts[pages] = 1
         return pages
 
-    def register(self, pages: Iterable[int], hashes: Iterable[bytes]) -> None:
+    def register(self, pages: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
         """Makes owned `pages`, whose KV is computed or about to be, findable by `match`.
 
-        A hash that is already in the pool keeps its first page: two requests that computed the same prefix side
-        by side leave one cached copy.
+        Returns which of them were not findable before, as places in `pages`. A hash that is already in the pool keeps
+        its first page: two requests that computed the same prefix side by side leave one cached copy.
         """
+        new: list[int] = []
         if not self.enable_prefix_caching:
-            return
-        for page, digest in zip(pages, hashes, strict=True):
+            return new
+        for place, (page, digest) in enumerate(zip(pages, hashes, strict=True)):
             if digest not in self._page_of_hash and page not in self._hash_of_page:
                 self._page_of_hash[digest] = page
                 self._hash_of_page[page] = digest
+                new.append(place)
+        return new
 
     def release(self, pages: Pages) -> None:
         """Takes one owner from each of `pages` (in request order). The tail becomes evictable before the head."""

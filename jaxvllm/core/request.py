@@ -66,6 +66,7 @@ class GenerationRequest:
     priority: int = 0  # lower values run first
     beam_search: BeamSearchParams | None = None  # searches for `params.n` sequences instead of drawing them
     wants_draft_spans: bool = False  # outputs that are deltas tell which parts of their text were accepted drafts
+    session_id: str | None = None  # equal in the requests of a conversation, which session affinity keeps together
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
@@ -89,6 +90,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     beam_search: BeamSearchParams | None
     wants_draft_spans: bool
+    session_id: str | None
 
 
 @dataclass(frozen=True, order=True)

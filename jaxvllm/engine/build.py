@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
+from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
@@ -55,7 +56,8 @@ class EngineParts:
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
     tokenizer_directory: Path | None  # where it was read
     constraints: RequestConstraints | None  # None: there is no tokenizer
-    make_scheduler: Callable[[], Scheduler]  # of any replica, with its own slots and pages, all free
+    # Of any replica, with its own slots and pages, all free. It tells the log, if there is one, what is cached.
+    make_scheduler: Callable[[KVEventLog | None], Scheduler]
     runners: tuple[Runner, ...]  # one a replica, all alike
     spec: ModelSpec
     max_model_len: int
@@ -156,7 +158,7 @@ def build(
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 
-    def make_scheduler() -> Scheduler:
+    def make_scheduler(events: KVEventLog | None) -> Scheduler:
         cache = KVCache(
             shape.group_sizes(spec),
             num_slots=seqs,
@@ -164,6 +166,7 @@ def build(
             page_size=config.page_size,
             max_chunk=tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            events=events,
         )
         return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens)
 

@@ -16,6 +16,7 @@ from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
+from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.output_processor import OutputProcessor, is_watched
 from jaxvllm.engine.outputs import RequestOutput
@@ -50,7 +51,13 @@ class Engine:
 
         `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
         """
-        parts = lead(config, logits_processors)
+        # First, because a port that is in use should be told before a model is loaded.
+        self._publishers = open_publishers(config.kv_events, config.mesh_shape.data, config.page_size)
+        try:
+            parts = lead(config, logits_processors)
+        except BaseException:
+            self._close_publishers()
+            raise
         self._masks_commute = not logits_processors  # which may look at other tokens
         self.config = config
         self.tokenizer = parts.tokenizer
@@ -58,8 +65,10 @@ class Engine:
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
+        publishers = self._publishers or (None,) * len(parts.runners)
         self.replicas = tuple(
-            Replica(i, parts.make_scheduler, runner, burst_seconds) for i, runner in enumerate(parts.runners)
+            Replica(i, parts.make_scheduler, runner, burst_seconds, publisher)
+            for i, (runner, publisher) in enumerate(zip(parts.runners, publishers, strict=True))
         )
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
@@ -198,6 +207,8 @@ class Engine:
             for child_id in self.outputs.children(request_id)
             for replica in self.replicas  # only one of them has it
         ]
+        for replica in self.replicas:
+            replica.publish()
         return self.outputs.abort(request_id, [child for child in ended if child is not None])
 
     def startup(self) -> StartupReport:
@@ -240,6 +251,7 @@ class Engine:
         """Forgets every cached prefix. Running requests keep their pages."""
         for replica in self.replicas:
             replica.scheduler.cache.reset_prefix_cache()
+            replica.publish()
 
     def wait_until_compiled(self) -> None:
         """Blocks until every bucket of every replica is compiled. Nothing compiles afterwards."""
@@ -254,6 +266,11 @@ class Engine:
         # They close at the same time because each waits for the bucket that it is compiling.
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             list(threads.map(lambda replica: replica.runner.close(), self.replicas))
+        self._close_publishers()
+
+    def _close_publishers(self) -> None:
+        for publisher in self._publishers:
+            publisher.close()
 
     def _ready(self) -> None:
         """Raises RuntimeError after `close`. Resets after a broken-off step, if resetting failed at that time."""

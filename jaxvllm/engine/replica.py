@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.repetition_watch import RepetitionWatch
@@ -45,10 +47,18 @@ class _Held:
 class Replica:
     """Schedules and dispatches steps, and collects each one step later; it knows nothing of other replicas."""
 
-    def __init__(self, index: int, make_scheduler: Callable[[], Scheduler], runner: Runner, burst_seconds: float):
+    def __init__(
+        self,
+        index: int,
+        make_scheduler: Callable[[KVEventLog | None], Scheduler],
+        runner: Runner,
+        burst_seconds: float,
+        publisher: KVEventPublisher | None = None,
+    ):
         """`burst_seconds`: how long decode steps that are one program may take."""
         self.index = index
-        self.scheduler = make_scheduler()
+        self._publisher = publisher
+        self.scheduler = make_scheduler(None if publisher is None else publisher.log)
         self.runner = runner
         self.num_steps = 0
         self.num_output_tokens = 0
@@ -105,6 +115,7 @@ class Replica:
             else:
                 self._launch(step, time.monotonic() - start)
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
+        self.publish()
 
     def _pace_of_step(self) -> tuple[int, int]:
         """The most decode steps that the next step may take, and how many drafts a row may have in each of them."""
@@ -158,6 +169,7 @@ class Replica:
         self._reports.append(report)
         self._count_padding(plan, bucket, output)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
+        self.publish()
         return processed.outputs
 
     @property
@@ -187,7 +199,17 @@ class Replica:
         self._in_flight.clear()
         self._held = None
         self.is_due = False
-        self.scheduler = self._make_scheduler()
+        if self._publisher is None:
+            self.scheduler = self._make_scheduler(None)
+        else:
+            self.scheduler = self._make_scheduler(self._publisher.log)
+            self._publisher.log.cleared()
+            self._publisher.flush()
+
+    def publish(self) -> None:
+        """Publishes what the prefix cache got and lost since the last call, if anybody wants to know."""
+        if self._publisher is not None:
+            self._publisher.flush()
 
     def _count_padding(self, plan: StepPlan, bucket: Bucket, output: StepOutput) -> None:
         """Counts what the device computed of `bucket`, and which part of it was for nothing."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxvllm.core import scheduler
 from jaxvllm.core.kv_cache import GroupSize, KVCache
+from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueKey, Request
@@ -166,7 +167,7 @@ class InFlight:
 class Simulation:
     """Scheduler, fake device and oracle in step. `add`, `step`, `abort` and `drain` check all they do."""
 
-    def __init__(self, setup: Setup, max_model_len: int = 64):
+    def __init__(self, setup: Setup, max_model_len: int = 64, events: KVEventLog | None = None):
         self.setup = setup
         self.policy = POLICIES[setup.policy]
         self.cache = KVCache(
@@ -176,6 +177,7 @@ class Simulation:
             page_size=setup.page_size,
             max_chunk=setup.budget,
             enable_prefix_caching=setup.caching,
+            events=events,
         )
         self.slots = SlotTable(setup.num_slots, max_model_len)
         self.scheduler = Scheduler(self.slots, self.cache, self.policy, setup.budget)

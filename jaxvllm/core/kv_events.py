@@ -1,0 +1,145 @@
+"""KV events: which full pages the prefix cache can find since when, by their hashes, and which ones no longer.
+
+The structs are vLLM's, with vLLM's names (a block is a page) and encoding: since June 2026 an event is a MessagePack
+map with its tag under `type`, and a batch is an array. Routers that read vLLM's events read these.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.page_pool import extend_page_hashes
+from jaxvllm.core.request import Request
+
+# What vLLM calls the memory of the device that computes. Routers weigh tiers by this name, whatever the device is.
+DEVICE_MEDIUM = "GPU"
+
+
+class KVEvent(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+    """Something that happened to findable pages. The name of its class is its tag."""
+
+
+class BlockStored(KVEvent, frozen=True):
+    """Pages became findable, one behind the other."""
+
+    block_hashes: list[int]  # one a page: the last 8 bytes of its hash
+    parent_block_hash: int | None  # of the page before the first; None: a prompt begins with the first
+    token_ids: list[int]  # of all these pages
+    block_size: int  # tokens in a page
+    lora_id: int | None  # an older way of saying `lora_name`
+    medium: str | None
+    lora_name: str | None
+    # What hashes depend on beside tokens: the cache_salt, which is told of the first page of a prompt alone.
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None  # of the layers; group 0 sees most
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None  # of the request that computed the pages
+
+
+class BlockRemoved(KVEvent, frozen=True):
+    """Pages are no longer findable."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVEvent, frozen=True):
+    """No page of any group is findable any more."""
+
+
+type AnyKVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """Events in the order in which they happened."""
+
+    ts: float  # Unix time, seconds
+    events: list[AnyKVEvent]
+    data_parallel_rank: int | None = None  # the replica
+
+
+def hash_key(digest: bytes) -> int:
+    """Returns how events name the page with the hash `digest`. As in vLLM, its last 8 bytes as a big-endian number."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def page_keys(token_ids: NDArray[np.int32], page_size: int, salt: str | None = None) -> list[int]:
+    """Returns how events name the full pages of a prompt, first to last."""
+    return [hash_key(digest) for digest in extend_page_hashes([], token_ids, page_size, salt)]
+
+
+class KVEventLog:
+    """Collects the events of one KV cache, in order, until `take`."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._events: list[AnyKVEvent] = []
+        self._removed: list[int] = []  # since the last event, of `_removed_group`
+        self._removed_group = 0
+
+    def stored(
+        self,
+        group: int,
+        window: int | None,
+        columns: Sequence[int],
+        hashes: Sequence[bytes],
+        request: Request,
+    ) -> None:
+        """Takes note that the pages at `columns` of `request` became findable in `group`.
+
+        `hashes` are those of all its full pages. An event is made of each run of columns that follow each other.
+        """
+        self._end_removed()
+        page_size, token_ids, salt = self._page_size, request.token_ids(), request.asked.prompt.cache_salt
+        for first, end in _runs(columns):
+            event = BlockStored(
+                block_hashes=[hash_key(digest) for digest in hashes[first:end]],
+                parent_block_hash=hash_key(hashes[first - 1]) if first else None,
+                token_ids=token_ids[first * page_size : end * page_size].tolist(),
+                block_size=page_size,
+                lora_id=None,
+                medium=DEVICE_MEDIUM,
+                lora_name=None,
+                extra_keys=None if salt is None or first else [(salt,), *[None] * (end - 1)],
+                group_idx=group,
+                kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
+                kv_cache_spec_sliding_window=window,
+                session_id=request.asked.session_id,
+            )
+            self._events.append(event)
+
+    def removed(self, group: int, digest: bytes) -> None:
+        """Takes note that the page with this hash is no longer findable in `group`."""
+        if self._removed and group != self._removed_group:
+            self._end_removed()
+        self._removed_group = group
+        self._removed.append(hash_key(digest))
+
+    def cleared(self) -> None:
+        """Takes note that nothing is findable any more. What happened before and was not taken matters no more."""
+        self._removed = []
+        self._events = [AllBlocksCleared()]
+
+    def take(self) -> list[AnyKVEvent]:
+        """Returns the events since the last call."""
+        self._end_removed()
+        events, self._events = self._events, []
+        return events
+
+    def _end_removed(self) -> None:
+        if self._removed:
+            self._events.append(BlockRemoved(self._removed, DEVICE_MEDIUM, group_idx=self._removed_group))
+            self._removed = []
+
+
+def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields first and end of each run of numbers that follow each other."""
+    first = 0
+    for index in range(1, len(columns) + 1):
+        if index == len(columns) or columns[index] != columns[index - 1] + 1:
+            yield columns[first], columns[index - 1] + 1
+            first = index

@@ -1,0 +1,124 @@
+"""`KVEventPublisher`: tells routers, over ZeroMQ, which pages one replica's prefix cache can find."""
+
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import ExitStack
+
+import msgspec
+import zmq
+
+from jaxvllm.core.kv_events import KVEventBatch, KVEventLog
+from jaxvllm.core.kv_events_config import KVEventsConfig
+
+logger = logging.getLogger(__name__)
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # vLLM's
+# Peers send the topics that they want and the numbers of batches, so nothing larger is taken from them.
+MAX_PEER_BYTES = 1024
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class KVEventPublisher:
+    """Publishes what its `log` collected. A subscriber that is slow, gone or wrong costs the engine nothing.
+
+    A message has three frames, as in vLLM: the topic, the number of the batch (8 bytes, big-endian, from 0 in each
+    process of the engine), and the batch. A batch that a subscriber missed may be asked for at the replay endpoint, by
+    the frames `b""` and its number: the answer is that batch and all later ones that are still kept, each with the
+    frames of the publication behind an empty one, and at last a message with the number -1.
+    """
+
+    def __init__(self, config: KVEventsConfig, rank: int, page_size: int):
+        """Opens the sockets of the replica `rank`. Raises ValueError for an endpoint that cannot be used."""
+        self.log = KVEventLog(page_size)
+        self._rank = rank
+        self._topic = config.topic.encode()
+        self._next = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._lock = threading.Lock()  # of `_kept`, which a thread reads
+        self._context = zmq.Context()
+        self._replayer: threading.Thread | None = None
+        endpoint, replay = config.of_replica(rank)
+        with ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            self._publications = self._socket(zmq.PUB, config.hwm, endpoint)
+            if "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc:"):  # as vLLM decides
+                _bind(self._publications, endpoint, "endpoint")
+            else:
+                self._publications.connect(endpoint)
+            if replay is not None:
+                # Twice an answer, because half of the mark may count messages that the peer has read. More is lost.
+                replays = self._socket(zmq.ROUTER, 2 * (config.buffer_steps + 2), replay)
+                _bind(replays, replay, "replay_endpoint")
+                self._replayer = threading.Thread(target=self._replay, args=(replays,), name="kv-replay", daemon=True)
+                self._replayer.start()
+            undo.pop_all()
+        logger.info("KV events of replica %d at %s%s", rank, endpoint, "" if replay is None else f", again at {replay}")
+
+    def flush(self) -> None:
+        """Publishes the events since the last call as one batch, if there are any."""
+        if not (events := self.log.take()):
+            return
+        # Sent from here: a publisher never waits (it drops what is too much for a subscriber), and a thread would have
+        # to share the interpreter with the engine's.
+        payload = _encode(KVEventBatch(time.time(), list(events), self._rank))
+        with self._lock:
+            self._kept.append((self._next, payload))
+        self._publications.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
+        self._next += 1
+
+    def close(self) -> None:
+        """Closes the sockets. What subscribers have not read by then may be lost."""
+        self._publications.close(linger=0)
+        self._context.term()  # ends the thread, which closes its socket
+        if self._replayer is not None:
+            self._replayer.join()
+
+    def _socket(self, kind: int, high_water_mark: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        return socket
+
+    def _replay(self, replays: zmq.Socket[bytes]) -> None:
+        with replays:
+            try:
+                while True:
+                    self._answer(replays, replays.recv_multipart())
+            except zmq.ContextTerminated:
+                pass
+
+    def _answer(self, replays: zmq.Socket[bytes], request: list[bytes]) -> None:
+        if len(request) != 3 or request[1] or len(request[2]) != 8:
+            logger.warning("a request for KV events was ignored: it must be an empty frame and a number of 8 bytes")
+            return
+        peer, first = request[0], int.from_bytes(request[2], "big")
+        with self._lock:
+            kept = [(number, payload) for number, payload in self._kept if number >= first]
+        for number, payload in kept:
+            replays.send_multipart((peer, b"", self._topic, number.to_bytes(8, "big"), payload))
+        replays.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
+
+
+def open_publishers(config: KVEventsConfig | None, num_replicas: int, page_size: int) -> tuple[KVEventPublisher, ...]:
+    """Opens the sockets of all replicas. There are none where nobody wants events. ValueError: an endpoint is wrong."""
+    if config is None:
+        return ()
+    with ExitStack() as undo:
+        opened: list[KVEventPublisher] = []
+        for rank in range(num_replicas):
+            opened.append(KVEventPublisher(config, rank, page_size))
+            undo.callback(opened[-1].close)
+        undo.pop_all()
+    return tuple(opened)
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str, name: str) -> None:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{name} {endpoint} of kv_events_config cannot be used ({error}): choose another") from error
