@@ -49,6 +49,9 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
     # Tells routers what each replica has cached, as JSON: {"enable_kv_cache_events": true}. None: nobody is told.
     kv_events_config: str | None = None
+    # Which of several replicas gets a request: the one with the fewest requests; the one that soonest has the prompt
+    # computed, given what it has cached and has to do; or the one that has the request's session.
+    routing_policy: Literal["least-load", "prefix", "session"] = "least-load"
     mesh: str = "1x1"  # replicas of the model x devices that each replica is spread over
     multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0

@@ -15,6 +15,8 @@ from jaxvllm.core.request import Request
 
 # What vLLM calls the memory of the device that computes. Routers weigh tiers by this name, whatever the device is.
 DEVICE_MEDIUM = "GPU"
+# The number of the message that ends an answer with earlier batches.
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 class KVEvent(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):

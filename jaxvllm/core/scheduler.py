@@ -72,6 +72,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._waiting: list[tuple[QueueKey, Request, bool]] = []  # heap; keys are unique
         self._waiting_ids: dict[str, Request] = {}
+        self._num_waiting_tokens = 0
         self._slot_of: dict[str, int] = {}
         self._beams = BeamGroups(slots, cache)
         self._constrained = ConstrainedRows(slots)
@@ -85,8 +86,15 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of the waiting requests. Takes O(waiting)."""
-        return sum(request.num_tokens for request in self._waiting_ids.values())
+        """Tokens of the waiting requests."""
+        return self._num_waiting_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens of the running requests' prompts that no step so far computes."""
+        slots = self.slots
+        prefilling = slots.prefilling()
+        return int((slots.prefill_len[prefilling] - slots.num_computed[prefilling]).sum())
 
     @property
     def num_running(self) -> int:
@@ -381,6 +389,7 @@ class Scheduler:
             return failed.request
         waiting = self._waiting_ids.pop(request_id, None)
         if waiting is not None:
+            self._num_waiting_tokens -= waiting.num_tokens
             return waiting
         slot = self._slot_of.get(request_id)
         return None if slot is None else self._release(slot)
@@ -440,9 +449,8 @@ class Scheduler:
         more wait than there are slots, the count is a guess.
         """
         slots = self.slots
-        prefilling = slots.prefilling()
-        num_tokens = int((slots.prefill_len[prefilling] - slots.num_computed[prefilling]).sum())
-        num_rows = num_decode + len(prefilling)
+        num_tokens = self.num_uncomputed_tokens
+        num_rows = num_decode + len(slots.prefilling())
         most_rows = num_rows + slots.num_free
         for _, request, _ in self._waiting:
             if num_tokens >= budget or num_rows == most_rows:
@@ -510,6 +518,7 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             del self._waiting_ids[request.request_id]
+            self._num_waiting_tokens -= request.num_tokens
             num_cached = prefix.num_pages * self.cache.page_size
             slot = self.slots.occupy(request, num_cached, watched)
             self.cache.take(slot, prefix, target)
@@ -650,6 +659,7 @@ class Scheduler:
             request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
             request.num_unreported += len(forced)
         self._waiting_ids[request.request_id] = request
+        self._num_waiting_tokens += request.num_tokens
         heapq.heappush(self._waiting, (request.key, request, watched))
 
     def _tenant(self, slot: int) -> Request:
@@ -670,6 +680,8 @@ class Scheduler:
         assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
         assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
         queued = {request.request_id for _, request, _ in self._waiting}
+        waiting_tokens = sum(request.num_tokens for request in self._waiting_ids.values())
+        assert self._num_waiting_tokens == waiting_tokens, "the tokens that wait are miscounted"
         assert self._waiting_ids.keys() <= queued, "a waiting request is not in the queue"
         if not self._slot_of:
             assert self.cache.is_empty, "an idle scheduler holds pages"

@@ -293,7 +293,7 @@ class Engine:
         return OutputProcessor(self.tokenizer, self.config.max_outputs_per_second)
 
     def _make_router(self) -> Router:
-        return Router(replica.scheduler for replica in self.replicas)
+        return Router((replica.scheduler for replica in self.replicas), self.config.routing_policy)
 
     def _queued(self, sequence: GenerationRequest, grammar: CompiledGrammar | None) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing."""

@@ -9,12 +9,11 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
-from jaxvllm.core.kv_events import KVEventBatch, KVEventLog
+from jaxvllm.core.kv_events import END_OF_REPLAY, KVEventBatch, KVEventLog
 from jaxvllm.core.kv_events_config import KVEventsConfig
 
 logger = logging.getLogger(__name__)
 
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # vLLM's
 # Peers send the topics that they want and the numbers of batches, so nothing larger is taken from them.
 MAX_PEER_BYTES = 1024
 

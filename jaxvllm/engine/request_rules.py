@@ -48,6 +48,8 @@ class RequestRules:
         self._check_token_ids(request.params)
         if request.beam_search is not None:
             self._check_beams()
+        if request.session_id is not None and not isinstance(request.session_id, str):
+            raise ParameterError(f"session_id must be a string, not {request.session_id!r}", "session_id")
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")

@@ -3,28 +3,48 @@
 from collections.abc import Iterable
 
 from jaxvllm.core.request import Request
+from jaxvllm.core.routing import POLICIES, Asked
 from jaxvllm.core.scheduler import Scheduler
 
-# A running request shares steps that are computed anyway, while a waiting one is work not begun. The weight is vLLM's.
-WAITING_WEIGHT = 4
+
+class _Replica:
+    """What a routing policy sees of a replica."""
+
+    def __init__(self, place: int, scheduler: Scheduler):
+        self.name = str(place)
+        self.scheduler = scheduler
+        self.last_chosen = -1
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self.scheduler.num_waiting_tokens + self.scheduler.num_uncomputed_tokens
 
 
 class Router:
-    """Distributes requests among the schedulers of equal replicas.
+    """Distributes requests among the schedulers of equal replicas, by a policy of `core/routing.py`."""
 
-    The least loaded scheduler gets a request. Among several of the same load, the one whose prefix cache holds most of
-    the prompt gets it, and after that the one that was chosen longest ago.
-    """
-
-    def __init__(self, schedulers: Iterable[Scheduler]):
-        self._turns = list(schedulers)  # the one chosen longest ago is first
+    def __init__(self, schedulers: Iterable[Scheduler], policy: str = "least-load"):
+        self._replicas = [_Replica(place, scheduler) for place, scheduler in enumerate(schedulers)]
+        self._policy = POLICIES[policy]
+        self._num_chosen = 0
 
     def choose(self, request: Request) -> Scheduler:
-        """Returns the scheduler for `request`. Takes O(replicas), and hashes the prompt only in a tie."""
-        loads = [WAITING_WEIGHT * scheduler.num_waiting + scheduler.num_running for scheduler in self._turns]
-        least = [scheduler for scheduler, load in zip(self._turns, loads, strict=True) if load == min(loads)]
-        # `max` returns the first of several largest.
-        chosen = least[0] if len(least) == 1 else max(least, key=lambda one: one.num_cached_tokens(request))
-        self._turns.remove(chosen)
-        self._turns.append(chosen)
-        return chosen
+        """Returns the scheduler for `request`. Takes O(replicas), and hashes the prompt where the policy needs it."""
+        replicas = self._replicas
+        asked = Asked(
+            num_tokens=request.num_tokens,
+            session_id=request.asked.session_id,
+            num_cached=lambda place: replicas[place].scheduler.num_cached_tokens(request),
+        )
+        chosen = replicas[self._policy(replicas, asked)]
+        chosen.last_chosen = self._num_chosen
+        self._num_chosen += 1
+        return chosen.scheduler

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 # Proxies refuse responses whose headers are larger than 4 or 8 KB together.
 MAX_HEADER_CHARS = 2048
+# vLLM's name, and that of its router.
+SESSION_HEADER = "x-session-id"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = "text/event-stream"
 
@@ -163,6 +166,8 @@ async def respond(
     What the request asked for and cannot be enforced is in the header x-warnings, as a JSON list.
     """
     params = requests[0].params
+    if (session_id := request.headers.get(SESSION_HEADER)) and requests[0].session_id is None:
+        requests = [replace(one, session_id=session_id) for one in requests]
     generation = await unless_gone(request, Generation.start(service, requests))
     response: Response
     if params.output_kind is RequestOutputKind.DELTA:

@@ -11,6 +11,7 @@ import zmq
 
 from jaxvllm import LLM
 from jaxvllm.core.kv_events import (
+    END_OF_REPLAY,
     AllBlocksCleared,
     AnyKVEvent,
     BlockRemoved,
@@ -20,7 +21,7 @@ from jaxvllm.core.kv_events import (
     page_keys,
 )
 from jaxvllm.core.kv_events_config import KVEventsConfig
-from jaxvllm.engine.kv_event_publisher import END_OF_REPLAY, KVEventPublisher, open_publishers
+from jaxvllm.engine.kv_event_publisher import KVEventPublisher, open_publishers
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
 from tests.waiting import PATIENCE, wait_until
 

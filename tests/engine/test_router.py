@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
+from jaxvllm.core.routing import TOKENS_PER_RUNNING
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.engine.router import Router
@@ -29,12 +30,13 @@ ACTIONS = st.one_of(
 )
 
 
-def request(job: Job) -> Request:
+def request(job: Job, session_id: str | None = None) -> Request:
     return Request(
         asked=GenerationRequest(
             "routed",
             Prompt(None, np.array(job.prompt, np.int32), job.salt),
             SamplingParams(max_tokens=job.max_tokens),
+            session_id=session_id,
         ),
         seed=0,
         stop_token_ids=(),
@@ -138,3 +140,46 @@ def test_a_prompt_goes_where_its_prefix_is(three: list[Oracle]) -> None:
         three[index].simulation.drain()
     assert route(router, three, Job((*prompts[0], 3), salt="tenant")) == 2, "another's pages do not count, turns do"
     assert route(router, three, Job((*prompts[2], 3))) == 1, "load goes before prefixes"
+
+
+def queued_tokens(oracle: Oracle) -> int:
+    shadows = oracle.simulation.shadows.values()
+    waiting = sum(shadow.request.num_tokens for shadow in shadows if shadow.state == "waiting")
+    return waiting + sum(shadow.prefill_len - shadow.computed for shadow in shadows if shadow.prefilling)
+
+
+@settings(max_examples=60)
+@given(actions=st.lists(ACTIONS, max_size=25))
+def test_by_prefix_as_the_oracle(actions: list[Job | int | str]) -> None:
+    oracles = [Oracle(Setup(num_slots=2, num_pages=16)) for _ in range(3)]
+    router = Router((oracle.scheduler for oracle in oracles), "prefix")
+
+    def cost(one: Oracle, job: Job) -> int:
+        num_cached = one.cached_pages(job) * one.simulation.setup.page_size
+        num_running = [shadow.state for shadow in one.simulation.shadows.values()].count("running")
+        return queued_tokens(one) + TOKENS_PER_RUNNING * num_running + len(job.prompt) - num_cached
+
+    for turn, action in enumerate(actions):
+        if isinstance(action, Job):
+            oracle = min(oracles, key=lambda one, job=action: (cost(one, job), one.last_chosen))
+            assert router.choose(request(action)) is oracle.scheduler
+            oracle.last_chosen = turn
+            oracle.simulation.add(action)
+        elif isinstance(action, int):
+            oracles[action % 3].simulation.step()
+        else:
+            for oracle in oracles:
+                oracle.simulation.drain()
+
+
+def test_a_session_stays_on_its_replica_whatever_the_load_is(three: list[Oracle]) -> None:
+    router = Router((oracle.scheduler for oracle in three), "session")
+    places = {}
+    for index in range(12):
+        chosen = router.choose(request(Job((1,)), f"talk-{index}"))
+        places[index] = next(place for place, oracle in enumerate(three) if oracle.scheduler is chosen)
+    assert set(places.values()) == {0, 1, 2}
+    for _ in range(9):
+        three[places[0]].simulation.add(Job((2,)))
+    assert router.choose(request(Job((1,)), "talk-0")) is three[places[0]].scheduler
+    assert router.choose(request(Job((1,)))) is not three[places[0]].scheduler, "without a session the load counts"

@@ -5,6 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from jaxvllm.core.request import GenerationRequest
+
 MESSAGES = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": dict(messages=MESSAGES, max_tokens=2),
@@ -81,3 +83,27 @@ def test_a_models_own_limit_is_only_the_default(server: Any, monkeypatch: pytest
     story = dict(messages=[{"role": "user", "content": "Tell me about a fox."}], temperature=0)
     assert server.answer(CHAT, **story)["usage"]["completion_tokens"] == 3
     assert server.answer(CHAT, **story, max_tokens=7)["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_session_comes_from_the_body_or_else_from_the_header(
+    server: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions: list[str | None] = []
+    enqueue = server.llm.enqueue
+
+    def spy(request: GenerationRequest) -> Any:
+        sessions.append(request.session_id)
+        return enqueue(request)
+
+    monkeypatch.setattr(server.llm, "enqueue", spy)
+    for fields, headers in (
+        ({}, {}),
+        ({}, {"X-Session-ID": "talk-1"}),
+        ({}, {"X-Session-ID": ""}),
+        ({"session_id": "talk-2"}, {"X-Session-ID": "talk-1"}),
+    ):
+        assert server.client.post(path, json=BODIES[path] | fields, headers=headers).status_code == 200
+    assert sessions == [None, "talk-1", None, "talk-2"]
+    status, error = server.error(path, **BODIES[path], session_id="x" * 257)
+    assert status == 400 and "session_id" in error["message"]

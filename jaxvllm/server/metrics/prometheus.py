@@ -33,6 +33,12 @@ ENGINE_COUNTERS = (
     ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
 )
+# Names that vLLM has given up, and that its production-stack still reads.
+OLD_NAMES = {
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
 COUNTERS = tuple(name for name, _, _ in ENGINE_COUNTERS)
 
 
@@ -127,9 +133,11 @@ class Metrics(Collector):
         usage = 0.0 if stats is None else stats.num_pages_owned / stats.num_pages
         yield engine.gauge("num_requests_running", "Requests in the batch.", stats.num_running if stats else 0)
         yield engine.gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting if stats else 0)
-        yield engine.gauge("kv_cache_usage_perc", "Share of the pages that requests own, from 0 to 1.", usage)
-        for field, name, text in ENGINE_COUNTERS:
-            yield engine.counter(name, text, self._totals[field])
+        for name in _all_names("kv_cache_usage_perc"):
+            yield engine.gauge(name, "Share of the pages that requests own, from 0 to 1.", usage)
+        for field, first_name, text in ENGINE_COUNTERS:
+            for name in _all_names(first_name):
+                yield engine.counter(name, text, self._totals[field])
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens that were accepted, by their position."
         by_position: dict[tuple[str, ...], float] = {
             (str(position),): count for position, count in enumerate(self._totals.accepted_per_pos)
@@ -158,6 +166,11 @@ class Metrics(Collector):
     def _collect_http(self) -> Iterator[Metric]:
         yield self._server.counters("http_requests", "HTTP answers.", ("path", "status"), self._answers)
         yield self._server.gauge("num_http_streams", "Streaming answers that are open.", self._num_streams)
+
+
+def _all_names(name: str) -> tuple[str, ...]:
+    """Returns the name of a metric, and the one that it had before, if it had another."""
+    return (name, OLD_NAMES[name]) if name in OLD_NAMES else (name,)
 
 
 class EngineTotals:

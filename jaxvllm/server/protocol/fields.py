@@ -231,6 +231,8 @@ class EngineFields(Strict):
 
     priority: Priority = 0  # lower values run first, if the engine has scheduling_policy="priority"
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # equal salts share cached prefixes
+    # Equal in all requests of a conversation, which routing by session keeps together; None: the header X-Session-ID.
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     def request(
         self,
@@ -244,7 +246,9 @@ class EngineFields(Strict):
         salted = replace(prompt, cache_salt=self.cache_salt)
         if beams is not None:
             params = beams.sampling_params(params)
-        return GenerationRequest(request_id, salted, params, self.priority, beams, wants_draft_spans)
+        return GenerationRequest(
+            request_id, salted, params, self.priority, beams, wants_draft_spans, session_id=self.session_id
+        )
 
 
 class RequestFields(Strict):

@@ -61,6 +61,12 @@ class Version(BaseModel):
     version: str
 
 
+class Sleep(BaseModel):
+    """Whether the engine sleeps, which gateways for vLLM ask."""
+
+    is_sleeping: Literal[False] = False
+
+
 class Load(BaseModel):
     """The server's present load."""
 
@@ -120,6 +126,11 @@ def router(service: Service) -> APIRouter:
     async def version() -> Version:
         """Returns the version of jaxvllm that is running."""
         return Version(version=jaxvllm.__version__)
+
+    @routes.get("/is_sleeping", tags=["Server"], responses=COMMON)
+    async def is_sleeping() -> Sleep:
+        """Answers that the engine does not sleep: it never gives its memory back. Gateways for vLLM ask this."""
+        return Sleep()
 
     @routes.get("/load", tags=["Server"], responses=COMMON)
     async def load() -> Load:

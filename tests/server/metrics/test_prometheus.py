@@ -106,6 +106,42 @@ def test_vllm_names_kinds_and_labels(metrics: Metrics) -> None:
     }
 
 
+# What each gateway asks for, with the labels that it reads. For Kubernetes' inference extension and llm-d, the protocol
+# of model servers says it (docs/model-server-protocol.md in llm-d/llm-d-router), for vLLM's production-stack its
+# scraper (src/vllm_router/stats/engine_stats.py).
+GATEWAYS = {
+    "inference extension": {
+        "vllm:num_requests_waiting": (),
+        "vllm:num_requests_running": (),
+        "vllm:kv_cache_usage_perc": (),
+        "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
+    },
+    "production-stack": {
+        "vllm:num_requests_waiting": (),
+        "vllm:num_requests_running": (),
+        "vllm:gpu_cache_usage_perc": (),
+        "vllm:gpu_prefix_cache_hits_total": (),
+        "vllm:gpu_prefix_cache_queries_total": (),
+    },
+}
+
+
+@pytest.mark.parametrize("gateway", GATEWAYS)
+def test_gateways_find_what_they_read(gateway: str) -> None:
+    metrics = Metrics("vllm", "demo")
+    metrics.on_start(1, FACTS)
+    stats = replace(IDLE, num_running=3, num_waiting=2, num_pages=40, num_pages_owned=10)
+    metrics.on_pulse(wire.Pulse(replace(stats, num_prefix_queries=90, num_prefix_hits=30), []))
+    families = text_string_to_metric_families(metrics.render()[0].decode())
+    found = {sample.name: sample for family in families for sample in family.samples}
+    expected = {"waiting": 2, "running": 3, "usage_perc": 0.25, "hits_total": 30, "queries_total": 90, "info": 1}
+    for name, labels in GATEWAYS[gateway].items():
+        [value] = [value for end, value in expected.items() if name.endswith(f"_{end}")]
+        assert found[name].value == value, name
+        for label in labels:
+            assert int(found[name].labels[label]) > 0, label
+
+
 def test_the_prefix_is_of_all_names() -> None:
     metrics = Metrics("vllm", 'a "name"\n\\')
     everything(metrics)
