@@ -22,6 +22,8 @@ DOCUMENTS = (
     "docs/structured.md",
     "docs/comparison.md",
     "docs/metrics.md",
+    "docs/routing.md",
+    "docs/kubernetes/README.md",
     "docs/serving.md",
     "docs/playground.md",
     "docs/benchmarking.md",
