@@ -35,11 +35,12 @@ class KVEventPublisher:
         self._rank = rank
         self._topic = config.topic.encode()
         self._next = 0
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        endpoint, replay = config.of_replica(rank)
+        # A batch of a long prompt has some 10 KB, so none is kept for nobody.
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=0 if replay is None else config.buffer_steps)
         self._lock = threading.Lock()  # of `_kept`, which a thread reads
         self._context = zmq.Context()
         self._replayer: threading.Thread | None = None
-        endpoint, replay = config.of_replica(rank)
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._publications = self._socket(zmq.PUB, config.hwm, endpoint)
@@ -62,7 +63,7 @@ class KVEventPublisher:
             return
         # Sent from here: a publisher never waits (it drops what is too much for a subscriber), and a thread would have
         # to share the interpreter with the engine's.
-        payload = _encode(KVEventBatch(time.time(), list(events), self._rank))
+        payload = _encode(KVEventBatch(time.time(), events, self._rank))
         with self._lock:
             self._kept.append((self._next, payload))
         self._publications.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
@@ -97,9 +98,10 @@ class KVEventPublisher:
             return
         peer, first = request[0], int.from_bytes(request[2], "big")
         with self._lock:
-            kept = [(number, payload) for number, payload in self._kept if number >= first]
+            kept = list(self._kept)
         for number, payload in kept:
-            replays.send_multipart((peer, b"", self._topic, number.to_bytes(8, "big"), payload))
+            if number >= first:
+                replays.send_multipart((peer, b"", self._topic, number.to_bytes(8, "big"), payload))
         replays.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
 
 

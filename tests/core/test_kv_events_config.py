@@ -39,6 +39,11 @@ def test_who_publishes(given: str, publishes: bool) -> None:
     assert again == config
 
 
+def test_a_caller_in_python_may_give_a_mapping() -> None:
+    given = {"enable_kv_cache_events": True, "topic": "kv"}
+    assert EngineConfig(kv_events_config=given).kv_events == KVEventsConfig(**given)  # type: ignore[arg-type]
+
+
 def test_a_replica_has_ports_of_its_own() -> None:
     config = KVEventsConfig(endpoint="tcp://*:5557", replay_endpoint="ipc:///tmp/replay")
     assert config.of_replica(0) == ("tcp://*:5557", "ipc:///tmp/replay")
