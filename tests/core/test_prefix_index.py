@@ -64,6 +64,14 @@ def test_an_index_is_bounded(batches: list[list[int]], most: int) -> None:
         assert index.num_pages("a") == len(latest)
 
 
+def test_layers_with_a_window_do_not_count() -> None:
+    index = PrefixIndex()
+    index.apply("a", stored([1, 2], group=0))
+    index.apply("a", removed([1], group=1))
+    index.apply("a", stored([3], group=1))
+    assert index.num_cached("a", [1, 2, 3]) == 2
+
+
 def test_an_index_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="max_pages must be at least 1, not 0"):
         PrefixIndex(0)
