@@ -15,7 +15,7 @@ class RouterConfig:
     decode: tuple[str, ...] = ()  # URLs of servers that go on from these prompts
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8100  # 0: any that is free
-    routing: str = "least-load"  # which server gets a request: least-load, or session (header X-Session-ID)
+    routing_policy: str = "least-load"  # which server gets a request: least-load, or session (header X-Session-ID)
     probe_seconds: float = 1.0  # between two looks at whether a server is ready
     prefill_timeout: float = 120.0  # seconds that a prompt may take; then its whole request goes to a decode server
     max_body_bytes: int = 8 << 20  # a longer body is refused
@@ -30,8 +30,8 @@ class RouterConfig:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"a server is http://HOST:PORT, not {url!r}")
         known = [name for name in POLICIES if name != "prefix"]  # which needs the servers' KV events
-        if self.routing not in known:
-            raise ValueError(f"routing must be one of {', '.join(known)}, not {self.routing!r}")
+        if self.routing_policy not in known:
+            raise ValueError(f"routing_policy must be one of {', '.join(known)}, not {self.routing_policy!r}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         for name in ("probe_seconds", "prefill_timeout", "max_body_bytes"):

@@ -48,8 +48,8 @@ class Proxy:
 
     def __init__(self, config: RouterConfig):
         self._config = config
-        self._main = Pool(config.backend or config.decode, config.routing)
-        self._prefill = Pool(config.prefill, config.routing) if config.prefill else None
+        self._main = Pool(config.backend or config.decode, config.routing_policy)
+        self._prefill = Pool(config.prefill, config.routing_policy) if config.prefill else None
         # Answers may be silent for as long as a request waits in a queue. A server that is gone closes the connection.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None), trust_env=False

@@ -130,7 +130,7 @@ def test_requests_go_round_and_keep_their_bodies_and_headers() -> None:
 def test_a_session_stays_with_its_server() -> None:
     async def test() -> None:
         servers = Server("a"), Server("b"), Server("c")
-        async with router(backend=servers, routing="session") as (client, _):
+        async with router(backend=servers, routing_policy="session") as (client, _):
             for session in "xyz":
                 headers = {"x-session-id": session}
                 answers = [await client.post("/v1/completions", json=BODY, headers=headers) for _ in range(3)]
@@ -254,7 +254,7 @@ def test_a_long_body_is_refused() -> None:
         ({"prefill": ("http://a",)}, "need each other"),
         ({"backend": ("http://a",), "prefill": ("http://b",), "decode": ("http://c",)}, "not both kinds"),
         ({"backend": ("a:8000",)}, "a server is http://HOST:PORT"),
-        ({"backend": ("http://a",), "routing": "prefix"}, "routing must be one of least-load, session"),
+        ({"backend": ("http://a",), "routing_policy": "prefix"}, "routing_policy must be one of least-load, session"),
         ({"backend": ("http://a",), "port": 70000}, "port must be"),
         ({"backend": ("http://a",), "probe_seconds": 0}, "probe_seconds must be above 0"),
     ],
