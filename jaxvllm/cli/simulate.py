@@ -4,9 +4,9 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.cli.flags import add_flags, given, with_model
@@ -14,7 +14,9 @@ from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 
 if TYPE_CHECKING:
+    from jaxvllm.planner.deployment import Deployment
     from jaxvllm.simulator.measured_cost import MeasuredCost
+    from jaxvllm.simulator.roofline_cost import RooflineCost
     from jaxvllm.simulator.simulation import Simulation
     from jaxvllm.simulator.workload import Workload
 
@@ -68,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which devices there are, how quick they are, and how they are divided."""
+def add_deployment_flags(parser: argparse.ArgumentParser, has_pools: bool = True) -> None:
+    """Adds the flags that say which devices there are, how quick they are, and how they are divided into pools."""
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--device", help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu (default: that of --table)"
@@ -79,9 +81,10 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
         "--efficiency", type=float, metavar="SHARE", help="share of the chip's published rates (default: 1, a floor)"
     )
     group.add_argument("--host-ms", type=float, metavar="MS", help="time of the host for each step, in milliseconds")
-    group.add_argument(
-        "--pools", metavar="P+D", help="replicas that only compute prompts + replicas that only decode, such as 2+6"
-    )
+    if has_pools:
+        group.add_argument(
+            "--pools", metavar="P+D", help="replicas that only compute prompts + replicas that only decode, such as 2+6"
+        )
     group.add_argument(
         "--kv-bandwidth", type=float, metavar="GB/S", help="that a replica sends from pool to pool (default: 25)"
     )
@@ -133,48 +136,79 @@ def chosen_config(args: argparse.Namespace, table: "MeasuredCost | None") -> Eng
     return EngineConfig.from_options(**options)
 
 
-def chosen_simulation(args: argparse.Namespace, config: EngineConfig, table: "MeasuredCost | None") -> "Simulation":
-    """Returns the deployment that the flags describe. Raises ValueError when it is impossible."""
-    from jaxvllm.planner.deployment import Deployment
-    from jaxvllm.planner.known_models import find_config
-    from jaxvllm.simulator.engine_setup import EngineSetup
-    from jaxvllm.simulator.roofline_cost import RooflineCost
-    from jaxvllm.simulator.simulation import Pool, Simulation
-    from jaxvllm.simulator.step_cost import StepCost
-    from jaxvllm.simulator.transfer import Transfer
+@dataclass(frozen=True)
+class Devices:
+    """The devices of the flags: where steps take how long, and how pools reach each other."""
 
-    device = args.device or (table.device if table is not None else None)
-    if device is None:
-        raise ValueError("say how quick the devices are: give --device, such as h100, or --table")
-    _, hf_config = find_config(config.model)
-    deployment = Deployment.of_config(config, hf_config, device)
-    setup = EngineSetup.of_deployment(config, deployment)
-    cost: StepCost
-    if table is not None:
-        if args.efficiency is not None or args.host_ms is not None:
+    name: str
+    hf_config: dict[str, Any]
+    table: "MeasuredCost | None"
+    efficiency: float
+    host_seconds: float | None  # of a step; None: what was measured without a device
+    links: dict[str, float]  # fields of a `Transfer` that are given
+
+    @classmethod
+    def of_flags(cls, args: argparse.Namespace, config: EngineConfig, table: "MeasuredCost | None") -> Self:
+        """Raises ValueError when the flags contradict each other."""
+        from jaxvllm.planner.known_models import find_config
+
+        name = args.device or (table.device if table is not None else None)
+        if name is None:
+            raise ValueError("say how quick the devices are: give --device, such as h100, or --table")
+        if table is not None and (args.efficiency is not None or args.host_ms is not None):
             raise ValueError("--table has measured times: leave out --efficiency and --host-ms")
-        cost = table
-    else:
-        cost = RooflineCost.of(deployment, 1.0 if args.efficiency is None else args.efficiency)
-        if args.host_ms is not None:
-            cost = cost.with_host(args.host_ms / 1000)
-    links: dict[str, Any] = {}
-    if args.kv_bandwidth is not None:
-        links["bandwidth"] = args.kv_bandwidth * 1e9
-    if args.kv_latency_ms is not None:
-        links["latency"] = args.kv_latency_ms / 1000
+        links = {"bandwidth": args.kv_bandwidth, "latency": args.kv_latency_ms}
+        scales = {"bandwidth": 1e9, "latency": 1e-3}
+        _, hf_config = find_config(config.model)
+        return cls(
+            name,
+            hf_config,
+            table,
+            1.0 if args.efficiency is None else args.efficiency,
+            None if args.host_ms is None else args.host_ms / 1000,
+            {field: value * scales[field] for field, value in links.items() if value is not None},
+        )
+
+    def limits(self, config: EngineConfig) -> tuple[int, int]:
+        """Returns the requests and the tokens of a step that the engine would choose, or that the config says."""
+        from jaxvllm.planner.deployment import Deployment
+
+        deployment = Deployment.of_config(config, self.hf_config, self.name)
+        return deployment.max_num_seqs, deployment.max_num_batched_tokens
+
+    def simulation(self, config: EngineConfig, pools: tuple[int, int] | None) -> "Simulation":
+        """Returns the deployment with these options. Raises ValueError when it is impossible."""
+        from jaxvllm.planner.deployment import Deployment
+        from jaxvllm.simulator.engine_setup import EngineSetup
+        from jaxvllm.simulator.simulation import Pool, Simulation
+        from jaxvllm.simulator.transfer import Transfer
+
+        deployment = Deployment.of_config(config, self.hf_config, self.name)
+        setup = EngineSetup.of_deployment(config, deployment)
+        cost = self._cost(deployment) if self.table is None else self.table
+        if pools is None:
+            return Simulation(Pool(setup, cost))
+        if deployment.replicas > 1:
+            raise ValueError(f"pools say how many replicas there are: use --mesh 1x{deployment.size}")
+        prefill, decode = (Pool(replace(setup, num_replicas=count), cost) for count in pools)
+        return Simulation(prefill, decode, Transfer(deployment.token_bytes, **self.links))
+
+    def _cost(self, deployment: "Deployment") -> "RooflineCost":
+        from jaxvllm.simulator.roofline_cost import RooflineCost
+
+        cost = RooflineCost.of(deployment, self.efficiency)
+        return cost if self.host_seconds is None else cost.with_host(self.host_seconds)
+
+
+def _pools(args: argparse.Namespace) -> tuple[int, int] | None:
     if args.pools is None:
-        if links:
+        if args.kv_bandwidth is not None or args.kv_latency_ms is not None:
             raise ValueError("--kv-bandwidth and --kv-latency-ms are of --pools P+D, which is not given")
-        return Simulation(Pool(setup, cost))
+        return None
     pools = _POOLS.fullmatch(args.pools)
     if pools is None:
         raise ValueError(f"--pools must be P+D, such as 2+6, not {args.pools}")
-    if deployment.replicas > 1:
-        raise ValueError(f"--pools says how many replicas there are: use --mesh 1x{deployment.size}")
-    transfer = Transfer(deployment.token_bytes, **links)
-    prefill, decode = (Pool(replace(setup, num_replicas=int(count)), cost) for count in pools.groups())
-    return Simulation(prefill, decode, transfer)
+    return int(pools[1]), int(pools[2])
 
 
 def read_table(path: Path | None) -> "MeasuredCost | None":
@@ -195,7 +229,7 @@ def _run(args: argparse.Namespace) -> int:
     workload = chosen_workload(args)
     table = read_table(args.table)
     config = chosen_config(args, table)
-    result = chosen_simulation(args, config, table).run(workload)
+    result = Devices.of_flags(args, config, table).simulation(config, _pools(args)).run(workload)
     run = result.run(figures.names, figures.percentiles, figures.goodput)
     if args.json:
         pools = {pool.name: pool.record() for pool in result.pools}

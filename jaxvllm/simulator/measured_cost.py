@@ -16,9 +16,9 @@ from jaxvllm.simulator.step_cost import StepWork
 
 # Fewer steps than this say nothing about a bucket: its time is then between those of its neighbours.
 MIN_SAMPLES = 4
-# Samples farther from the fit than this, in standard deviations of a normal distribution, are left out: something else
-# ran on the machine.
-OUTLIER = 4.0
+# Samples farther from the fit than this, in standard deviations of a normal distribution, are left out: the machine did
+# something else for a while.
+OUTLIER = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class MeasuredCost:
     host_call: float
     host_token: float  # of a row that decodes, in each of its steps
     host_prompt_token: float
+    request_seconds: float  # of the host, for each request, beside the steps
     model: str = ""
     device: str = "cpu"  # by the planner's names
     origin: dict[str, Any] = field(default_factory=dict, compare=False)  # where and when it was measured
@@ -98,10 +99,16 @@ class MeasuredCost:
 
     @classmethod
     def fit(
-        cls, samples: Sequence[StepSample], model: str = "", device: str = "cpu", origin: dict[str, Any] | None = None
+        cls,
+        samples: Sequence[StepSample],
+        request_seconds: float,
+        model: str = "",
+        device: str = "cpu",
+        origin: dict[str, Any] | None = None,
     ) -> Self:
-        """Returns the table that explains `samples` best, by least squares of the relative errors.
+        """Returns the table that explains `samples` best.
 
+        It is the least squares fit in which an error of a tenth counts as much in short steps as in long ones.
         Raises ValueError when there are too few samples.
         """
         decode = [sample for sample in samples if sample.work.bucket.is_decode]
@@ -132,6 +139,7 @@ class MeasuredCost:
             host_call=host_call,
             host_token=host_token,
             host_prompt_token=host_prompt_token,
+            request_seconds=request_seconds,
             model=model,
             device=device,
             origin=origin or {},
@@ -186,25 +194,26 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
 
 
 def _least_squares(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns factors of at least 0 for which `terms` explain `seconds`, without those that do not fit at all."""
-    kept = seconds > 0
+    """Returns factors of at least 0 for which `terms` explain `seconds`, without samples that do not fit at all."""
     # Columns of very different sizes (positions, calls) would lose digits.
     scale = np.maximum(np.abs(terms).max(axis=0, initial=0.0), 1e-30)
-    found = np.zeros(terms.shape[1])
-    for _ in range(3):
-        weights = 1 / seconds[kept]
-        found = _positive_solution(terms[kept] / scale * weights[:, None]) / scale
-        errors = np.where(seconds > 0, terms @ found / np.where(seconds > 0, seconds, 1.0) - 1, np.inf)
-        typical = float(np.median(np.abs(errors[kept]))) / 0.6745
-        kept = np.abs(errors) <= max(OUTLIER * typical, 1e-9)
+    kept = np.ones(len(seconds), np.bool_)
+    weights = np.full(len(seconds), 1 / max(float(seconds.mean()), 1e-9))
+    for _ in range(4):
+        weighted = (terms / scale * weights[:, None])[kept], (seconds * weights)[kept]
+        found = _positive_solution(*weighted) / scale
+        # By the expected time and not by the sample's own: the sum of all times stays what it was.
+        weights = 1 / np.maximum(terms @ found, 1e-6)
+        errors = np.abs(seconds * weights - 1)
+        kept = errors <= max(OUTLIER * float(np.median(errors)) / 0.6745, 1e-9)
     return np.asarray(found, np.float64)
 
 
-def _positive_solution(terms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the factors x >= 0 for which `terms @ x` is near 1. What would be negative has no effect, and is 0."""
+def _positive_solution(terms: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns factors x >= 0 for which `terms @ x` is near `wanted`. What would be negative has no effect, and is 0."""
     found, used = np.zeros(terms.shape[1]), np.ones(terms.shape[1], np.bool_)
     while used.any():
-        found[used] = np.linalg.lstsq(terms[:, used], np.ones(len(terms)))[0]
+        found[used] = np.linalg.lstsq(terms[:, used], wanted)[0]
         if (found >= 0).all():
             break
         used &= found >= 0

@@ -13,9 +13,11 @@ from jaxvllm.planner.roofline import StepRates, link_seconds
 from jaxvllm.simulator.step_cost import StepWork
 
 # Measured without a device and without jax's own dispatch, so that it is a floor like the roofline: 65 us to plan a
-# step, and 0.76 us for each row whose tokens are streamed (benchmarks/results/host_step-2026-11-22-ef42053.json).
+# step, 0.76 us for each row whose tokens are streamed, and 80 us for a request
+# (benchmarks/results/host_step-2026-11-22-ef42053.json).
 HOST_STEP_SECONDS = 65e-6
 HOST_ROW_SECONDS = 0.76e-6
+HOST_REQUEST_SECONDS = 80e-6
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class RooflineCost:
     efficiency: float = 1.0  # share of the published rates
     host_step_seconds: float = HOST_STEP_SECONDS
     host_row_seconds: float = HOST_ROW_SECONDS
+    request_seconds: float = HOST_REQUEST_SECONDS
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:

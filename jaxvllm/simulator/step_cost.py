@@ -70,6 +70,10 @@ class StepWork:
 class StepCost(Protocol):
     """Tells how long steps take. The same work always takes the same time."""
 
+    @property
+    def request_seconds(self) -> float:
+        """The time in which the host makes and queues a request."""
+
     def device_seconds(self, work: StepWork) -> float:
         """Returns the time of the whole call on the device, all of its steps together."""
 

@@ -51,6 +51,7 @@ class VirtualEngine:
         self.now = 0.0
         self.timeline = Timeline()
         self._setup = setup
+        self._cost = cost
         self._ledger = ledger
         self._open: dict[str, Incoming] = {}
         buckets = BucketChoice(setup.ladder)
@@ -91,6 +92,7 @@ class VirtualEngine:
         except ParameterError:
             return  # it never ends, and so it counts as failed
         self._open[name] = incoming
+        self.now += self._cost.request_seconds
         if incoming.is_computed:
             self._landed.append((incoming, request))
         else:

@@ -23,6 +23,7 @@ class FlatCost:
     decode: float = 0.010
     mixed: float = 0.025
     host: float = 0.0
+    request_seconds: float = 0.0
 
     def device_seconds(self, work: StepWork) -> float:
         return self.decode * work.num_steps if work.bucket.is_decode else self.mixed
