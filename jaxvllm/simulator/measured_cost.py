@@ -1,6 +1,7 @@
 """`MeasuredCost`: the times of steps as an engine took them, in a table that is kept as JSON."""
 
 import json
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ MIN_SAMPLES = 4
 # Samples farther from the fit than this, in standard deviations of a normal distribution, are left out: the machine did
 # something else for a while.
 OUTLIER = 10.0
+# The device is done before the host where a step took less than this many times what the host did for it. Then the step
+# says how long the host took, and only that the device took no longer.
+_HOST_BOUND = 1.4
+_ROUNDS = 40  # in which the times of such steps sink to what the others say
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ class MeasuredCost:
                 np.float64,
             ).reshape(-1, 3),
             np.array([one.host_seconds for one in samples]),
+            np.zeros(len(samples), np.bool_),
         )
         host_call, host_token, host_prompt_token = (float(one) for one in host)
         return cls(
@@ -176,7 +182,7 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
     buckets = sorted(bucket for bucket, found in of_bucket.items() if len(found) >= MIN_SAMPLES)
     if not buckets:
         raise ValueError(f"{len(samples)} steps are too few for a table of step times: measure for longer")
-    rows, seconds = [], []
+    rows, seconds, is_most = [], [], []
     for column, bucket in enumerate(buckets):
         for sample in of_bucket[bucket]:
             own, shared = terms(sample.work)
@@ -185,7 +191,8 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
             row[len(buckets) :] = shared
             rows.append(row)
             seconds.append(sample.device_seconds)
-    solved = _least_squares(np.array(rows), np.array(seconds))
+            is_most.append(sample.device_seconds < _HOST_BOUND * sample.host_seconds)
+    solved = _least_squares(np.array(rows), np.array(seconds), np.array(is_most))
     times = tuple(
         BucketTime(bucket.num_tokens, bucket.num_rows, float(value))
         for bucket, value in zip(buckets, solved[: len(buckets)], strict=True)
@@ -193,19 +200,28 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
     return times, tuple(float(value) for value in solved[len(buckets) :])
 
 
-def _least_squares(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns factors of at least 0 for which `terms` explain `seconds`, without samples that do not fit at all."""
+def _least_squares(
+    terms: NDArray[np.float64], seconds: NDArray[np.float64], is_most: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Returns factors of at least 0 for which `terms` explain `seconds`, without samples that do not fit at all.
+
+    Where `is_most`, the time is at most so many seconds: what is explained by less is explained.
+    """
     # Columns of very different sizes (positions, calls) would lose digits.
     scale = np.maximum(np.abs(terms).max(axis=0, initial=0.0), 1e-30)
     kept = np.ones(len(seconds), np.bool_)
     weights = np.full(len(seconds), 1 / max(float(seconds.mean()), 1e-9))
-    for _ in range(4):
-        weighted = (terms / scale * weights[:, None])[kept], (seconds * weights)[kept]
-        found = _positive_solution(*weighted) / scale
+    wanted = seconds
+    for _ in range(_ROUNDS if is_most.any() else 4):
+        found = _positive_solution((terms / scale * weights[:, None])[kept], (wanted * weights)[kept]) / scale
+        expected = np.maximum(terms @ found, 1e-6)
+        wanted = np.where(is_most, np.minimum(seconds, expected), seconds)
         # By the expected time and not by the sample's own: the sum of all times stays what it was.
-        weights = 1 / np.maximum(terms @ found, 1e-6)
-        errors = np.abs(seconds * weights - 1)
-        kept = errors <= max(OUTLIER * float(np.median(errors)) / 0.6745, 1e-9)
+        weights = 1 / expected
+        errors = np.abs(wanted * weights - 1)
+        kept = errors <= max(
+            OUTLIER * (float(np.median(errors[~is_most])) if not is_most.all() else math.inf) / 0.6745, 1e-9
+        )
     return np.asarray(found, np.float64)
 
 
