@@ -60,7 +60,9 @@ class RooflineCost:
     def device_seconds(self, work: StepWork) -> float:
         bucket = work.bucket
         read = sum(layers * work.positions(window) for window, layers in self.windows.items())
-        pairs = sum(layers * work.pairs(window) for window, layers in self.windows.items())
+        pairs = read  # of rows with one query
+        if work.num_tokens > len(work.starts):
+            pairs = sum(layers * work.pairs(window) for window, layers in self.windows.items())
         memory = self.rates.memory(work.num_tokens, read)
         compute = self.rates.compute(bucket.num_tokens, bucket.num_rows, pairs)
         seconds = max(memory, compute) + bucket.num_tokens * self.link_seconds

@@ -114,7 +114,7 @@ class VirtualReplica:
             return now
         num_rows = self.scheduler.num_decoding
         width = self._pace.width(num_rows, self._setup.burst_width)
-        joined = self._num_joined(now, horizon, width) if num_rows else 1
+        joined = self._num_joined(now, horizon, num_rows, width) if num_rows else 1
         plan = self.scheduler.schedule(width * joined, self._setup.step_sizes)
         if plan is not None:
             now = self._launch(plan, width, now, num_busy)
@@ -148,24 +148,26 @@ class VirtualReplica:
         self.counts.num_output_tokens += update.num_new_tokens
         return now, tuple(end.request for end in update.finished)
 
-    def _num_joined(self, now: float, horizon: float, width: int) -> int:
+    def _num_joined(self, now: float, horizon: float, num_rows: int, width: int) -> int:
         """How many calls of `width` decode steps can be planned as one, because nothing can change between them."""
+        # When the device begins with the first call, the second one would be planned.
+        begin = max(now, self._busy_until)
+        if begin >= horizon or self.scheduler.num_waiting or num_rows.bit_length() not in self._paced:
+            return 1
         slots = self.scheduler.slots
         decoding = slots.decoding()
-        if self.scheduler.num_waiting or len(decoding).bit_length() not in self._paced:
-            return 1
         # In the last of these calls a row may end.
         least = int((slots.limit[decoding] - slots.num_tokens[decoding]).min())
         most = min(-(-least // width), MOST_JOINED // width)
         if most <= 1:
             return 1
         starts = slots.num_computed[decoding] + most * width
-        bucket = self._buckets.of(len(decoding), len(decoding), True, width > 1)
-        work = StepWork(bucket, starts, np.ones_like(starts), len(decoding), width)
-        # The second call would be planned when the device begins with the first one, each later one a call later.
-        begin = max(now, self._busy_until) + self._cost.host_seconds(work) / 2
+        bucket = self._buckets.of(num_rows, num_rows, True, width > 1)
+        work = StepWork(bucket, starts, np.ones_like(starts), num_rows, width)
+        begin += self._cost.host_seconds(work) / 2
         if begin >= horizon:
             return 1
+        # Each later call would be planned a call later.
         return int(min(most, (horizon - begin) / self._cost.device_seconds(work) + 2))
 
     def _launch(self, plan: StepPlan, width: int, now: float, num_busy: int) -> float:
