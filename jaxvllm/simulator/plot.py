@@ -38,7 +38,7 @@ def draw_simulation(result: SimulationResult, title: str, path: Path) -> None:
     latency.set_ylabel("time to first token, ms")
     latency.set_xlabel("seconds of virtual time")
     for axes in (pages, requests):
-        axes.legend(loc="upper right")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (pages, requests, latency):
         axes.grid(alpha=0.3)
     figure.suptitle(title)

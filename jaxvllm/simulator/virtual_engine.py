@@ -140,7 +140,7 @@ class VirtualEngine:
 
     def _about(self, request: Request) -> VirtualRequest:
         incoming = self._open[request.request_id]
-        return VirtualRequest(incoming.number, incoming.answer)
+        return VirtualRequest(incoming.number, incoming.answer, incoming.is_computed)
 
     def _note_load(self) -> None:
         schedulers = [replica.scheduler for replica in self.replicas]

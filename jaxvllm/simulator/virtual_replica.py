@@ -30,6 +30,7 @@ class VirtualRequest:
 
     number: int  # in the ledger
     answer: int  # the token that it generates, again and again
+    is_computed: bool  # elsewhere, so that it finds its pages by their transfer
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class VirtualReplica:
     def _admit(self, slot: int, request: Request) -> None:
         about = self._about(request)
         self._numbers[slot], self._answers[slot] = about.number, about.answer
-        if not request.num_preemptions:  # it was counted when it came
+        if not (request.num_preemptions or about.is_computed):  # or it was counted when it came
             self.counts.num_prefix_queries += request.num_prompt_tokens
             self.counts.num_prefix_hits += request.num_cached_tokens or 0
 

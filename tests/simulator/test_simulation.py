@@ -97,6 +97,7 @@ def test_two_pools_serve_every_request(workload: Any, options: dict[str, Any]) -
     assert result.ledger.num_ended == workload.traffic.num_prompts
     assert prefill.num_output_tokens == workload.traffic.num_prompts
     assert prefill.num_output_tokens + decode.num_output_tokens == asked
+    assert not decode.num_prefix_queries, "transfers are no hits of a prefix cache"
 
 
 def test_the_same_load_gives_the_same_result() -> None:
