@@ -6,6 +6,10 @@ the same arrivals and lengths, by the table. This prints both figures of each lo
 benchmarks/results/simulator-DATE-COMMIT.json.
 
     python -m benchmarks.simulator [--small] [--seconds 40] [--shares 0.3 0.6 0.9] [--num-prompts 150]
+
+With `--large` it simulates that many requests to Llama-3.1-8B on an H100 instead, and tells how long that takes.
+
+    python -m benchmarks.simulator --large 1000000
 """
 
 import argparse
@@ -31,6 +35,7 @@ from jaxvllm.planner.known_models import find_config
 from jaxvllm.simulator.engine_run import run_on_engine
 from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.measuring import measure_steps
+from jaxvllm.simulator.roofline_cost import RooflineCost
 from jaxvllm.simulator.simulation import Pool, Simulation
 from jaxvllm.simulator.workload import PrefixWorkload, RandomWorkload, Workload
 
@@ -71,8 +76,14 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="of the throughput")
     parser.add_argument("--num-prompts", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=2, help="real runs of each load")
+    parser.add_argument("--large", type=int, metavar="N", help="simulate N requests, and run no engine")
+    parser.add_argument("--rate", type=float, default=60.0, help="requests per second of --large")
     args = parser.parse_args()
     device = machine()
+    if args.large is not None:
+        written = write_record("simulator-large", device, large(args.large, args.rate))
+        print(f"\nwritten to {written.relative_to(ROOT)}")
+        return
     with tempfile.TemporaryDirectory() as directory:
         model = "demo"
         options: dict[str, Any] = {}
@@ -86,6 +97,21 @@ def main() -> None:
     record |= {"model": "model S" if args.small else "demo", "num_prompts": args.num_prompts}
     written = write_record("simulator-s" if args.small else "simulator", device, record)
     print(f"\nwritten to {written.relative_to(ROOT)}")
+
+
+def large(count: int, rate: float) -> dict[str, Any]:
+    name, hf_config = find_config("Llama-3.1-8B")
+    config = EngineConfig(model=name, max_model_len=8192)
+    deployment = Deployment.of_config(config, hf_config, "h100")
+    pool = Pool(EngineSetup.of_deployment(config, deployment), RooflineCost.of(deployment))
+    workload = RandomWorkload(Traffic(count, rate), Random(512, 128, 0.5))
+    result = Simulation(pool).run(workload)
+    simulated = figures(summary := result.ledger.summary([99.0]))
+    seconds = result.wall_seconds
+    print(f"{summary.completed:,} requests in {seconds:.0f} s: {1e3 * seconds / count:.2f} ms each")
+    print("\n".join(f"  {figure:20} {value:12.2f}" for figure, value in simulated.items()))
+    load = {"model": name, "device": "h100", "rate": rate, "count": count, "completed": summary.completed}
+    return load | {"wall_seconds": seconds, "figures": simulated, "pool": result.pools[0].record()}
 
 
 def compare(config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:
