@@ -38,7 +38,7 @@ SIMULATED = (
     "token_buckets",
     "max_decode_burst",
 )
-LOADS = ("random", "prefix_repetition", "conversations", "trace")
+LOADS = ("random", "prefix_repetition", "conversations")
 _POOLS = re.compile(r"([1-9]\d*)\+([1-9]\d*)")
 
 
@@ -98,8 +98,10 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     from jaxvllm.simulator.workload import Conversations
 
     group = parser.add_argument_group("load")
-    group.add_argument("--load", choices=LOADS, default="random", help="default: %(default)s, or trace with --trace")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="a .jsonl of Mooncake's, or a .csv of BurstGPT's")
+    group.add_argument("--load", choices=LOADS, default="random", help="default: %(default)s")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="a recorded load: .jsonl (Mooncake) or .csv (BurstGPT, Azure)"
+    )
     group.add_argument("--load-seed", type=int, default=0, metavar="N", help="seed of the load (default: %(default)s)")
     add_flags(parser, Traffic, "load: arrivals", skip=("max_concurrency",))
     add_flags(parser, Random, "load: random")
@@ -119,8 +121,6 @@ def chosen_workload(args: argparse.Namespace) -> "Workload":
         return TraceWorkload(args.trace, wanted.get("num_prompts"), wanted.get("request_rate"))
     traffic = Traffic(**given(args, Traffic))
     match args.load:
-        case "trace":
-            raise ValueError("--load trace reads a file: give --trace")
         case "prefix_repetition":
             return PrefixWorkload(traffic, PrefixRepetition(**given(args, PrefixRepetition)), args.load_seed)
         case "conversations":

@@ -70,7 +70,11 @@ def test_a_picture_is_drawn(table, tmp_path, capsys):
         (["demo", "--device", "h100", "--pools", "2"], "--pools must be P+D, such as 2+6, not 2"),
         (["demo", "--device", "h100", "--pools", "1+1", "--mesh", "2x1"], "pools say how many replicas there are"),
         (["demo", "--device", "h100", "--kv-latency-ms", "3"], "--kv-bandwidth and --kv-latency-ms are of --pools"),
-        (["demo", "--device", "h100", "--load", "trace"], "--load trace reads a file: give --trace"),
+        (
+            ["demo", "--device", "h100", "--trace", "no.txt"],
+            "--trace no.txt must be a .jsonl file (Mooncake) or a .csv",
+        ),
+        (["demo", "--device", "h100", "--trace", "no.csv"], "No such file or directory: 'no.csv'"),
         (["demo", "--device", "h100", "--efficiency", "2"], "--efficiency must be above 0 and at most 1, not 2.0"),
         (["Llama-3.1-70B", "--device", "l4"], "leaves no memory for keys and values on a mesh of 1x1 l4: raise the M"),
         (["demo", "--device", "h100", "--turns", "0", "--load", "conversations"], "--turns must be at least 1, not 0"),
