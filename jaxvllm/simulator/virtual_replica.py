@@ -7,7 +7,7 @@ arrives before the last of its calls would be planned, and no row ends before th
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,35 +172,42 @@ class VirtualReplica:
         return int(min(most, (horizon - begin) / self._cost.device_seconds(work) + 2))
 
     def _launch(self, plan: StepPlan, width: int, now: float, num_busy: int) -> float:
+        """Starts a plan of decode steps, `width` of them a call, or of anything else. Returns the time afterwards."""
         bucket = self._buckets.of_plan(plan)
         for admission in plan.admissions:
             self._admit(admission.slot, admission.request)
-        width = min(width, plan.width)
-        work = StepWork.of(plan, bucket, width)
-        host_seconds = self._cost.host_seconds(work)
-        launched = now + host_seconds / 2
-        begin = max(launched, self._busy_until)
-        most_new = int(plan.max_new.max()) if plan.width > 1 else 1
-        num_calls = -(-most_new // width)
-        last_steps = most_new - (num_calls - 1) * width
-        if num_calls == 1:
-            seconds = np.array([self._cost.device_seconds(StepWork.of(plan, bucket, last_steps))])
-        else:
-            first = self._cost.device_seconds(work)
-            end = self._cost.device_seconds(work.later((num_calls - 1) * width))
-            seconds = np.linspace(first, end, num_calls)
-            if last_steps < width:
-                later = StepWork.of(plan, bucket, last_steps).later((num_calls - 1) * width)
-                seconds[-1] = self._cost.device_seconds(later)
+        num_steps = int(plan.max_new.max()) if plan.width > 1 else 1
+        width = min(width, num_steps)
+        host_seconds = self._cost.host_seconds(StepWork.of(plan, bucket, width))
+        seconds = self._call_seconds(StepWork.of(plan, bucket, width), num_steps)
+        if len(seconds) > 1:
             # Where the host needs longer than the device, each call waits for it.
             seconds = np.maximum(seconds, host_seconds * num_busy)
-        ends = begin + np.cumsum(seconds)
-        if num_calls > 1:
+        launched = now + host_seconds / 2
+        ends = max(launched, self._busy_until) + np.cumsum(seconds)
+        if len(seconds) > 1:
             self._in_flight.append(_Step(ends[:-1], host_seconds=host_seconds))
         self._in_flight.append(_Step(ends, plan, width, launched, host_seconds))
         self._busy_until = float(ends[-1])
-        self._count(plan, bucket.num_tokens, num_calls, most_new, float(seconds.sum()))
+        self._count(plan, bucket.num_tokens, len(seconds), num_steps, float(seconds.sum()))
         return launched
+
+    def _call_seconds(self, first: StepWork, num_steps: int) -> NDArray[np.float64]:
+        """Returns the device's time for each call of so many steps in all, the first of which is `first`, f64[calls].
+
+        Contexts grow by the same number of tokens from call to call, and so does the time, but for the last call, which
+        may be shorter.
+        """
+        width = first.num_steps
+        num_calls = -(-num_steps // width)
+        if num_calls == 1:
+            return np.array([self._cost.device_seconds(first)])
+        last = first.later((num_calls - 1) * width)
+        seconds = np.linspace(self._cost.device_seconds(first), self._cost.device_seconds(last), num_calls)
+        num_left = num_steps - (num_calls - 1) * width
+        if num_left < width:
+            seconds[-1] = self._cost.device_seconds(replace(last, num_steps=num_left))
+        return seconds
 
     def _admit(self, slot: int, request: Request) -> None:
         about = self._about(request)
