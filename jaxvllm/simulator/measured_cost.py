@@ -57,9 +57,10 @@ class MeasuredCost:
     decode_call: float  # of a call of decode steps, however many they are
     decode_position: float  # that a row which decodes reads
     prompt_pair: float  # of a query of a prompt and a position that it sees
-    host_call: float
+    host_call: float  # of decode steps
+    host_mixed: float  # of a step with prompts
     host_token: float  # of a row that decodes, in each of its steps
-    host_prompt_token: float
+    host_prompt: float  # of a row that computes a prompt
     request_seconds: float  # of the host, for each request, beside the steps
     model: str = ""
     device: str = "cpu"  # by the planner's names
@@ -77,8 +78,9 @@ class MeasuredCost:
         return self._mixed_seconds(bucket.num_tokens, bucket.num_rows) + reads + self.prompt_pair * work.prompt_pairs()
 
     def host_seconds(self, work: StepWork) -> float:
+        call = self.host_mixed if work.num_prompts else self.host_call
         tokens = self.host_token * work.num_decode * work.num_steps
-        return self.host_call + tokens + self.host_prompt_token * work.num_prompt_tokens
+        return call + tokens + self.host_prompt * work.num_prompts
 
     def _decode_seconds(self, num_rows: int) -> float:
         key = (num_rows, num_rows)
@@ -128,14 +130,11 @@ class MeasuredCost:
             _mixed_terms,
         )
         host = _least_squares(
-            np.array(
-                [(1.0, one.work.num_decode * one.work.num_steps, one.work.num_prompt_tokens) for one in samples],
-                np.float64,
-            ).reshape(-1, 3),
+            np.array([_host_terms(one.work) for one in samples], np.float64),
             np.array([one.host_seconds for one in samples]),
             np.zeros(len(samples), np.bool_),
         )
-        host_call, host_token, host_prompt_token = (float(one) for one in host)
+        host_call, host_mixed, host_token, host_prompt = (float(one) for one in host)
         return cls(
             decode_times,
             mixed_times,
@@ -143,8 +142,9 @@ class MeasuredCost:
             decode_position=position,
             prompt_pair=pair,
             host_call=host_call,
+            host_mixed=host_mixed,
             host_token=host_token,
-            host_prompt_token=host_prompt_token,
+            host_prompt=host_prompt,
             request_seconds=request_seconds,
             model=model,
             device=device,
@@ -168,6 +168,11 @@ class MeasuredCost:
 def _decode_terms(work: StepWork) -> tuple[float, tuple[float, ...]]:
     """Returns how often the bucket's own time counts, and the factors of the other times: a call, a position."""
     return work.num_steps, (1.0, work.num_steps * work.decode_positions())
+
+
+def _host_terms(work: StepWork) -> tuple[float, ...]:
+    has_prompts = work.num_prompts > 0
+    return not has_prompts, has_prompts, work.num_decode * work.num_steps, work.num_prompts
 
 
 def _mixed_terms(work: StepWork) -> tuple[float, tuple[float, ...]]:

@@ -37,8 +37,9 @@ class StepWork:
         return int(self.lengths.sum())
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_tokens - self.num_decode
+    def num_prompts(self) -> int:
+        """Rows that compute a part of a prompt."""
+        return len(self.starts) - self.num_decode
 
     def positions(self, window: int | None = None) -> float:
         """Positions whose keys and values one step reads in a layer with that window: the mean of the steps."""

@@ -17,8 +17,9 @@ TABLE = MeasuredCost(
     decode_position=1e-6,
     prompt_pair=2e-7,
     host_call=0.0002,
+    host_mixed=0.0004,
     host_token=1e-5,
-    host_prompt_token=1e-6,
+    host_prompt=1e-6,
     request_seconds=3e-5,
     model="demo",
 )
@@ -33,17 +34,26 @@ def samples(rng: np.random.Generator, count: int) -> list[StepSample]:
             rows = times.num_rows if is_decode else int(rng.integers(1, times.num_rows))
             starts = rng.integers(0, 400, rows).astype(np.int32)
             lengths = np.ones(rows, np.int32)
+            num_prompts = 0 if is_decode else int(rng.integers(1, rows + 1))
             if not is_decode:
                 lengths[-1] = rng.integers(2, times.num_tokens - rows + 2)
             bucket = Bucket(times.num_tokens, times.num_rows, width=8 if is_decode else 1)
             steps = int(rng.integers(1, 9)) if is_decode else 1
-            work = StepWork(bucket, starts, lengths, rows if is_decode else rows - 1, steps)
+            work = StepWork(bucket, starts, lengths, rows - num_prompts, steps)
             found.append(StepSample(work, TABLE.device_seconds(work), TABLE.host_seconds(work)))
     return found
 
 
 def close(table: MeasuredCost, rel: float) -> bool:
-    fields = ("decode_call", "decode_position", "prompt_pair", "host_call", "host_token", "host_prompt_token")
+    fields = (
+        "decode_call",
+        "decode_position",
+        "prompt_pair",
+        "host_call",
+        "host_mixed",
+        "host_token",
+        "host_prompt",
+    )
     ours = [getattr(table, name) for name in fields] + [one.seconds for one in (*table.decode, *table.mixed)]
     theirs = [getattr(TABLE, name) for name in fields] + [one.seconds for one in (*TABLE.decode, *TABLE.mixed)]
     return ours == pytest.approx(theirs, rel=rel)
