@@ -15,6 +15,7 @@ DOCUMENTS = (
     "docs/glossary.md",
     "docs/kernels.md",
     "docs/scaling.md",
+    "docs/simulator.md",
     "docs/startup.md",
     "docs/models.md",
     "docs/offline.md",

@@ -24,6 +24,7 @@ CLIENT = (
     "jaxvllm.engine",
     "jaxvllm.worker",
     "jaxvllm.planner",
+    "jaxvllm.simulator",
     "jaxvllm.server",
     "jaxvllm.cli",
 )
@@ -49,11 +50,19 @@ SERVER = (
     "jaxvllm.engine.engine",
     "jaxvllm.engine.llm",
     "jaxvllm.planner",
+    "jaxvllm.simulator",
     "jaxvllm.client",
     "jaxvllm.bench",
     "jaxvllm.cli",
 )
-ABOVE_ENGINE = ("jaxvllm.planner", "jaxvllm.server", "jaxvllm.client", "jaxvllm.bench", "jaxvllm.cli")
+ABOVE_ENGINE = (
+    "jaxvllm.planner",
+    "jaxvllm.simulator",
+    "jaxvllm.server",
+    "jaxvllm.client",
+    "jaxvllm.bench",
+    "jaxvllm.cli",
+)
 # In the process that holds an engine's process. Of the engine it sees values alone.
 WORKER_CLIENT = (
     *ABOVE_ENGINE,
@@ -104,7 +113,8 @@ FORBIDDEN = {
     "jaxvllm.engine": ("jaxvllm.worker", *ABOVE_ENGINE),
     "jaxvllm.worker": WORKER_CLIENT,
     "jaxvllm.worker.command_loop": ABOVE_ENGINE,  # runs in the engine's process
-    "jaxvllm.planner": ("jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.planner": ("jaxvllm.simulator", "jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.simulator": ("jaxvllm.worker", "jaxvllm.server", "jaxvllm.cli"),
     "jaxvllm.server": SERVER,
     "jaxvllm.server.http": (
         *DEVICE,

@@ -28,31 +28,31 @@ class Run:
         """Returns the table, 50 columns wide."""
         summary, traffic = self.summary, self.traffic
         lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
-        lines += [_line("Successful requests:", summary.completed), _line("Failed requests:", summary.failed)]
+        lines += [line("Successful requests:", summary.completed), line("Failed requests:", summary.failed)]
         if traffic.max_concurrency is not None:
-            lines.append(_line("Maximum request concurrency:", traffic.max_concurrency))
+            lines.append(line("Maximum request concurrency:", traffic.max_concurrency))
         if not math.isinf(traffic.request_rate):
-            lines.append(_line("Request rate configured (RPS):", float(traffic.request_rate)))
+            lines.append(line("Request rate configured (RPS):", float(traffic.request_rate)))
         lines += [
-            _line("Benchmark duration (s):", summary.duration),
-            _line("Total input tokens:", summary.total_input),
-            _line("Total generated tokens:", summary.total_output),
-            _line("Request throughput (req/s):", summary.request_throughput),
+            line("Benchmark duration (s):", summary.duration),
+            line("Total input tokens:", summary.total_input),
+            line("Total generated tokens:", summary.total_output),
+            line("Request throughput (req/s):", summary.request_throughput),
         ]
         if summary.request_goodput is not None:
-            lines.append(_line("Request goodput (req/s):", summary.request_goodput))
+            lines.append(line("Request goodput (req/s):", summary.request_goodput))
         lines += [
-            _line("Output token throughput (tok/s):", summary.output_throughput),
-            _line("Peak output token throughput (tok/s):", summary.peak_output_tokens),
-            _line("Peak concurrent requests:", float(summary.peak_concurrency)),
-            _line("Total token throughput (tok/s):", summary.total_token_throughput),
+            line("Output token throughput (tok/s):", summary.output_throughput),
+            line("Peak output token throughput (tok/s):", summary.peak_output_tokens),
+            line("Peak concurrent requests:", float(summary.peak_concurrency)),
+            line("Total token throughput (tok/s):", summary.total_token_throughput),
         ]
         for name in self.shown:
             short, headline = LATENCIES[name]
             latency = summary.latencies[name]
             lines.append(f"{headline:-^{WIDTH}}")
-            lines += [_line(f"Mean {short} (ms):", latency.mean), _line(f"Median {short} (ms):", latency.median)]
-            lines += [_line(f"P{_number(p)} {short} (ms):", value) for p, value in latency.percentiles.items()]
+            lines += [line(f"Mean {short} (ms):", latency.mean), line(f"Median {short} (ms):", latency.median)]
+            lines += [line(f"P{_number(p)} {short} (ms):", value) for p, value in latency.percentiles.items()]
         if self.drafts.drafts:
             lines += self._draft_lines()
         return "\n".join([*lines, "=" * WIDTH])
@@ -61,13 +61,13 @@ class Run:
         drafts = self.drafts
         return [
             f"{'Speculative Decoding':-^{WIDTH}}",
-            _line("Acceptance rate (%):", drafts.acceptance_rate),
-            _line("Acceptance length:", drafts.acceptance_length),
-            _line("Drafts:", drafts.drafts),
-            _line("Draft tokens:", drafts.draft_tokens),
-            _line("Accepted tokens:", drafts.accepted_tokens),
+            line("Acceptance rate (%):", drafts.acceptance_rate),
+            line("Acceptance length:", drafts.acceptance_length),
+            line("Drafts:", drafts.drafts),
+            line("Draft tokens:", drafts.draft_tokens),
+            line("Accepted tokens:", drafts.accepted_tokens),
             "Per-position acceptance (%):",
-            *(_line(f"  Position {at}:", 100 * rate) for at, rate in enumerate(drafts.rates_per_pos)),
+            *(line(f"  Position {at}:", 100 * rate) for at, rate in enumerate(drafts.rates_per_pos)),
         ]
 
     def details(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def file_name(label: str, traffic: Traffic, model: str, now: datetime) -> str:
     return f"{label}-{traffic.request_rate}qps{at_most}-{model.rstrip('/').split('/')[-1]}-{now:%Y%m%d-%H%M%S}.json"
 
 
-def _line(name: str, value: float) -> str:
+def line(name: str, value: float) -> str:
     return f"{name:<40} {value:<10}" if isinstance(value, int) else f"{name:<40} {value:<10.2f}"
 
 

@@ -57,11 +57,8 @@ class Random:
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         _unneeded(path)
-        inputs = self._lengths(self.random_input_len, count, rng)
-        outputs = np.maximum(self._lengths(self.random_output_len, count, rng), 1)
+        inputs, outputs = self.lengths(count, rng)
         prefix = vocabulary.draw(rng, self.random_prefix_len)
-        if len(prefix) + inputs.min() < 1:
-            raise ValueError("--random-input-len and --random-prefix-len may leave a prompt empty: give more")
         return [
             _sample(vocabulary, prefix + vocabulary.draw(rng, int(length)), int(output))
             for length, output in zip(inputs, outputs, strict=True)
@@ -71,6 +68,17 @@ class Random:
     def longest(self) -> int:
         """Implements `Dataset.longest`."""
         return self.random_prefix_len + self._most(self.random_input_len) + self._most(self.random_output_len)
+
+    def lengths(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Draws the tokens of `count` prompts behind the prefix, and those of their answers, i64[count] each.
+
+        Raises ValueError when a prompt would be empty.
+        """
+        inputs = self._lengths(self.random_input_len, count, rng)
+        outputs = np.maximum(self._lengths(self.random_output_len, count, rng), 1)
+        if self.random_prefix_len + inputs.min() < 1:
+            raise ValueError("--random-input-len and --random-prefix-len may leave a prompt empty: give more")
+        return inputs, outputs
 
     def _lengths(self, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
         low = math.floor(length * (1 - self.random_range_ratio))

@@ -15,6 +15,7 @@ COMMANDS = {
     "run-batch": "Answer an OpenAI batch file with a running server.",
     "generate": "Complete prompts without a server and print the texts.",
     "plan": "Say what a model needs on TPUs or GPUs, which need not be here.",
+    "simulate": "Say in virtual time how a deployment would answer a load.",
     "convert": "Write a checkpoint in a form that several devices load in parts.",
 }
 VERSION = ("-V", "--version", "version")

@@ -111,12 +111,7 @@ def build(
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
-    ladder = BucketLadder.build(
-        _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
-        _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
-        width=config.max_decode_burst,
-        drafts=_draft_room(config, step_overhead(on_cpu)),
-    )
+    ladder = bucket_ladder(config, resolved, on_cpu)
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.stage("tokenizer"):
         tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
@@ -250,6 +245,17 @@ def _load(
         return copy
 
     return [params, *map(copied, meshes[1:])]
+
+
+def bucket_ladder(config: EngineConfig, resolved: ResolvedConfig, on_cpu: bool) -> BucketLadder:
+    """Returns the shapes that an engine compiles. Raises ValueError when the config wants larger ones than a step."""
+    seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    return BucketLadder.build(
+        _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
+        _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
+        width=config.max_decode_burst,
+        drafts=_draft_room(config, step_overhead(on_cpu)),
+    )
 
 
 def _buckets(chosen: tuple[int, ...] | None, name: str, default: tuple[int, ...]) -> tuple[int, ...]:

@@ -88,6 +88,11 @@ class Deployment:
         return self.share.page_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
 
     @property
+    def token_bytes(self) -> float:
+        """The bytes of one token's keys and values in all layers, on all devices of a replica together."""
+        return self.page_bytes * self.size / self.page_size
+
+    @property
     def max_pages(self) -> int:
         """The most pages of one request."""
         return pages_for(self.max_model_len, self.page_size)

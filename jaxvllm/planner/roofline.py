@@ -34,6 +34,49 @@ class Floor:
         return cls(num_tokens, memory, compute, links, seconds, num_tokens / seconds)
 
 
+@dataclass(frozen=True)
+class StepRates:
+    """What decides how long a step takes at least on each device, in a few numbers, from which many floors are quick.
+
+    Positions read, and pairs of a query and a position that it sees, are sums over all layers.
+    """
+
+    weight_bytes: int  # that every step reads
+    kv_bytes: float  # keys and values of one token in one layer
+    num_layers: int
+    token_flops: int  # of a token that is computed, in matrix products
+    row_flops: int  # of a row that samples
+    pair_flops: int
+    bandwidth: float  # bytes/s
+    flops: float  # FLOP/s
+
+    @classmethod
+    def of(cls, deployment: Deployment, chip: Chip) -> Self:
+        share = deployment.share
+        spec = share.spec
+        return cls(
+            weight_bytes=share.bytes_read,
+            kv_bytes=deployment.page_bytes / (deployment.page_size * spec.num_layers),
+            num_layers=spec.num_layers,
+            token_flops=share.flops(1, 0),
+            row_flops=share.flops(0, 1),
+            # There are two products, q k' and p v, each with 2 D operations per pair.
+            pair_flops=4 * spec.num_heads * spec.head_size,
+            bandwidth=chip.hbm_bandwidth,
+            flops=chip.bf16_flops,
+        )
+
+    def memory(self, num_tokens: float, positions_read: float) -> float:
+        """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens."""
+        kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes
+        return (self.weight_bytes + kv) / self.bandwidth
+
+    def compute(self, num_tokens: float, num_rows: float, pairs: float) -> float:
+        """Returns the seconds of all multiplications."""
+        flops = num_tokens * self.token_flops + num_rows * self.row_flops + pairs * self.pair_flops
+        return flops / self.flops
+
+
 def decode_floors(
     deployment: Deployment, chip: Chip, findings: Findings, context: int, num_tokens: int
 ) -> tuple[Floor, ...]:
@@ -48,7 +91,7 @@ def decode_floors(
 def _decode_floor(deployment: Deployment, chip: Chip, findings: Findings, context: int, rows: int) -> Floor:
     seen = rows * sum(min(context, window or context) for window in deployment.spec.windows)
     # Collectives carry the activations of each row, so their bytes are proportional to the rows.
-    links = _link_seconds(deployment, chip, findings.decode.collectives) * rows / findings.decode.num_rows
+    links = link_seconds(deployment, chip, findings.decode.collectives) * rows / findings.decode.num_rows
     return _floor(deployment, chip, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, links=links)
 
 
@@ -57,29 +100,19 @@ def prefill_floor(deployment: Deployment, chip: Chip, findings: Findings) -> Flo
     tokens = deployment.max_num_batched_tokens
     pairs = sum(_pairs(tokens, window or tokens) for window in deployment.spec.windows)
     read = tokens * deployment.spec.num_layers
-    links = _link_seconds(deployment, chip, findings.largest.collectives)
+    links = link_seconds(deployment, chip, findings.largest.collectives)
     return _floor(deployment, chip, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
 
 
 def _floor(
     deployment: Deployment, chip: Chip, *, num_tokens: int, num_rows: int, positions_read: int, pairs: int, links: float
 ) -> Floor:
-    """Computes a floor. `positions_read` and `pairs` (a query and a position that it sees) are sums over all layers."""
-    spec, share = deployment.share.spec, deployment.share
-    # The bytes of one token's keys and values in one layer. The step reads those that are seen and writes the new ones.
-    kv_bytes = deployment.page_bytes / (deployment.page_size * spec.num_layers)
-    kv = (positions_read + num_tokens * spec.num_layers) * kv_bytes
-    # There are two products, q k' and p v, each with 2 D operations per pair.
-    flops = share.flops(num_tokens, num_rows) + 4 * pairs * spec.num_heads * spec.head_size
-    return Floor.of(
-        num_tokens,
-        memory=(share.bytes_read + kv) / chip.hbm_bandwidth,
-        compute=flops / chip.bf16_flops,
-        links=links,
-    )
+    rates = StepRates.of(deployment, chip)
+    memory, compute = rates.memory(num_tokens, positions_read), rates.compute(num_tokens, num_rows, pairs)
+    return Floor.of(num_tokens, memory=memory, compute=compute, links=links)
 
 
-def _link_seconds(deployment: Deployment, chip: Chip, collectives: Iterable[Collective]) -> float:
+def link_seconds(deployment: Deployment, chip: Chip, collectives: Iterable[Collective]) -> float:
     """Returns the time of the collectives that greedy rows need.
 
     Chips form the ring. The speed between the devices of one chip is not known.

@@ -18,6 +18,8 @@ COMMANDS = {
     "latency": "one batch of requests in this process, run again and again",
     "throughput": "many requests in this process, all there from the start",
     "startup": "from the start of a process to its first token, without and with a cache of compiled programs",
+    "steps": "the steps of an engine in this process, for jaxvllm simulate --table",
+    "auto-tune": "search max_num_seqs, the token budget and P:D for the most requests within limits, by simulation",
     "kernels": "attention on this device: first its error, then its time beside the device's best",
 }
 USAGE = "%(prog)s [OPTION ...]"
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse(parser, words)
     if not (words and words[0] in COMMANDS):
         parser.parse_args(words)  # prints the help, or says what is wrong
-    command = import_module(f"jaxvllm.cli.bench.{words[0]}")
+    command = import_module(f"jaxvllm.cli.bench.{words[0].replace('-', '_')}")
     command.add_flags(parsers[words[0]])
     args = parser.parse_args(words)
     return exit_code("bench", lambda: int(command.run(args)))

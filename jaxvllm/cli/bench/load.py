@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.bench.data import add_data_flags, chosen_dataset, fit_to_model
+from jaxvllm.cli.bench.figures import Figures, add_figure_flags
 from jaxvllm.cli.flags import add_client_sampling_flags, add_flags, given
 from jaxvllm.client.server import Server, add_server_flags
 from jaxvllm.core.sampling_params import SamplingParams
@@ -22,7 +23,6 @@ _HIDDEN_SAMPLING = ("seed", "max_tokens", "stop")
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of everything but the results."""
-    from jaxvllm.bench.summary import LATENCIES
     from jaxvllm.bench.traffic import Traffic
 
     add_server_flags(parser)
@@ -53,26 +53,13 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="tokenizer.json to use instead of asking the server"
     )
     add_client_sampling_flags(parser, _HIDDEN_SAMPLING)
-    figures = parser.add_argument_group("figures")
-    figures.add_argument(
-        "--percentile-metrics",
-        default="ttft,tpot,itl",
-        metavar="NAMES",
-        help=f"of {','.join(LATENCIES)} (default: %(default)s)",
-    )
-    figures.add_argument(
-        "--metric-percentiles", default="99", metavar="NUMBERS", help="such as 50,90,99 (default: %(default)s)"
-    )
-    figures.add_argument(
-        "--goodput", nargs="+", metavar="NAME:MS", help="count requests within all limits, such as ttft:100 tpot:50"
-    )
+    add_figure_flags(parser)
 
 
 def benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmark":
     """Makes a benchmark of the flags. Asks the server for its model when none is given."""
     from jaxvllm.bench.benchmark import Benchmark, patiently
     from jaxvllm.bench.load import Target
-    from jaxvllm.bench.summary import Goodput
     from jaxvllm.bench.traffic import Traffic
     from jaxvllm.bench.vocabulary import LocalTokenizer, ServerTokenizer, Vocabulary
 
@@ -82,8 +69,7 @@ def benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmar
         fields["ignore_eos"] = True
     traffic = Traffic(**given(args, Traffic))
     dataset, chosen = chosen_dataset(args)
-    goodput = Goodput.parse(args.goodput) if args.goodput else None
-    names, percentiles = _names(args.percentile_metrics), _percentiles(args.metric_percentiles)
+    figures = Figures.of_flags(args)
     fields |= _object("--extra-body", args.extra_body)
     model = args.model or patiently(api.first_model, args.ready_check_timeout_sec)
     most = patiently(lambda: api.max_model_len(model), args.ready_check_timeout_sec)
@@ -99,31 +85,12 @@ def benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmar
         args.dataset_path,
         Vocabulary(tokens, args.random_vocab_size, sends_text=is_chat),
         args.seed,
-        names,
-        percentiles,
-        goodput,
+        figures.names,
+        figures.percentiles,
+        figures.goodput,
         args.ready_check_timeout_sec,
         not args.disable_tqdm,
     )
-
-
-def _names(text: str) -> list[str]:
-    from jaxvllm.bench.summary import LATENCIES
-
-    wanted = text.split(",")
-    if unknown := [name for name in wanted if name not in LATENCIES]:
-        raise ValueError(f"--percentile-metrics takes {','.join(LATENCIES)}, not {unknown[0]}")
-    return [name for name in LATENCIES if name in wanted]
-
-
-def _percentiles(text: str) -> list[float]:
-    try:
-        values = [float(word) for word in text.split(",")]
-    except ValueError:
-        values = [-1.0]
-    if not all(0 <= value <= 100 for value in values):
-        raise ValueError(f"--metric-percentiles takes numbers from 0 to 100, such as 50,99, not {text}")
-    return values
 
 
 def _object(flag: str, text: str | None) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Runs the real scheduler and router in virtual time, to tell how a deployment would answer a load."""

@@ -1,0 +1,82 @@
+"""The time of a step: what it depends on, and what tells it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxvllm.core.step_plan import Ints, StepPlan
+from jaxvllm.runtime.buckets import Bucket
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One call of a step's program, as far as its time depends on it.
+
+    Row r computes `lengths[r]` tokens from position `starts[r]` on. The first `num_decode` rows decode, `num_steps`
+    steps in one call, and their positions are those of the first step.
+    """
+
+    bucket: Bucket
+    starts: Ints  # i32[R]
+    lengths: Ints  # i32[R]
+    num_decode: int
+    num_steps: int = 1
+
+    @classmethod
+    def of(cls, plan: StepPlan, bucket: Bucket, num_steps: int) -> "StepWork":
+        return cls(bucket, plan.starts, plan.lengths, plan.num_decode, num_steps)
+
+    def later(self, steps: int) -> "StepWork":
+        """Returns the work of the same rows, all of which decode, so many steps later."""
+        return StepWork(self.bucket, self.starts + steps, self.lengths, self.num_decode, self.num_steps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one step, without padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_prompts(self) -> int:
+        """Rows that compute a part of a prompt."""
+        return len(self.starts) - self.num_decode
+
+    def positions(self, window: int | None = None) -> float:
+        """Positions whose keys and values one step reads in a layer with that window: the mean of the steps."""
+        seen = self.starts + self.lengths + (self.num_steps - 1) / 2
+        if window is not None:
+            seen = np.minimum(seen, window - 1 + self.lengths)
+        return float(seen.sum())
+
+    def decode_positions(self) -> float:
+        """The positions that rows which decode see in one step, without windows: the mean of the steps."""
+        return float(self.starts[: self.num_decode].sum()) + self.num_decode * (self.num_steps + 1) / 2
+
+    def pairs(self, window: int | None = None) -> float:
+        """Pairs of a query and a position that it sees, in a layer with that window: the mean of the steps."""
+        first = self.starts + 1 + (self.num_steps - 1) / 2  # seen by the first query of each row
+        last = first + self.lengths - 1
+        if window is None:
+            return float(((first + last) * self.lengths).sum()) / 2
+        # The queries that see fewer positions than the window has come first.
+        below = np.clip(window - first, 0, self.lengths)
+        return float((below * (2 * first + below - 1) / 2 + (self.lengths - below) * window).sum())
+
+    def prompt_pairs(self) -> float:
+        """Pairs of a query of a prompt and a position that it sees, without windows."""
+        starts, lengths = self.starts[self.num_decode :], self.lengths[self.num_decode :].astype(np.float64)
+        return float((lengths * (2 * starts + lengths + 1)).sum()) / 2
+
+
+class StepCost(Protocol):
+    """Tells how long steps take. The same work always takes the same time."""
+
+    @property
+    def request_seconds(self) -> float:
+        """The time in which the host makes and queues a request."""
+
+    def device_seconds(self, work: StepWork) -> float:
+        """Returns the time of the whole call on the device, all of its steps together."""
+
+    def host_seconds(self, work: StepWork) -> float:
+        """Returns the time in which the host plans and launches the call and turns its tokens into outputs."""

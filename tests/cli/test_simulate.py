@@ -1,0 +1,120 @@
+"""`jaxvllm simulate` and `jaxvllm bench auto-tune` from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxvllm.cli import main
+from tests.simulator.test_measured_cost import TABLE
+
+SMALL = ["--num-prompts", "40", "--random-input-len", "40", "--random-output-len", "10"]
+H100 = ["Llama-3.1-8B", "--device", "h100", "--max-model-len", "1024", "--num-pages", "500", *SMALL]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    file = tmp_path / "table.json"
+    file.write_text(TABLE.to_json())
+    return file
+
+
+def test_a_simulation_prints_the_table_of_bench_serve_and_one_for_each_pool(capsys):
+    assert main(["simulate", *H100, "--request-rate", "20", "--goodput", "ttft:50"]) == 0
+    out = capsys.readouterr().out
+    for line in ("Successful requests:                     40", "Request goodput", "P99 TTFT (ms):", "P90 E2EL (ms):"):
+        assert line in out
+    for line in (
+        "Pool engine, 1 replica",
+        "Peak KV pages in use (%):",
+        "Preemptions:",
+        "Requests simulated per second:",
+    ):
+        assert line in out
+
+
+def test_json_has_the_keys_of_bench_serve(capsys):
+    assert main(["simulate", *H100, "--pools", "1+2", "--kv-bandwidth", "50", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] == 40 and result["mean_ttft_ms"] > 0 and result["p99_itl_ms"] > 0
+    assert {name: pool["num_replicas"] for name, pool in result["pools"].items()} == {"prefill": 1, "decode": 2}
+
+
+def test_half_the_efficiency_is_twice_the_time(capsys):
+    times = []
+    for share in ("1", "0.5"):
+        one = ["--num-prompts", "1", "--host-ms", "0.001", "--efficiency", share, "--json"]
+        assert main(["simulate", *H100, *one]) == 0
+        times.append(json.loads(capsys.readouterr().out)["mean_tpot_ms"])
+    assert times[1] == pytest.approx(2 * times[0], rel=1e-3)
+
+
+def test_a_table_knows_its_model_and_device(table, capsys):
+    assert main(["simulate", "--table", str(table), "--num-pages", "500", *SMALL, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["model_id"], result["completed"]) == ("demo", 40)
+
+
+def test_a_picture_is_drawn(table, tmp_path, capsys):
+    file = tmp_path / "load.png"
+    load = ["--load", "conversations", "--request-rate", "30", "--answer-len", "8", "--plot", str(file)]
+    assert main(["simulate", "--table", str(table), "--num-pages", "500", *SMALL, *load]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["demo"], "say how quick the devices are: give --device, such as h100, or --table"),
+        (["demo", "--device", "cpu"], "the rates of device cpu are not known: name a chip such as h100, or measure"),
+        (["demo", "--device", "h100", "--pools", "2"], "--pools must be P+D, such as 2+6, not 2"),
+        (["demo", "--device", "h100", "--pools", "1+1", "--mesh", "2x1"], "pools say how many replicas there are"),
+        (["demo", "--device", "h100", "--kv-latency-ms", "3"], "--kv-bandwidth and --kv-latency-ms are of --pools"),
+        (
+            ["demo", "--device", "h100", "--trace", "no.txt"],
+            "--trace no.txt must be a .jsonl file (Mooncake) or a .csv",
+        ),
+        (["demo", "--device", "h100", "--trace", "no.csv"], "No such file or directory: 'no.csv'"),
+        (["demo", "--device", "h100", "--efficiency", "2"], "--efficiency must be above 0 and at most 1, not 2.0"),
+        (["Llama-3.1-70B", "--device", "l4"], "leaves no memory for keys and values on a mesh of 1x1 l4: raise the M"),
+        (["demo", "--device", "h100", "--turns", "0", "--load", "conversations"], "--turns must be at least 1, not 0"),
+        (
+            ["demo", "--device", "h100", "--pools", "1+1", "--no-enable-prefix-caching"],
+            "the decode pool gets its pages by the prefix cache: leave it on",
+        ),
+    ],
+)
+def test_a_wrong_option_is_an_error(argv, error, capsys):
+    assert main(["simulate", *argv]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_auto_tune_prints_a_row_for_all_options_and_the_best(table, tmp_path, capsys):
+    output = tmp_path / "tuned.json"
+    search = ["--goodput", "ttft:200", "tpot:20", "--num-seqs-list", "4", "16", "--num-batched-tokens-list", "32"]
+    words = ["bench", "auto-tune", "--table", str(table), "--num-pages", "500", *search, *SMALL]
+    assert main([*words, "--disaggregate", "2", "--output-json", str(output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:5]] == [
+        [seqs, "32", pools] for seqs in ("4", "16") for pools in ("-", "1+1")
+    ]
+    assert lines[-1].startswith("best: max_num_seqs ")
+    assert len(json.loads(output.read_text())["results"]) == 4
+    assert main([*words[:6], "--goodput", "ttft:0.001", *search[3:], *SMALL]) == 1
+    assert "no options keep these limits at any rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--disaggregate", "1"], "--disaggregate must be at least 2 replicas"),
+        (["--disaggregate", "2", "--real-runs", "1"], "--real-runs needs one pool"),
+        (
+            ["--device", "h100", "--real-runs", "1"],
+            "--real-runs runs on the cpu at hand, and the simulation is of h100",
+        ),
+    ],
+)
+def test_auto_tune_refuses_what_it_cannot_run(words, error, table, capsys):
+    assert main(["bench", "auto-tune", "--table", str(table), "--goodput", "ttft:1", *words]) == 2
+    assert error in capsys.readouterr().err
