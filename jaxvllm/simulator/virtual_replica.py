@@ -85,6 +85,8 @@ class VirtualReplica:
         self._ledger = ledger
         self._about = about
         self._buckets = buckets
+        self._jitter = np.array(cost.jitter)
+        self._rng = np.random.default_rng(0)  # the same load takes the same time, every time
         self._pace = BurstPace(setup.burst_seconds)
         self._paced: set[int] = set()  # bit lengths of the numbers of rows that `_pace` knows
         self._in_flight: deque[_Step] = deque()
@@ -180,6 +182,8 @@ class VirtualReplica:
         width = min(width, num_steps)
         host_seconds = self._cost.host_seconds(StepWork.of(plan, bucket, width))
         seconds = self._call_seconds(StepWork.of(plan, bucket, width), num_steps)
+        if len(self._jitter) > 1:
+            seconds = seconds * self._rng.choice(self._jitter, len(seconds))
         if len(seconds) > 1:
             # Where the host needs longer than the device, each call waits for it.
             seconds = np.maximum(seconds, host_seconds * num_busy)
