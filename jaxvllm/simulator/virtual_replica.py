@@ -94,6 +94,7 @@ class VirtualReplica:
         self._seen = 0.0  # when the latest output was read
         self._numbers = np.zeros(setup.max_num_seqs, np.int64)  # in the ledger, by slot
         self._answers = np.zeros(setup.max_num_seqs, np.int32)
+        self._learn_pace()
 
     @property
     def has_work(self) -> bool:
@@ -172,6 +173,20 @@ class VirtualReplica:
             return 1
         # Each later call would be planned a call later.
         return int(min(most, (horizon - begin) / self._cost.device_seconds(work) + 2))
+
+    def _learn_pace(self) -> None:
+        """Lets the pace know the steps of whole bursts, as that of a server does which has run for a while.
+
+        Without it the first steps would be single ones. Where the host needs half of the time of a burst for each, they
+        would look so slow that no burst ever followed.
+        """
+        width = self._setup.burst_width
+        for bucket in (one for one in self._setup.ladder.buckets if one.is_decode and width > 1):
+            rows = np.zeros(bucket.num_rows, np.int32)
+            work = StepWork(bucket, rows, np.ones_like(rows), bucket.num_rows, width)
+            seconds = max(self._cost.device_seconds(work), self._cost.host_seconds(work))
+            self._pace.measured(bucket.num_rows, width, seconds)
+            self._paced.add(bucket.num_rows.bit_length())
 
     def _launch(self, plan: StepPlan, width: int, now: float, num_busy: int) -> float:
         """Starts a plan of decode steps, `width` of them a call, or of anything else. Returns the time afterwards."""
