@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,8 @@ OUTLIER = 10.0
 # The device is done before the host where a step took less than this many times what the host did for it. Then the step
 # says how long the host took, and only that the device took no longer.
 _HOST_BOUND = 1.4
+_QUANTILES = 20
+_MOST_JITTER = 5.0  # times the usual time; more is a machine that did something else
 _ROUNDS = 40  # in which the times of such steps sink to what the others say
 
 
@@ -62,6 +64,9 @@ class MeasuredCost:
     host_token: float  # of a row that decodes, in each of its steps
     host_prompt: float  # of a row that computes a prompt
     request_seconds: float  # of the host, for each request, beside the steps
+    # Quantiles of what steps took over what the table says, 1 on average. The pace of bursts depends on them: behind a
+    # step that was quick by chance, a program takes several, and a token takes less.
+    jitter: tuple[float, ...] = (1.0,)
     model: str = ""
     device: str = "cpu"  # by the planner's names
     origin: dict[str, Any] = field(default_factory=dict, compare=False)  # where and when it was measured
@@ -135,7 +140,7 @@ class MeasuredCost:
             np.zeros(len(samples), np.bool_),
         )
         host_call, host_mixed, host_token, host_prompt = (float(one) for one in host)
-        return cls(
+        table = cls(
             decode_times,
             mixed_times,
             decode_call=call,
@@ -150,6 +155,7 @@ class MeasuredCost:
             device=device,
             origin=origin or {},
         )
+        return replace(table, jitter=_jitter(table, samples))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -160,9 +166,16 @@ class MeasuredCost:
         try:
             entries = json.loads(path.read_text(encoding="utf-8"))
             decode, mixed = (tuple(BucketTime(**one) for one in entries.pop(name)) for name in ("decode", "mixed"))
-            return cls(decode, mixed, **entries)
+            return cls(decode, mixed, **entries | {"jitter": tuple(entries["jitter"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"--table {path} must be step times that `jaxvllm bench steps` wrote: {error}") from None
+
+
+def _jitter(table: MeasuredCost, samples: Sequence[StepSample]) -> tuple[float, ...]:
+    """Returns the quantiles of the steps' times over what `table` says, the host's time where that is longer."""
+    ratios = [one.device_seconds / max(table.device_seconds(one.work), table.host_seconds(one.work)) for one in samples]
+    found = np.quantile(np.minimum(ratios, _MOST_JITTER), (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
+    return tuple(float(value) for value in found / found.mean())
 
 
 def _decode_terms(work: StepWork) -> tuple[float, tuple[float, ...]]:

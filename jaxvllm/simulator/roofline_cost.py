@@ -34,6 +34,7 @@ class RooflineCost:
     host_step_seconds: float = HOST_STEP_SECONDS
     host_row_seconds: float = HOST_ROW_SECONDS
     request_seconds: float = HOST_REQUEST_SECONDS
+    jitter: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         if not 0 < self.efficiency <= 1:

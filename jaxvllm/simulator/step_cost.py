@@ -1,5 +1,6 @@
 """The time of a step: what it depends on, and what tells it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,11 +70,15 @@ class StepWork:
 
 
 class StepCost(Protocol):
-    """Tells how long steps take. The same work always takes the same time."""
+    """Tells how long steps take on average, and how much they vary."""
 
     @property
     def request_seconds(self) -> float:
         """The time in which the host makes and queues a request."""
+
+    @property
+    def jitter(self) -> Sequence[float]:
+        """Factors of the device's time, 1 on average: calls of the same work take each of them equally often."""
 
     def device_seconds(self, work: StepWork) -> float:
         """Returns the time of the whole call on the device, all of its steps together."""

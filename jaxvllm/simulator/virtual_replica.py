@@ -85,6 +85,8 @@ class VirtualReplica:
         self._ledger = ledger
         self._about = about
         self._buckets = buckets
+        self._jitter = np.array(cost.jitter)
+        self._rng = np.random.default_rng(0)  # the same load takes the same time, every time
         self._pace = BurstPace(setup.burst_seconds)
         self._paced: set[int] = set()  # bit lengths of the numbers of rows that `_pace` knows
         self._in_flight: deque[_Step] = deque()
@@ -92,6 +94,7 @@ class VirtualReplica:
         self._seen = 0.0  # when the latest output was read
         self._numbers = np.zeros(setup.max_num_seqs, np.int64)  # in the ledger, by slot
         self._answers = np.zeros(setup.max_num_seqs, np.int32)
+        self._learn_pace()
 
     @property
     def has_work(self) -> bool:
@@ -171,6 +174,20 @@ class VirtualReplica:
         # Each later call would be planned a call later.
         return int(min(most, (horizon - begin) / self._cost.device_seconds(work) + 2))
 
+    def _learn_pace(self) -> None:
+        """Lets the pace know the steps of whole bursts, as that of a server does which has run for a while.
+
+        Without it the first steps would be single ones. Where the host needs half of the time of a burst for each, they
+        would look so slow that no burst ever followed.
+        """
+        width = self._setup.burst_width
+        for bucket in (one for one in self._setup.ladder.buckets if one.is_decode and width > 1):
+            rows = np.zeros(bucket.num_rows, np.int32)
+            work = StepWork(bucket, rows, np.ones_like(rows), bucket.num_rows, width)
+            seconds = max(self._cost.device_seconds(work), self._cost.host_seconds(work))
+            self._pace.measured(bucket.num_rows, width, seconds)
+            self._paced.add(bucket.num_rows.bit_length())
+
     def _launch(self, plan: StepPlan, width: int, now: float, num_busy: int) -> float:
         """Starts a plan of decode steps, `width` of them a call, or of anything else. Returns the time afterwards."""
         bucket = self._buckets.of_plan(plan)
@@ -180,6 +197,8 @@ class VirtualReplica:
         width = min(width, num_steps)
         host_seconds = self._cost.host_seconds(StepWork.of(plan, bucket, width))
         seconds = self._call_seconds(StepWork.of(plan, bucket, width), num_steps)
+        if len(self._jitter) > 1:
+            seconds = seconds * self._rng.choice(self._jitter, len(seconds))
         if len(seconds) > 1:
             # Where the host needs longer than the device, each call waits for it.
             seconds = np.maximum(seconds, host_seconds * num_busy)

@@ -24,6 +24,7 @@ class FlatCost:
     mixed: float = 0.025
     host: float = 0.0
     request_seconds: float = 0.0
+    jitter: tuple[float, ...] = (1.0,)
 
     def device_seconds(self, work: StepWork) -> float:
         return self.decode * work.num_steps if work.bucket.is_decode else self.mixed
