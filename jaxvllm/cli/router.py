@@ -9,6 +9,9 @@ from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import Parser
 from jaxvllm.router.config import RouterConfig
 
+# Answers that are being written may take so long after the first signal. Kubernetes waits for as long by default.
+LAST_ANSWERS_SECONDS = 30
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Passes requests on until a signal. Prints a line and returns 2 if an option is wrong, 1 if it cannot listen."""
@@ -34,7 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with listener:
         host, port = listener.getsockname()[:2]
         logging.getLogger(__name__).info("passing requests on at http://%s:%d", host, port)
-        settings = uvicorn.Config(Proxy(config).app, http="httptools", log_level="warning", access_log=False)
+        settings = uvicorn.Config(
+            Proxy(config).app,
+            http="httptools",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
+        )
         uvicorn.Server(settings).run([listener])
     return 0
 

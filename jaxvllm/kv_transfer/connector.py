@@ -64,7 +64,7 @@ class OneWay:
         self.both.save(digest, page)
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
-        return self.both.finished(request, hashes)
+        return self.both.finished(request, hashes) if self.saves else None
 
     def close(self) -> None:
         self.both.close()
