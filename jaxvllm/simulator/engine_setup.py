@@ -36,6 +36,7 @@ class EngineSetup:
     step_overhead: int  # what a step costs beside its tokens, in tokens: see `StepSizes`
     policy: Policy = POLICIES["v1"]
     enable_prefix_caching: bool = True
+    routing_policy: str = "least-load"
     burst_seconds: float = SERVING_SECONDS
 
     @classmethod
@@ -67,6 +68,7 @@ class EngineSetup:
             step_overhead=step_overhead(on_cpu),
             policy=POLICIES[config.scheduler],
             enable_prefix_caching=config.enable_prefix_caching,
+            routing_policy=config.routing_policy,
         )
 
     def make_scheduler(self) -> Scheduler:

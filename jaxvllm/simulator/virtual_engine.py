@@ -58,7 +58,7 @@ class VirtualEngine:
         self.replicas = tuple(
             VirtualReplica(setup, cost, ledger, self._about, buckets) for _ in range(setup.num_replicas)
         )
-        self._router = Router(replica.scheduler for replica in self.replicas)
+        self._router = Router((replica.scheduler for replica in self.replicas), setup.routing_policy)
         self._landed: deque[tuple[Incoming, Request]] = deque()  # computed elsewhere, and without pages here
 
     def run(self, arrivals: Iterable[Incoming]) -> Iterator[Outgoing]:

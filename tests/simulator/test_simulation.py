@@ -141,6 +141,15 @@ def test_shared_prefixes_are_computed_once() -> None:
     assert without.num_prefix_hits == 0
 
 
+def test_the_routing_policy_is_the_engine_s() -> None:
+    """Three prefixes fit to three replicas. By load alone, each replica computes each of them."""
+    hits = {
+        policy: one_pool(num_replicas=3, routing_policy=policy).run(LOADS["shared prefixes"]).pools[0].num_prefix_hits
+        for policy in ("least-load", "prefix")
+    }
+    assert hits["prefix"] > hits["least-load"]
+
+
 def test_a_conversation_finds_what_it_has_said_before() -> None:
     talks = ConversationWorkload(Traffic(40, 0.1), Conversations(4, 20.0, 0, 32, 33))
     # Prompts of 32, 97, 162 and 227 tokens. Each finds the full pages of what was computed before: the prompt before it
