@@ -68,7 +68,7 @@ def main() -> None:
                 assert answers.setdefault("all", got) == got, f"{kind} changed a token"
         [replica] = engines["host memory"].engine.replicas
         assert replica.traffic is not None
-        pages = {"saved": replica.traffic.num_saved_pages, "loaded": replica.traffic.num_loaded_pages}
+        pages = {"saved": replica.traffic.num_saved_pages, "loaded": replica.scheduler.num_loaded_pages}
         for llm in engines.values():
             llm.close()
     for kind, values in seconds.items():

@@ -53,7 +53,9 @@ class EngineConfig:
     # Which of several replicas gets a request: the one with the fewest requests; the one that soonest has the prompt
     # computed, given what it has cached and has to do; or the one that has the request's session.
     routing_policy: Literal["least-load", "prefix", "session"] = "least-load"
-    mesh: str = "1x1"  # replicas of the model x devices that each replica is spread over
+    # Replicas of the model x devices that each replica is spread over; 2x1x8: two stages, each has half of the layers.
+    mesh: str = "1x1"
+    data_parallel_rank: int = 0  # the number of this engine among equal ones: added to the ports of its KV events
     multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
     num_processes: int | None = None  # processes that make up the mesh, usually one on each host
@@ -100,11 +102,14 @@ class EngineConfig:
             if not self.speculation:
                 raise ValueError("speculative_config says what guesses, and speculation is off: leave one of them out")
         if self.kv_transfer_config is not None:
-            object.__setattr__(self, "kv_transfer_config", str(KVTransferConfig.read(self.kv_transfer_config)))
+            transfer = KVTransferConfig.read(self.kv_transfer_config)
+            object.__setattr__(self, "kv_transfer_config", str(transfer))
             if not self.enable_prefix_caching:
                 raise ValueError("kv_transfer_config needs the prefix cache, which is where pages arrive: leave it on")
             if self.has_others:
                 raise ValueError("kv_transfer_config is for an engine of one process: leave it out")
+            if transfer.stays_on_devices and self.mesh_shape.data > 1:
+                raise ValueError(f"the transport device is for one replica: use 1xM, not {self.mesh}")
         if self.kv_events_config is not None:
             object.__setattr__(self, "kv_events_config", str(KVEventsConfig.read(self.kv_events_config)))
             if self.kv_events is not None and not self.enable_prefix_caching:
@@ -139,11 +144,28 @@ class EngineConfig:
         index, count = self.process_id, self.num_processes
         if index is not None and (type(index) is not int or index < 0 or (count is not None and index >= count)):
             raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")
-        MeshShape.parse(str(self.mesh))  # `str`, so that (1, 8) and 8 get an error that says what to write
+        if type(self.data_parallel_rank) is not int or self.data_parallel_rank < 0:
+            raise ValueError(f"data_parallel_rank must be an integer of 0 or more, not {self.data_parallel_rank!r}")
+        # `str`, so that (1, 8) and 8 get an error that says what to write.
+        if MeshShape.parse(str(self.mesh)).stages > 1:
+            self._check_stages()
         for name in ("row_buckets", "token_buckets"):
             value = getattr(self, name)
             if value is not None and not (value and all(type(count) is int and count > 0 for count in value)):
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
+
+    def _check_stages(self) -> None:
+        """Raises NotImplementedError for options that need all layers of the model on the same devices."""
+        if (drafting := self.drafting) is not None and drafting.method not in ("ngram", "suffix"):
+            raise NotImplementedError(
+                f"mesh {self.mesh} divides the layers among stages, and drafts of a model or head need all layers: use "
+                "the method ngram or suffix, or a mesh of DxM"
+            )
+        if self.kv_transfer_config is not None:
+            raise NotImplementedError(
+                f"mesh {self.mesh} divides the layers among stages, and kv_transfer_config carries pages of all of "
+                "them: leave it out, or use a mesh of DxM"
+            )
 
     @property
     def has_others(self) -> bool:

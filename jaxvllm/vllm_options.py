@@ -39,15 +39,16 @@ class Advice:
         if self.value == "{}":
             value = next(iter(given.values()), "")
         else:
-            value = self.value.format_map({**(self.defaults or {}), **given})
+            # A mesh begins with its stages only where somebody has asked for some.
+            value = self.value.format_map({**(self.defaults or {}), **given}).removeprefix("x")
         return f"use {write(self.field, value)}{why}"
 
 
 _MESH = Advice(
-    "replicas of the model x devices that each replica is spread over",
+    "replicas of the model x devices that each replica is spread over; before them stages, if the layers are divided",
     "mesh",
-    "{data_parallel_size}x{tensor_parallel_size}",
-    {"data_parallel_size": "1", "tensor_parallel_size": "1"},
+    "{pipeline_parallel_size}x{data_parallel_size}x{tensor_parallel_size}",
+    {"pipeline_parallel_size": "", "data_parallel_size": "1", "tensor_parallel_size": "1"},
 )
 _IN_PAGES = "keys and values stay on the device, and a request that loses its pages is computed again"
 _HOSTS = "one process runs on each host; see docs/scaling.md"
@@ -65,9 +66,7 @@ _REQUEST_LOG = "only a server logs requests: one line for each, without its text
 ADVICE: Mapping[str, Advice] = {
     "tensor_parallel_size": _MESH,
     "data_parallel_size": _MESH,
-    "pipeline_parallel_size": Advice(
-        "every layer is spread over all M devices of --mesh 1xM; the layers are never divided among devices"
-    ),
+    "pipeline_parallel_size": _MESH,
     "distributed_executor_backend": Advice("one process drives all devices of its host"),
     "spec_method": _SPECULATION,
     "spec_model": _SPECULATION,

@@ -44,8 +44,10 @@ CUDNN_VERSION = "9.12.0"
 _gpu_of_process: list[GpuChip] = []
 
 
-def compile_only_devices(chip: Chip, count: int) -> list[jax.Device]:
+def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Device]:
     """Returns `count` devices, 1 to 8, of the smallest slice or machine of such chips that has them.
+
+    With several `hosts`, which must divide the second side of the slice or the number of GPUs, each has equally many.
 
     Arrays described as on them (`jax.ShapeDtypeStruct` with a sharding) make `jit(f).lower(...).compile()` compile for
     the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering.
@@ -60,7 +62,7 @@ def compile_only_devices(chip: Chip, count: int) -> list[jax.Device]:
     compiler = "libtpu" if isinstance(chip, TpuChip) else "jax_plugins.xla_cuda13"
     if not _is_installed(compiler):
         raise RuntimeError(f"no compiler for {chip.name}, {compiler} is not installed: pip install jaxvllm[aot]")
-    devices = _tpu_devices(chip, count) if isinstance(chip, TpuChip) else _gpu_devices(chip, count)
+    devices = _tpu_devices(chip, count, hosts) if isinstance(chip, TpuChip) else _gpu_devices(chip, count, hosts)
     assert len(devices) >= count and devices[0].device_kind == chip.device_kind, devices
     return devices[:count]
 
@@ -72,7 +74,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _tpu_devices(chip: TpuChip, count: int) -> list[jax.Device]:
+def _tpu_devices(chip: TpuChip, count: int, hosts: int) -> list[jax.Device]:
     # libtpu reads these when it is loaded, which the first topology causes.
     os.environ.update(_LIBTPU_ENVIRONMENT)
     num_chips = -(-count // chip.devices_per_chip)
@@ -80,14 +82,14 @@ def _tpu_devices(chip: TpuChip, count: int) -> list[jax.Device]:
         sides = [int(side) for side in name.split(":")[1].split("x")]
         if math.prod(sides) >= num_chips:
             # One host has a whole slice, or one layer of it in the third dimension.
-            host = [*sides[:2], 1]
+            host = [sides[0], sides[1] // hosts, 1]
             return topologies.get_topology_desc(name, platform="tpu", chips_per_host_bounds=host).devices
     raise AssertionError(f"no slice of {chip.name} has {count} devices")
 
 
-def _gpu_devices(chip: GpuChip, count: int) -> list[jax.Device]:
-    # The topology is one slice with one process and `count` devices: all GPUs of one machine.
-    size = f"1x1x{count}"
+def _gpu_devices(chip: GpuChip, count: int, hosts: int) -> list[jax.Device]:
+    # The topology is one slice with `count` devices, all GPUs of one machine or of several.
+    size = f"1x{hosts}x{count // hosts}"
     if chip not in (_gpu_of_process or [chip]):
         raise RuntimeError(
             f"a process can compile for one kind of GPU, and this one compiles for {_gpu_of_process[0].name}: "

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 DATA = "data"
+STAGE = "stage"
 MODEL = "model"
 
 # An axis that maps to None is whole on every device.
@@ -14,7 +15,7 @@ RULES: Mapping[str, str | None] = {
     "heads": MODEL,  # query heads, grouped by their KV head
     "kv_heads": MODEL,
     "ffn": MODEL,
-    "layers": None,
+    "layers": STAGE,
 }
 
 

@@ -73,8 +73,9 @@ def resolves(dotted: str) -> bool:
 
 
 def members() -> dict[str, set[str]]:
-    """Every class of the product, and what its body names: methods, fields, attributes of self."""
+    """Every class of the product, and what its body and its bases' name: methods, fields, attributes of self."""
     found: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -84,7 +85,14 @@ def members() -> dict[str, set[str]]:
                     names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
                     names |= {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
                     found.setdefault(node.name, set()).update(names)
-    return found
+                    own = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                    bases.setdefault(node.name, set()).update(own)
+
+    def of(name: str) -> set[str]:
+        inherited = (of(base) for base in bases.get(name, ()) if base != name)
+        return found.get(name, set()).union(*inherited)
+
+    return {name: of(name) for name in found}
 
 
 def missing(text: str) -> list[str]:

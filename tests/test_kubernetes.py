@@ -13,6 +13,7 @@ from jaxvllm.cli import serve
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.worker.data_parallel_config import DataParallelConfig
 from jaxvllm.worker.engine_process import STOP_SECONDS
 
 FOLDER = Path(__file__).parents[1] / "docs/kubernetes"
@@ -47,7 +48,7 @@ def container_of(variant: str) -> dict[str, Any]:
     return container
 
 
-def configs_of(variant: str) -> tuple[EngineConfig, ServerConfig]:
+def configs_of(variant: str) -> tuple[EngineConfig, ServerConfig, DataParallelConfig]:
     return serve._configs(serve._parser().parse_args(container_of(variant)["args"]))
 
 
@@ -79,7 +80,7 @@ def test_a_wrong_name_and_a_wrong_type_are_seen() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_command_line_is_valid(variant: str) -> None:
-    engine, server = configs_of(variant)
+    engine, server, _ = configs_of(variant)
     container = container_of(variant)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (server.host, server.port, server.metrics_prefix) == ("0.0.0.0", ports["http"], "vllm")
@@ -105,7 +106,7 @@ def test_probes_ask_what_there_is_and_need_no_key(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pod_has_the_time_to_drain(variant: str) -> None:
-    _, server = configs_of(variant)
+    _, server, _ = configs_of(variant)
     pause = container_of(variant)["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace = pod_of(variant)["spec"]["terminationGracePeriodSeconds"]
     assert grace >= pause + server.shutdown_timeout + STOP_SECONDS

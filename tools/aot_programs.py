@@ -148,6 +148,9 @@ NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20, mixed
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
+# In stages too, the forms whose layers run in a loop within another loop, where compilers might copy. Not of NARROW:
+# where weights fit in VMEM, XLA keeps them there from tick to tick (both layers of a stage, 32 MiB, on v5e).
+STAGES, STAGED_FORMS = MeshShape(1, 1, stages=2), ("decode", "burst", "mixed")
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         _step_program(WIDE, form, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
         for form in WIDE.forms
-        for mesh in STEP_MESHES
+        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
     if not isinstance(chip, TpuChip):
         return wide
@@ -266,7 +269,7 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
         K, D = spec.num_kv_heads // mesh.model, spec.head_size
-        return kv_pages_struct(spec.num_layers, num_pages, page_size, K, D, DTYPE, backend)
+        return kv_pages_struct(spec.num_layers // mesh.stages, num_pages, page_size, K, D, DTYPE, backend)
 
     shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 
@@ -278,7 +281,7 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
 
     name = f"step/{form}{model.suffix}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
     pages_bytes, state = _num_bytes(pool(shape.num_pages)), state_bytes(shape.sizes(spec))
-    copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes // spec.num_layers)
+    copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes * mesh.stages // spec.num_layers)
     return Program(name, mesh, state if form == "sample" else state + pages_bytes, copy_bytes, compile_for)
 
 

@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         shape = MeshShape.parse(args.mesh)
-        if shape.data > 1:
-            raise ValueError(f"mesh {shape} would hold {shape.data} copies of the model: give 1x{shape.num_devices}")
+        if (copies := shape.num_devices // shape.model) > 1:
+            raise ValueError(f"mesh {shape} would hold {copies} copies of the model: give 1x{shape.num_devices}")
         # Imported after parsing, because --help needs no device.
         import jax
 

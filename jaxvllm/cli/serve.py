@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +9,8 @@ from jaxvllm.cli.flags import add_flags, flag_of, given, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.logs import set_up_logs
+from jaxvllm.worker.data_parallel_config import DataParallelConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,20 +20,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        engine, server = _configs(args)
+        engine, server, parallel = _configs(args)
         if engine.process_id:
             return _follow(engine)
-        _set_up_logs()
+        set_up_logs()
+        if parallel.headless:
+            from jaxvllm.worker.node import run_node
+
+            asyncio.run(run_node(parallel))
+            return 0
         # Imported after parsing, because --help needs no web framework.
         from jaxvllm.server.serve import serve
 
-        return asyncio.run(serve(engine, server))
+        return asyncio.run(serve(engine, server, parallel))
     except (ValueError, NotImplementedError) as error:
         return _refuse(error, 2)
     except (OSError, RuntimeError, ImportError) as error:
         return _refuse(error, 1)
     except KeyboardInterrupt:
         return 130
+
+
+def read_options(argv: Sequence[str]) -> tuple[EngineConfig, ServerConfig, DataParallelConfig]:
+    """Returns what the options of `jaxvllm serve` mean. Raises ValueError when one is wrong."""
+    try:
+        return _configs(_parser().parse_args(argv))
+    except SystemExit:
+        raise ValueError(f"{' '.join(argv)} are no options of jaxvllm serve: see above") from None
 
 
 def _refuse(error: Exception, code: int) -> int:
@@ -51,15 +65,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(parser, ServerConfig, "server", takes_lists=True)
     add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, DataParallelConfig, "replicas")
     return parser
 
 
-def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, DataParallelConfig]:
     options = given(args, EngineConfig)
     if args.model_name is None and "model" not in options:
         _check_lists(args)
     options = with_model(options, args.model_name)
-    return EngineConfig.from_options(**options), ServerConfig(**given(args, ServerConfig))
+    parallel = DataParallelConfig(**given(args, DataParallelConfig))
+    return EngineConfig.from_options(**options), ServerConfig(**given(args, ServerConfig)), parallel
 
 
 def _check_lists(args: argparse.Namespace) -> None:
@@ -81,14 +97,3 @@ def _follow(engine: EngineConfig) -> int:
 
     follow_config(engine)
     return 0
-
-
-def _set_up_logs() -> None:
-    """Sets up logs as short lines on standard error, in the same form as those of the engine's process."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(asctime)s server: %(message)s", datefmt="%H:%M:%S"
-    )
-    logging.getLogger("jaxvllm").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about clients' mistakes
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has disconnected
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)

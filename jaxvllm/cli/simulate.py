@@ -184,6 +184,8 @@ class Devices:
         from jaxvllm.simulator.transfer import Transfer
 
         deployment = Deployment.of_config(config, self.hf_config, self.name)
+        if deployment.stages > 1:
+            raise NotImplementedError(f"mesh {config.mesh} has stages, which are not simulated: use a mesh of DxM")
         setup = EngineSetup.of_deployment(config, deployment)
         cost = self._cost(deployment) if self.table is None else self.table
         if pools is None:

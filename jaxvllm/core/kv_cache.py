@@ -36,6 +36,18 @@ class CachedPrefix:
     pages: tuple[list[int], ...]  # one list a group: the pages of the last columns
 
 
+@dataclass(frozen=True, eq=False)
+class ReservedPages:
+    """Pages to be filled behind a cached prefix: `pages[g]` i32[N] of group g, one for each of the next columns.
+
+    It is the trash page where no token behind all of them sees it.
+    """
+
+    first: int  # column
+    pages: tuple[Ints, ...]
+    kept: tuple[Pages, ...]  # all that is kept in each group, the cached pages before them included
+
+
 @dataclass(frozen=True)
 class Shortage:
     """Why a request can never run: a group lacks pages even if it has no other request."""
@@ -434,14 +446,41 @@ class KVCache:
         self.num_registered[slot] = last
         return hashes[first:last]
 
-    def register_filled(self, request: Request, first: int, pages: Sequence[Ints]) -> None:
-        """Lets the prefix cache know pages that were filled with those of `request` from column `first` on.
+    def reserve(self, prefix: CachedPrefix, count: int) -> ReservedPages | None:
+        """Keeps pages for the `count` columns behind a cached prefix, and the prefix, until `give_back`.
 
-        They are i32[N] of each group, the trash page where there is none.
+        None: there are not enough free ones.
         """
-        for index, of_group in enumerate(pages):
-            at = np.flatnonzero(of_group != TRASH_PAGE)
-            self._make_findable(index, (first + at).tolist(), of_group[at].tolist(), request)
+        end = prefix.num_pages + count
+        # Of a windowed group only the pages that a token behind all of them sees.
+        counts = [min(count, end - group.first_seen(end * self.page_size)) for group in self.groups]
+        of_groups = list(zip(self.groups, prefix.pages, counts, strict=True))
+        if not all(group.can_reserve(cached, needed) for group, cached, needed in of_groups):
+            return None
+        kept = tuple(group.reserve(cached, needed) for group, cached, needed in of_groups)
+        pages = []
+        for of_group, needed in zip(kept, counts, strict=True):
+            pages.append(np.full(count, TRASH_PAGE, np.int32))
+            pages[-1][count - needed :] = of_group[len(of_group) - needed :]
+        return ReservedPages(prefix.num_pages, tuple(pages), kept)
+
+    def register_filled(self, request: Request, reserved: ReservedPages, count: int) -> None:
+        """Lets the prefix cache know the first `count` pages of `reserved`, filled with those of `request`."""
+        for index, of_group in enumerate(reserved.pages):
+            at = np.flatnonzero(of_group[:count] != TRASH_PAGE)
+            self._make_findable(index, (reserved.first + at).tolist(), of_group[at].tolist(), request)
+
+    def give_back(self, reserved: ReservedPages) -> None:
+        """Undoes the `reserve` that returned `reserved`. Pages that the prefix cache knows stay there."""
+        for group, kept in zip(self.groups, reserved.kept, strict=True):
+            group.give_back(kept)
+
+    def columns(self, prefix: CachedPrefix) -> tuple[Ints, ...]:
+        """The pages of a cached prefix, i32[num_pages] of each group: the trash page for those that it does without."""
+        columns = tuple(np.full(prefix.num_pages, TRASH_PAGE, np.int32) for _ in self.groups)
+        for of_group, pages in zip(columns, prefix.pages, strict=True):
+            of_group[prefix.num_pages - len(pages) :] = pages
+        return columns
 
     def _make_findable(self, index: int, columns: Sequence[int], pages: Sequence[int], request: Request) -> None:
         """Lets the prefix cache of a group know the pages of these columns of `request`."""

@@ -9,19 +9,28 @@ from typing import Any, Literal, Self, get_args
 from jaxvllm.core.value_checks import integer, number
 
 Connector = Literal["host", "files", "peer"]
+Transport = Literal["tcp", "device"]  # how pages cross between peers
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 # vLLM's connectors that do the same, and other common ways to say a role.
 _CONNECTORS: Mapping[str, Connector] = {
     "OffloadingConnector": "host",
     "SharedStorageConnector": "files",
     "ExampleConnector": "files",
+    "NixlConnector": "peer",
 }
 _ROLES: Mapping[str, Role] = {"producer": "kv_producer", "consumer": "kv_consumer", "both": "kv_both"}
 # The options of each connector: the name in `kv_connector_extra_config`, and whether it must be there.
 _EXTRA: Mapping[Connector, Mapping[str, bool]] = {
     "host": {"cpu_bytes_to_use": False},
     "files": {"shared_storage_path": True},
-    "peer": {"secret": True, "cpu_bytes_to_use": False, "hold_seconds": False, "silence_seconds": False},
+    "peer": {
+        "secret": True,
+        "transport": False,
+        "cpu_bytes_to_use": False,
+        "device_bytes_to_use": False,
+        "hold_seconds": False,
+        "silence_seconds": False,
+    },
 }
 SECRET = "JAXVLLM_KV_SECRET"  # the variable of the environment that may have it instead
 # Fields of vLLM that are no choice here: the values that change nothing, and what to tell who gives another.
@@ -35,6 +44,7 @@ _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_load_failure_policy": ((None, "recompute"), "what does not come is computed"),
 }
 DEFAULT_HOST_BYTES = 4 << 30
+DEFAULT_DEVICE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,11 @@ class KVTransferConfig:
         for name in ("hold_seconds", "silence_seconds"):
             if name in extra:
                 number(name, extra[name], 0.1, 86400)
-        if "cpu_bytes_to_use" in extra:
-            integer("cpu_bytes_to_use", extra["cpu_bytes_to_use"], 1, 1 << 50)
+        for name in ("cpu_bytes_to_use", "device_bytes_to_use"):
+            if name in extra:
+                integer(name, extra[name], 1, 1 << 50)
+        if extra.get("transport", "tcp") not in get_args(Transport):
+            raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, not {extra['transport']!r}")
 
     @property
     def saves(self) -> bool:
@@ -90,8 +103,15 @@ class KVTransferConfig:
         return self.kv_role != "kv_producer"
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that pages may take."""
+    def stays_on_devices(self) -> bool:
+        """Whether pages that are kept for others stay in the memory of the devices."""
+        return self.kv_connector_extra_config.get("transport") == "device"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory that pages beside the pool may take, of the host or of the devices together."""
+        if self.stays_on_devices:
+            return int(self.kv_connector_extra_config.get("device_bytes_to_use", DEFAULT_DEVICE_BYTES))
         return int(self.kv_connector_extra_config.get("cpu_bytes_to_use", DEFAULT_HOST_BYTES))
 
     @property

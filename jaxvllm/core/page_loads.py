@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from jaxvllm.core.kv_cache import CachedPrefix, KVCache
-from jaxvllm.core.page_pool import TRASH_PAGE, Pages
+from jaxvllm.core.kv_cache import CachedPrefix, KVCache, ReservedPages
 from jaxvllm.core.request import Request
 from jaxvllm.core.step_plan import Ints
 
@@ -28,18 +25,16 @@ class PageSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PageLoad:
-    """Pages that are to be filled for `request` from column `first` on.
-
-    `pages[g][i]` of group g is to get what the page holds that `hashes[i]` names.
-
-    It is the trash page where no token of the request will see it.
-    """
+    """Pages that are to be filled for `request`: column i of them with what the page holds that `hashes[i]` names."""
 
     request: Request
-    first: int  # column
     hashes: tuple[bytes, ...]
-    pages: tuple[Ints, ...]
-    kept: tuple[Pages, ...]  # all that is kept for it in each group, the cached pages before them included
+    reserved: ReservedPages
+
+    @property
+    def pages(self) -> tuple[Ints, ...]:
+        """Of each group. It is the trash page where no token of the request will see it."""
+        return self.reserved.pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +57,8 @@ class PageLoads:
         self._source = source
         self._open: dict[str, PageLoad] = {}
         self._new: list[PageLoad] = []
+        self.num_asked = 0  # pages that the source was asked for
+        self.num_loaded = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -84,21 +81,14 @@ class PageLoads:
         missing = tuple(hashes[prefix.num_pages :])
         if not missing and not is_first:
             return None
+        self.num_asked += len(missing)
         count = min(self._source.num_pages(request, missing), len(missing))
         if not count:
             return None
-        end = prefix.num_pages + count
-        # Of a windowed group only the pages that a token behind all of them sees.
-        counts = [min(count, end - group.first_seen(end * self._cache.page_size)) for group in self._cache.groups]
-        of_groups = list(zip(self._cache.groups, prefix.pages, counts, strict=True))
-        if not all(group.can_reserve(cached, needed) for group, cached, needed in of_groups):
+        reserved = self._cache.reserve(prefix, count)
+        if reserved is None:
             return None
-        kept = tuple(group.reserve(cached, needed) for group, cached, needed in of_groups)
-        pages = []
-        for of_group, needed in zip(kept, counts, strict=True):
-            pages.append(np.full(count, TRASH_PAGE, np.int32))
-            pages[-1][count - needed :] = of_group[len(of_group) - needed :]
-        load = PageLoad(request, prefix.num_pages, missing[:count], tuple(pages), kept)
+        load = PageLoad(request, missing[:count], reserved)
         self._open[request.request_id] = load
         self._new.append(load)
         return load
@@ -114,7 +104,8 @@ class PageLoads:
 
     def end(self, load: PageLoad, num_loaded: int) -> None:
         """Lets the prefix cache know the first `num_loaded` pages of an open load, and keeps none of its pages on."""
-        self._cache.register_filled(load.request, load.first, [pages[:num_loaded] for pages in load.pages])
+        self.num_loaded += num_loaded
+        self._cache.register_filled(load.request, load.reserved, num_loaded)
         self.drop(load.request.request_id)
 
     def forget(self, request: Request) -> None:
@@ -126,6 +117,5 @@ class PageLoads:
         """Ends the load of a request and returns it. The pages that it was to fill are free."""
         load = self._open.pop(request_id)
         self._new = [other for other in self._new if other is not load]
-        for group, kept in zip(self._cache.groups, load.kept, strict=True):
-            group.give_back(kept)
+        self._cache.give_back(load.reserved)
         return load

@@ -22,6 +22,7 @@ class PrefixIndex:
             raise ValueError(f"max_pages must be at least 1, not {max_pages}")
         self._max_pages = max_pages
         self._pages: dict[str, OrderedDict[int, None]] = {}  # by replica; the key that was stored last is the last
+        self.page_size: int | None = None  # tokens, the same in all replicas; None: no event has told it
 
     def num_cached(self, replica: str, keys: Iterable[int]) -> int:
         """Returns how many of a prompt's pages, from its first on, `replica` has. An unknown replica has none."""
@@ -46,22 +47,24 @@ class PrefixIndex:
             case AllBlocksCleared():
                 self.forget(replica)
             case BlockStored() if not event.group_idx:
-                self._store(replica, event.block_hashes)
+                self.page_size = event.block_size
+                self.store(replica, event.block_hashes)
             case BlockRemoved() if not event.group_idx:
                 for key in event.block_hashes if replica in self._pages else ():
                     self._pages[replica].pop(key, None)
 
-    def forget(self, replica: str) -> None:
-        """Forgets all pages of `replica`."""
-        self._pages.pop(replica, None)
-
-    def _store(self, replica: str, keys: Sequence[int]) -> None:
+    def store(self, replica: str, keys: Sequence[int]) -> None:
+        """Takes note that `replica` has pages with these keys."""
         pages = self._pages.setdefault(replica, OrderedDict())
         for key in keys:
             pages[key] = None
             pages.move_to_end(key)
         for _ in range(len(pages) - self._max_pages):
             pages.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        """Forgets all pages of `replica`."""
+        self._pages.pop(replica, None)
 
 
 class KVEventReader:

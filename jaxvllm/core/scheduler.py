@@ -124,6 +124,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting_ids or self._slot_of)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it has this request, waiting or running, or one whose end no update has told yet."""
+        return any(request_id in of for of in (self._waiting_ids, self._slot_of, self._failed))
+
     def add(self, request: Request, watched: bool = False) -> None:
         """Queues `request`. `watched`: `update` reports each of its tokens, not only the end.
 
@@ -588,6 +592,16 @@ class Scheduler:
         self._loading[request.request_id] = queued
         self._computing.update(load.hashes)
         return True
+
+    @property
+    def num_asked_pages(self) -> int:
+        """Pages that were looked for elsewhere."""
+        return self._loads.num_asked
+
+    @property
+    def num_loaded_pages(self) -> int:
+        """Pages that came from elsewhere."""
+        return self._loads.num_loaded
 
     def take_loads(self) -> list[PageLoad]:
         """Returns the loads that began since the last call. Each ends with `loaded`, whatever becomes of it."""

@@ -3,6 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# What a step costs beside its tokens, in tokens: see `StepSizes`. With weights of two bytes it is FLOP/s over bytes/s:
+# 206 on an H200, 241 on a v5e, 560 on a v6e. On two cores, a step of model S took 4 ms, and 0.9 ms more a token.
+STEP_OVERHEAD = 256
+STEP_OVERHEAD_ON_CPU = 5
+
+
+def step_overhead(on_cpu: bool) -> int:
+    """What a step costs beside its tokens, in tokens."""
+    return STEP_OVERHEAD_ON_CPU if on_cpu else STEP_OVERHEAD
+
 
 @dataclass(frozen=True)
 class StepSizes:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -16,13 +16,16 @@ from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, page_format
+from jaxvllm.engine.page_moves import DeviceMoves, HostMoves
 from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.kv_transfer.connector import KVConnector
+from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.models import checkpoint
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
@@ -36,7 +39,7 @@ from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
-from jaxvllm.runtime.runner import Runner, step_overhead
+from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
@@ -64,6 +67,8 @@ class EngineParts:
     runners: tuple[Runner, ...]  # one a replica, all alike
     connector: KVConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
+    # How pages travel. It reads samples of the weights' files. Raises NotImplementedError where none can.
+    page_format: Callable[[], PageFormat]
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -90,7 +95,10 @@ def build(
     with clock.stage("devices"):
         devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
-        raise ValueError(f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}")
+        raise ValueError(
+            f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}, or "
+            f"{hosts.count}x1x{len(devices) // hosts.count} with as many stages as processes"
+        )
     meshes = replica_meshes(make_mesh(config.mesh_shape, devices))
     device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
@@ -99,7 +107,7 @@ def build(
     directory = checkpoint.resolve(config.model)
     resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
     spec = resolved.spec
-    _log_costs(Spread(spec, meshes[0].size))
+    _log_costs(Spread.on(spec, meshes[0]))
     backend = Backend.of_device(config.attention_backend, device, resolved.dtype)
     if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
         # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
@@ -154,10 +162,20 @@ def build(
                 runner.programs.wait()
         # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
         hosts.meet()
+
+    @cache
+    def page_form() -> PageFormat:
+        if config.has_others:
+            raise NotImplementedError("requests move between engines of one process each: use one process")
+        return page_format(config, resolved, directory, shape, backend, meshes[0])
+
     if config.kv_transfer is not None:
-        form = page_format(config, resolved, directory, shape, backend, meshes[0])
-        connector = make_connector(config.kv_transfer, form)
-        traffic = tuple(PageTraffic(connector, form, runner) for runner in runners)
+        form = page_form()
+        connector = make_connector(config.kv_transfer, form, runners[0].page_like, config.data_parallel_rank)
+        stays = config.kv_transfer.stays_on_devices
+        traffic = tuple(
+            PageTraffic(connector, DeviceMoves(runner) if stays else HostMoves(runner, form)) for runner in runners
+        )
     for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
         seen = "all positions" if size.window is None else f"the last {size.window} positions"
         text = "%d pages of %d tokens for %d layers that see %s"
@@ -188,6 +206,7 @@ def build(
         runners=runners,
         connector=connector,
         traffic=traffic,
+        page_format=page_form,
         spec=spec,
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,
@@ -219,6 +238,9 @@ def _log_costs(spread: Spread) -> None:
     if whole.num_heads > spec.num_heads:
         text = "query heads: %d over %d devices, so they take the time and memory of %d"
         logger.info(text, spec.num_heads, spread.size, whole.num_heads)
+    if spread.zero_layers:
+        text = "layers: %d in %d stages of %d, so they take the time and memory of %d"
+        logger.info(text, spec.num_layers, spread.stages, spread.stage_layers, whole.num_layers)
 
 
 def _load(
@@ -234,7 +256,7 @@ def _load(
         seed=config.seed,
         mesh=meshes[0],
     )
-    if isinstance(backend.chip, CpuChip):
+    if isinstance(backend.chip, CpuChip) and resolved.layout == "separate":
         params = with_kernel(params, resolved.spec, backend.chip)
     # Only on one device: several on a CPU are virtual, for proving what real ones will do, not for speed.
     elif resolved.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
@@ -289,7 +311,7 @@ def _num_pages(
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
-    spread = Spread(resolved.spec, meshes[0].size)
+    spread = Spread.on(resolved.spec, meshes[0])
     devices = [device for mesh in meshes for device in mesh.local_devices]
 
     def pool_bytes(num_pages: int) -> int:

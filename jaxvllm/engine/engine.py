@@ -3,6 +3,7 @@
 import logging
 import random
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Unpack
@@ -16,10 +17,12 @@ from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
+from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.output_processor import OutputProcessor, is_watched
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
@@ -52,7 +55,9 @@ class Engine:
         `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
         """
         # First, because a port that is in use should be told before a model is loaded.
-        self._publishers = open_publishers(config.kv_events, config.mesh_shape.data, config.page_size)
+        self._publishers = open_publishers(
+            config.kv_events, config.mesh_shape.data, config.page_size, config.data_parallel_rank
+        )
         try:
             parts = lead(config, logits_processors)
         except BaseException:
@@ -66,6 +71,7 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
         self._connector = parts.connector
+        self._page_format = parts.page_format
         publishers = self._publishers or (None,) * len(parts.runners)
         of_replicas = zip(parts.runners, parts.traffic, publishers, strict=True)
         self.replicas = tuple(
@@ -150,9 +156,7 @@ class Engine:
         self._ready()
         grammar = self._grammar(request)
         sequences = request.sequences()
-        for name in (request.request_id, *(sequence.request_id for sequence in sequences)):
-            if self.outputs.is_known(name):
-                raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
+        self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
         self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         self._num_prompt_tokens += len(request.prompt.token_ids)
@@ -215,6 +219,57 @@ class Engine:
             replica.publish()
         return self.outputs.abort(request_id, [child for child in ended if child is not None])
 
+    def export_request(self, request_id: str) -> ExportedRequest:
+        """Ends a request here, and returns what another engine needs to go on with the same tokens.
+
+        Its outputs so far are not told again. Raises ValueError for an id that is unknown or has ended, and
+        NotImplementedError for an engine of several processes.
+        """
+        self._ready()
+        form = self._page_format()
+        if request_id not in self.outputs:
+            raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
+        request = self.outputs.request(request_id)
+        open_ids = self.outputs.children(request_id)
+        [replica] = [one for one in self.replicas if open_ids[0] in one.scheduler]
+        left = {name: replica.scheduler.finish(name) for name in open_ids}
+        replica.publish()
+        sequences, requests = dict[int, SamplingState](), list[Request]()
+        for index, sequence in enumerate(request.sequences()):
+            one = left.get(sequence.request_id)
+            if one is not None:
+                sequences[index] = SamplingState.of(one)
+                requests.append(one)
+        cargo = load_cargo(replica, form, requests)
+        return ExportedRequest(request, self.outputs.take_out(request_id), sequences, form.fingerprint, cargo)
+
+    def import_request(self, exported: ExportedRequest) -> str:
+        """Queues a request that another engine has exported, and returns its id.
+
+        The engine must have the same weights and dtypes; meshes, page pools, chunks and steps may differ.
+        Raises ValueError for a request that this engine cannot go on with, or whose id is in use.
+        """
+        self._ready()
+        form = self._page_format()
+        if exported.model != form.fingerprint:
+            raise ValueError("the request was exported by an engine with another model, dtype or page: use one like it")
+        request = exported.request
+        self._rules.check(request)
+        self.check_fits(request)
+        grammar, sequences = self._grammar(request), request.sequences()
+        self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
+        exported.check(len(sequences), self.vocab_size, self._rules.limit(request))
+        queued = [self._queued(sequences[index], grammar, state) for index, state in exported.sequences.items()]
+        scheduler = self._router.choose(queued[0])
+        [replica] = [one for one in self.replicas if one.scheduler is scheduler]
+        for one in queued:
+            unload_cargo(replica, form, one, exported.pages)
+        warnings = () if grammar is None else grammar.warnings
+        self.outputs.put_back(request, [one.request_id for one in sequences], exported.progress, warnings)
+        for one in queued:
+            scheduler.add(one, watched=is_watched(request))
+        return request.request_id
+
     def startup(self) -> StartupReport:
         """Returns where the time of the start went."""
         return self._startup.report()
@@ -222,6 +277,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns counters and gauges that say how busy the engine is."""
         schedulers = [replica.scheduler for replica in self.replicas]
+        traffics = [replica.traffic for replica in self.replicas if replica.traffic is not None]
         drafted = np.sum([replica.num_drafted for replica in self.replicas], axis=0)
         accepted = np.sum([replica.num_accepted for replica in self.replicas], axis=0)
         return EngineStats(
@@ -231,6 +287,10 @@ class Engine:
             num_preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
             num_prefix_queries=sum(replica.num_prefix_queries for replica in self.replicas),
             num_prefix_hits=sum(replica.num_prefix_hits for replica in self.replicas),
+            num_external_queries=sum(s.num_asked_pages * s.cache.page_size for s in schedulers),
+            num_external_hits=sum(s.num_loaded_pages * s.cache.page_size for s in schedulers),
+            num_failed_loads=sum(traffic.num_failed_loads for traffic in traffics),
+            num_saved_pages=sum(traffic.num_saved_pages for traffic in traffics),
             num_running=sum(scheduler.num_running for scheduler in schedulers),
             num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
             num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
@@ -304,12 +364,22 @@ class Engine:
     def _make_router(self) -> Router:
         return Router((replica.scheduler for replica in self.replicas), self.config.routing_policy)
 
-    def _queued(self, sequence: GenerationRequest, grammar: CompiledGrammar | None) -> Request:
-        """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing."""
+    def _check_free(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self.outputs.is_known(name):
+                raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
+
+    def _queued(
+        self, sequence: GenerationRequest, grammar: CompiledGrammar | None, state: SamplingState | None = None
+    ) -> Request:
+        """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing.
+
+        `state`: where it goes on.
+        """
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
         detection, beams = sequence.params.repetition_detection, sequence.beam_search
-        return Request(
+        request = Request(
             asked=sequence,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             stop_token_ids=self._rules.stop_token_ids(sequence.params),
@@ -322,3 +392,6 @@ class Engine:
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
         )
+        if state is not None:
+            state.restore(request)
+        return request

@@ -105,13 +105,18 @@ class KVEventPublisher:
         replays.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
 
 
-def open_publishers(config: KVEventsConfig | None, num_replicas: int, page_size: int) -> tuple[KVEventPublisher, ...]:
-    """Opens the sockets of all replicas. There are none where nobody wants events. ValueError: an endpoint is wrong."""
+def open_publishers(
+    config: KVEventsConfig | None, num_replicas: int, page_size: int, first_rank: int = 0
+) -> tuple[KVEventPublisher, ...]:
+    """Opens the sockets of all replicas, whose ranks begin at `first_rank`. There are none where nobody wants events.
+
+    Raises ValueError when an endpoint is wrong.
+    """
     if config is None:
         return ()
     with ExitStack() as undo:
         opened: list[KVEventPublisher] = []
-        for rank in range(num_replicas):
+        for rank in range(first_rank, first_rank + num_replicas):
             opened.append(KVEventPublisher(config, rank, page_size))
             undo.callback(opened[-1].close)
         undo.pop_all()

@@ -1,7 +1,7 @@
 """One engine over several processes: process 0 leads, and the others follow it."""
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -71,10 +71,11 @@ def lead(config: EngineConfig, logits_processors: tuple[LogitsProcessor, ...] = 
 def _hosts(config: EngineConfig) -> Hosts:
     if not config.has_others:
         return ALONE
-    if config.mesh_shape.data > 1:
+    shape = config.mesh_shape
+    if shape.data > 1:
         raise NotImplementedError(
-            f"mesh {config.mesh} has {config.mesh_shape.data} replicas, and several processes can share only one: use "
-            f"1x{config.mesh_shape.model} and start as many groups of processes"
+            f"mesh {shape} has {shape.data} replicas, and several processes can share only one: use "
+            f"{replace(shape, data=1)} and start as many groups of processes"
         )
     return join(config.coordinator, config.num_processes, config.process_id)
 

@@ -15,6 +15,7 @@ from jaxvllm.core.beam import Beam, Candidates
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
+from jaxvllm.engine.exported_request import CompletionProgress, RequestProgress
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.text.completion_text import CompletionText, StopMatch
 from jaxvllm.text.draft_spans import DraftSpans
@@ -63,6 +64,40 @@ class _Completion:
             return None
         unread, self.unread = self.unread, []
         return self.stream.push(unread) if self.spans is None else self.spans.push(self.stream, unread)
+
+    def progress(self) -> CompletionProgress:
+        """Returns what another processor needs to go on from here."""
+        return CompletionProgress(
+            self.token_ids,
+            self.logprobs,
+            self.cumulative_logprob,
+            self.num_shown,
+            self.has_news,
+            None if self.finish_reason is None else self.finish_reason.value,
+            self.stop_reason,
+        )
+
+    def restore(self, progress: CompletionProgress, params: SamplingParams) -> None:
+        """Goes on from there: what was shown is not told again."""
+        self.token_ids, self.logprobs = list(progress.token_ids), list(progress.logprobs)
+        self.cumulative_logprob, self.has_news = progress.cumulative_logprob, progress.has_news
+        self.num_taken = self.num_shown = progress.num_shown
+        self.finish_reason = None if progress.finish_reason is None else FinishReason(progress.finish_reason)
+        self.stop_reason = progress.stop_reason
+        if self.stream is None:
+            return
+        spelled = self.token_ids
+        # A stop string ends the text itself, and any other stop is a token that may belong to no text.
+        ends_by_token = self.finish_reason is FinishReason.STOP and not isinstance(self.stop_reason, str)
+        if ends_by_token and not params.include_stop_str_in_output:
+            spelled = spelled[:-1]
+        self.stream.push(spelled[: self.num_shown])
+        self.stream.take()
+        self.stream.push(spelled[self.num_shown :])
+        if self.finish_reason is not None:
+            self.stream.finish()
+            if not self.has_news:
+                self.stream.take()
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +173,10 @@ class OutputProcessor:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
+
+    def request(self, request_id: str) -> GenerationRequest:
+        """Returns a live request."""
+        return self._groups[request_id].request
 
     def children(self, request_id: str) -> list[str]:
         """Returns the ids of the scheduler's requests for `request_id` that have not ended."""
@@ -221,6 +260,35 @@ class OutputProcessor:
         for completion in group.completions.values():  # those that never reached the scheduler: `submit` broke off
             completion.finish_reason = completion.finish_reason or FinishReason.ABORT
         return self._emit(group, time.monotonic())
+
+    def take_out(self, request_id: str) -> RequestProgress:
+        """Forgets a request that goes on elsewhere, and returns what its callers know of it."""
+        now, group = time.monotonic(), self._groups[request_id]
+        progress = RequestProgress(
+            completions=tuple(completion.progress() for completion in group.completions.values()),
+            metrics=group.metrics.later_by(-now),
+            num_cached_tokens=group.num_cached_tokens,
+            prompt_logprobs=group.prompt_logprobs,
+            was_shown=group.emitted_at is not None,
+        )
+        self._num_streaming -= progress.was_shown
+        self._forget(group)
+        return progress
+
+    def put_back(
+        self, request: GenerationRequest, child_ids: Sequence[str], progress: RequestProgress, warnings: Sequence[str]
+    ) -> None:
+        """Adds a request that another processor has `taken out`, where it left off."""
+        now = time.monotonic()
+        self.add(request, child_ids, now, warnings)
+        group = self._groups[request.request_id]
+        for completion, before in zip(group.completions.values(), progress.completions, strict=True):
+            completion.restore(before, request.params)
+        group.metrics = progress.metrics.later_by(now)
+        group.num_cached_tokens = progress.num_cached_tokens
+        group.prompt_logprobs = progress.prompt_logprobs
+        group.emitted_at = now if progress.was_shown else None
+        self._num_streaming += progress.was_shown
 
     def _take_token(
         self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
@@ -379,9 +447,7 @@ class OutputProcessor:
             completion.num_shown = len(completion.token_ids)
         if finished:
             group.metrics = replace(group.metrics, finished_time=time.monotonic())
-            del self._groups[group.request.request_id]
-            for child_id in group.completions:
-                del self._group_of[child_id]
+            self._forget(group)
         return RequestOutput(
             request_id=group.request.request_id,
             prompt=group.request.prompt.text,
@@ -393,6 +459,11 @@ class OutputProcessor:
             prompt_logprobs=_shaped(group.params, group.prompt_logprobs) if is_first or not delta else None,
             warnings=group.warnings,
         )
+
+    def _forget(self, group: _Group) -> None:
+        del self._groups[group.request.request_id]
+        for child_id in group.completions:
+            del self._group_of[child_id]
 
     def _completion_output(self, group: _Group, completion: _Completion) -> CompletionOutput:
         params, first = group.params, 0

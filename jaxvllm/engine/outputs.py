@@ -1,7 +1,7 @@
 """The values that a caller gets back. Their names are vLLM's."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, overload
 
 type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
@@ -91,6 +91,20 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+
+    def later_by(self, seconds: float) -> Self:
+        """Returns the same times by a clock that shows so much more."""
+
+        def later(at: float | None) -> float | None:
+            return None if at is None else at + seconds
+
+        return replace(
+            self,
+            arrival_time=self.arrival_time + seconds,
+            first_scheduled_time=later(self.first_scheduled_time),
+            first_token_time=later(self.first_token_time),
+            finished_time=later(self.finished_time),
+        )
 
     @property
     def queued_seconds(self) -> float | None:

@@ -1,8 +1,10 @@
 """From a config to what carries an engine's pages: the form in which they travel, and the connector."""
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -12,9 +14,10 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.kv_transfer.connector import KVConnector, OneWay
 from jaxvllm.kv_transfer.file_connector import FileConnector
 from jaxvllm.kv_transfer.host_connector import HostConnector
-from jaxvllm.kv_transfer.host_memory import HostMemory
 from jaxvllm.kv_transfer.page_format import PageArray, PageFormat
+from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
+from jaxvllm.kv_transfer.transports import DeviceTransport, PageTransport, TcpTransport
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.weights_name import weights_name
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -31,7 +34,7 @@ def page_format(
     spec = resolved.spec
     dummy = f"dummy {config.seed}" if config.load_format == "dummy" else ""
     model = " ".join((weights_name(directory), dummy, str(np.dtype(resolved.dtype)), config.speculative_config or ""))
-    copies, num_groups = Spread(spec, mesh.size).kv_copies, len(shape.groups(spec))
+    copies, num_groups = Spread.on(spec, mesh).kv_copies, len(shape.groups(spec))
     arrays = []
     for at, pages in enumerate(shape.pages(spec, backend, mesh)):
         num_layers, _, num_heads, page_size, width = pages.shape
@@ -40,21 +43,34 @@ def page_format(
     return PageFormat(model, tuple(arrays))
 
 
-def make_connector(config: KVTransferConfig, form: PageFormat) -> KVConnector:
-    """Returns the connector that `config` asks for. Raises OSError where its directory cannot be written to."""
+def make_connector(
+    config: KVTransferConfig, form: PageFormat, like: Sequence[jax.ShapeDtypeStruct], rank: int = 0
+) -> KVConnector:
+    """Returns the connector that `config` asks for. `like`: what a page is on the devices.
+
+    `rank`: of the engine among equal ones of this host, whose ports follow each other.
+
+    Raises OSError where its directory cannot be written to, or its address cannot be listened on.
+    """
     connector: KVConnector
     match config.kv_connector:
         case "host":
-            connector = HostConnector(HostMemory(config.host_bytes))
+            connector = HostConnector(PageMemory(config.memory_bytes))
         case "files":
             connector = FileConnector(Path(config.storage_path).expanduser(), form)
         case "peer":
-            connector = PeerConnector(_peer_options(config), HostMemory(config.host_bytes), form)
+            transport: PageTransport = TcpTransport(form)
+            if config.stays_on_devices:
+                transport = DeviceTransport(form, like, config.kv_ip)
+            memory = PageMemory(config.memory_bytes)
+            connector = PeerConnector(_peer_options(config, rank), memory, form.page_size, transport)
     return connector if config.saves and config.loads else OneWay(connector, config.saves)
 
 
-def _peer_options(config: KVTransferConfig) -> PeerOptions:
+def _peer_options(config: KVTransferConfig, rank: int) -> PeerOptions:
     extra = dict(config.kv_connector_extra_config)
-    extra.pop("cpu_bytes_to_use", None)
+    for name in ("cpu_bytes_to_use", "device_bytes_to_use", "transport"):
+        extra.pop(name, None)
     name = config.engine_id or uuid.uuid4().hex
-    return PeerOptions(engine_id=name, host=config.kv_ip, port=config.kv_port, **extra)
+    port = config.kv_port + rank if config.kv_port else 0
+    return PeerOptions(engine_id=name, host=config.kv_ip, port=port, **extra)

@@ -4,16 +4,13 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
-
 from jaxvllm.core.page_loads import PageLoad, PageSave
-from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.engine.page_moves import PageMoves
 from jaxvllm.kv_transfer.connector import KVConnector, TransferParams
-from jaxvllm.kv_transfer.page_format import Page, PageFormat
+from jaxvllm.kv_transfer.page_format import Page
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents
-from jaxvllm.runtime.runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +21,12 @@ MOST_COPIES = 64
 class PageTraffic:
     """The pages of one replica on their way from and to a connector. Only the engine's loop calls it."""
 
-    def __init__(self, connector: KVConnector, page_format: PageFormat, runner: Runner):
+    def __init__(self, connector: KVConnector, moves: PageMoves):
         self._connector = connector
-        self._format = page_format
-        self._runner = runner
+        self._moves = moves
         self._loads: list[tuple[PageLoad, Future[Sequence[Page]]]] = []
         self._saving = ThreadPoolExecutor(1, "jaxvllm-save-pages")
         self._saves: list[Future[None]] = []
-        self.num_loaded_pages = 0
         self.num_failed_loads = 0
         self.num_saved_pages = 0
 
@@ -61,12 +56,7 @@ class PageTraffic:
         else:
             logger.warning("pages of request %s did not come and are computed: %s", load.request.request_id, error)
         self.num_failed_loads += len(pages) < len(load.hashes)
-        count = _num_whole(load, pages)
-        if count:
-            held = [self._format.held(page) for page in pages[:count]]
-            contents = [np.stack(of_array) for of_array in zip(*held, strict=True)]
-            self._runner.put_pages([of_group[:count] for of_group in load.pages], contents)
-            self.num_loaded_pages += count
+        count = self._moves.write(load.pages, pages)
         scheduler.loaded(load, count)
 
     def save(self, scheduler: Scheduler) -> None:
@@ -81,22 +71,15 @@ class PageTraffic:
                 continue
             pages = tuple(of_group[at] for of_group in save.pages)
             wanted = PageSave(save.request, tuple(save.hashes[i] for i in at), pages)
-            taken = self._runner.take_pages(wanted.pages)
+            taken = self._moves.copy(wanted.pages)
             self._saves.append(self._saving.submit(self._keep, wanted, taken))
             self.num_saved_pages += len(at)
 
     def _keep(self, save: PageSave, taken: list[PageContents]) -> None:
         """Gives the connector the pages that were copied. It waits for the device, in a thread of its own."""
         try:
-            # Pages of a proposer, which are the last arrays, belong to the first group's.
-            num_groups = len(save.pages)
-            for batch, contents in enumerate(taken):
-                arrays = [np.asarray(array) for array in contents]
-                for place, digest in enumerate(save.hashes[batch * COPY_BATCH :][:COPY_BATCH]):
-                    at = batch * COPY_BATCH + place
-                    held = (save.pages[n if n < num_groups else 0][at] != TRASH_PAGE for n in range(len(arrays)))
-                    some = tuple(array[place] if is_held else None for array, is_held in zip(arrays, held, strict=True))
-                    self._connector.save(digest, self._format.page(some))
+            for digest, page in zip(save.hashes, self._moves.read(save.pages, taken), strict=True):
+                self._connector.save(digest, page)
         except Exception:
             logger.exception("%d pages could not be saved", len(save.hashes))
 
@@ -117,14 +100,3 @@ class PageTraffic:
     def close(self) -> None:
         """Saves what was taken, and ends the thread."""
         self._saving.shutdown()
-
-
-def _num_whole(load: PageLoad, pages: Sequence[Page]) -> int:
-    """How many of the first `pages` have everything that the pool wants of them."""
-    num_groups = len(load.pages)
-    for index, page in enumerate(pages):
-        for at, array in enumerate(page.arrays):
-            group = load.pages[at if at < num_groups else 0]
-            if array is None and group[index] != TRASH_PAGE:
-                return index
-    return len(pages)

@@ -53,8 +53,8 @@ class ResolvedConfig:
             spec=spec,
             max_model_len=config.max_model_len or spec.max_position,
             dtype=dtype,
-            # XLA reads these layouts without a copy: see `models.params`.
-            layout="separate" if on_cpu else "stacked",
+            # XLA reads these layouts without a copy: see `models.params`. Stages divide stacks, on a CPU too.
+            layout="separate" if on_cpu and config.mesh_shape.stages == 1 else "stacked",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=config.page_size,

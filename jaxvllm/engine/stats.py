@@ -13,6 +13,10 @@ class EngineStats:
     num_preemptions: int
     num_prefix_queries: int  # prompt tokens that were looked up in the prefix cache
     num_prefix_hits: int  # looked-up tokens that the prefix cache had
+    num_external_queries: int  # prompt tokens beyond the prefix cache that a KV connector was asked for
+    num_external_hits: int  # those of them that came
+    num_failed_loads: int  # requests for which a connector brought fewer pages than it had promised
+    num_saved_pages: int  # pages that a connector got
     num_running: int
     num_waiting: int
     num_pages: int

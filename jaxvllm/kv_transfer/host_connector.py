@@ -5,14 +5,14 @@ from concurrent.futures import Future
 
 from jaxvllm.core.request import Request
 from jaxvllm.kv_transfer.connector import TransferParams
-from jaxvllm.kv_transfer.host_memory import HostMemory
 from jaxvllm.kv_transfer.page_format import Page
+from jaxvllm.kv_transfer.page_memory import PageMemory
 
 
 class HostConnector:
     """Keeps every full page in host memory, until others were used later."""
 
-    def __init__(self, memory: HostMemory):
+    def __init__(self, memory: PageMemory):
         self._memory = memory
 
     def num_pages(self, request: Request, hashes: Sequence[bytes]) -> int:

@@ -6,7 +6,9 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,9 +53,12 @@ class PageArray:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """What one page holds, of each array of the cache: [L, K, S, W]; None where its tokens had left the window."""
+    """What one page holds, of each array of the cache: [L, K, S, W]; None where its tokens had left the window.
 
-    arrays: tuple[NDArray[np.generic] | None, ...]
+    The arrays are on the host, or on the devices of an engine, whose copies of heads they have then.
+    """
+
+    arrays: tuple[NDArray[Any] | jax.Array | None, ...]
 
     @property
     def nbytes(self) -> int:

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 import zmq
 
-from jaxvllm.kv_transfer.host_memory import HostMemory
-from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.peer_messages import PAGES_PER_ANSWER, Done, Pages, Want, decode_message, encode
+from jaxvllm.kv_transfer.transports import PageTransport
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,12 @@ class _Waiting:
 
 
 class PageServer:
-    """Serves pages of a `HostMemory` to those who show the signature of a request's ticket."""
+    """Gives pages of a `PageMemory` to those who show the signature of a request's ticket."""
 
-    def __init__(self, memory: HostMemory, form: PageFormat, host: str, port: int):
+    def __init__(self, memory: PageMemory, transport: PageTransport, host: str, port: int):
         """Listens on `host`. With `port` 0 the system chooses one: see `port`. Raises OSError if that cannot be."""
         self._memory = memory
-        self._format = form
+        self._transport = transport
         self._lock = threading.Lock()
         self._offers: dict[str, Offer] = {}
         self._waiting: list[_Waiting] = []
@@ -127,20 +128,17 @@ class PageServer:
         offer = self._offer_of(want)
         if offer is None:
             self._send(waiting.sender, Pages(want.number, "nothing is held for such a request: its time may be over"))
-        elif want.fingerprint != self._format.fingerprint:
+        elif want.fingerprint != self._transport.fingerprint:
             self._send(waiting.sender, Pages(want.number, "the engines have another model, dtype or shape of pages"))
         elif len(want.hashes) > PAGES_PER_ANSWER or not set(want.hashes) <= set(offer.hashes):
             self._send(waiting.sender, Pages(want.number, "these are not the pages of that request"))
         elif self._memory.count(want.hashes) < len(want.hashes) and now < waiting.until:
             self._waiting.append(waiting)
         else:
-            frames = []
-            for digest in want.hashes:
-                if (page := self._memory.get(digest)) is None:
-                    break
-                frames.append(self._format.encode(page))
-            reason = "" if len(frames) == len(want.hashes) else "the other pages did not come in time"
-            self._send(waiting.sender, Pages(want.number, reason), frames)
+            found = map(self._memory.get, want.hashes)
+            pages = [page for page in takewhile(lambda page: page is not None, found) if page is not None]
+            reason = "" if len(pages) == len(want.hashes) else "the other pages did not come in time"
+            self._send(waiting.sender, Pages(want.number, reason), self._transport.give(pages))
 
     def _send(self, receiver: bytes, answer: Pages, frames: list[bytes] | None = None) -> None:
         try:

@@ -12,11 +12,12 @@ import zmq
 
 from jaxvllm.core.request import Request
 from jaxvllm.kv_transfer.connector import TransferParams
-from jaxvllm.kv_transfer.host_memory import HostMemory
-from jaxvllm.kv_transfer.page_format import Page, PageFormat, WrongPage
+from jaxvllm.kv_transfer.page_format import Page, WrongPage
+from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.page_server import PageServer
 from jaxvllm.kv_transfer.peer_messages import PAGES_PER_ANSWER, Done, Want, decode_answer, encode
 from jaxvllm.kv_transfer.tickets import Ticket, WrongTicket, wants_remote_decode, wants_remote_prefill
+from jaxvllm.kv_transfer.transports import PageTransport
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,12 @@ class PeerConnector:
     with a ticket that is signed with the same secret.
     """
 
-    def __init__(self, options: PeerOptions, memory: HostMemory, form: PageFormat):
+    def __init__(self, options: PeerOptions, memory: PageMemory, page_size: int, transport: PageTransport):
         self._options = options
         self._memory = memory
-        self._format = form
-        self._server = PageServer(memory, form, options.host, options.port)
+        self._page_size = page_size
+        self._transport = transport
+        self._server = PageServer(memory, transport, options.host, options.port)
         self._context = zmq.Context()
         self._fetchers = ThreadPoolExecutor(_FETCHERS, "jaxvllm-fetch-pages")
 
@@ -65,9 +67,8 @@ class PeerConnector:
             self._fetchers.submit(self._fetch, ticket, ())
             return 0
         # `hashes` are the last ones of those that it may have from others: what is cached here is not fetched.
-        page_size = self._format.page_size
-        first = (request.num_tokens - 1) // page_size - len(hashes)
-        return min(max(ticket.remote_num_tokens // page_size - first, 0), len(hashes))
+        first = (request.num_tokens - 1) // self._page_size - len(hashes)
+        return min(max(ticket.remote_num_tokens // self._page_size - first, 0), len(hashes))
 
     def load(self, request: Request, hashes: Sequence[bytes]) -> Future[Sequence[Page]]:
         ticket = self._ticket(request.asked.kv_transfer_params)
@@ -88,7 +89,7 @@ class PeerConnector:
         if self._memory.is_full:
             logger.warning("the pages of request %s are not offered: those that are held fill the memory", request)
             return None
-        options, count = self._options, len(hashes) * self._format.page_size
+        options, count = self._options, len(hashes) * self._page_size
         ticket = Ticket(options.engine_id, request.request_id, options.host, self._server.port, count)
         self._server.offer(request.request_id, ticket.signature(options.secret), hashes, options.hold_seconds)
         return ticket.signed(options.secret)
@@ -116,7 +117,7 @@ class PeerConnector:
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             # A page that claims to be larger than pages are closes the connection.
-            socket.setsockopt(zmq.MAXMSGSIZE, self._format.page_bytes + 4096)
+            socket.setsockopt(zmq.MAXMSGSIZE, self._transport.most_bytes)
             socket.setsockopt(zmq.SNDTIMEO, int(1000 * self._options.silence_seconds))
             socket.connect(f"tcp://{ticket.remote_host}:{ticket.remote_port}")
             num_asked = 0
@@ -127,7 +128,7 @@ class PeerConnector:
                             num_asked,
                             ticket.remote_request_id,
                             signature,
-                            self._format.fingerprint,
+                            self._transport.fingerprint,
                             questions[num_asked],
                         )
                         socket.send(encode(want))
@@ -153,8 +154,11 @@ class PeerConnector:
             answer = decode_answer(first)
             if answer.number != number:
                 continue
-            if answer.reason:
-                logger.warning("only %d of %d pages came: %s", len(frames), most, answer.reason)
             if len(frames) > most:
-                raise WrongPage(f"{len(frames)} pages came where {most} were asked for")
-            return [self._format.decode(frame) for frame in frames]
+                raise WrongPage(f"{len(frames)} frames came where {most} pages were asked for")
+            pages = self._transport.take(frames, self._options.silence_seconds)
+            if answer.reason:
+                logger.warning("only %d of %d pages came: %s", len(pages), most, answer.reason)
+            if len(pages) > most:
+                raise WrongPage(f"{len(pages)} pages came where {most} were asked for")
+            return pages

@@ -24,7 +24,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answers a `Want`. As many frames follow as there are pages: the first of those that were asked for."""
+    """Answers a `Want`. The frames of the transport follow, with the first of the pages that were asked for."""
 
     number: int
     reason: str = ""  # why these are not all of them

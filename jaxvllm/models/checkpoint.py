@@ -9,24 +9,23 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 import jaxvllm
 from jaxvllm.models import orbax_tree
-from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.hf_weights import INDEX, StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
-from jaxvllm.models.params import Layout, Params, declaration, dummy_array
-from jaxvllm.models.shards import assemble, read_shards
+from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
+from jaxvllm.models.shards import assemble, joined, read_shards, sharding_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Fill, copied
-from sharding.placement import mesh_of, place
+from sharding.placement import mesh_of, stage_meshes
 
 # The model that ships inside the package, and what drafts for it.
 ASSETS = Path(jaxvllm.__file__).parent / "assets"
@@ -117,26 +116,38 @@ def load(
     """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
     Each device's shard is read straight from the files, safetensors or the tree that `jaxvllm convert` wrote, by the
-    process that has the device. With `dummy` no weights are needed: they are made from `seed`, the same on every mesh.
+    process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
+    needed: they are made from `seed`, the same on every mesh.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
-    mesh = mesh or mesh_of(jax.devices()[0])
-    spread = Spread(spec, mesh.size)
-    sharding = place(mesh)
-
-    def sharding_of(decl: ParamDecl) -> NamedSharding:
-        return sharding(decl.axes)
-
-    if load_format == "dummy":
-        parts = read_shards(partial(_dummy, spec, dtype, seed), spread, layout, dtype, sharding_of)
-    elif load_format != "auto":
+    if load_format not in get_args(LoadFormat):
         raise ValueError(f"load_format must be auto or dummy, not {load_format!r}")
-    elif (path / TREE).is_dir():
-        parts = OrbaxTree.open(path / TREE, spec).restore(mesh, dtype)
-    else:
-        weights = StoredWeights.open(path, find_family(read_config(path)), spec)
-        parts = read_shards(weights.fill, spread, layout, dtype, sharding_of)
-    return assemble(spread.whole, layout, dtype, sharding_of, parts)
+    mesh = mesh or mesh_of(jax.devices()[0])
+    spread = Spread.on(spec, mesh)
+    if spread.stages > 1 and layout == "separate":
+        raise ValueError("the layers of a mesh with stages must be stacked: they are divided along the stack")
+    if spread.stages > 1 and jax.process_count() > 1 and (path / TREE).is_dir():
+        # orbax lets all processes wait for each other in every read, and those of other stages have fewer layers.
+        raise NotImplementedError(f"{path / TREE} cannot be read in stages by several processes: give the safetensors")
+    weights: OrbaxTree | StoredWeights | None = None
+    if load_format == "auto":
+        weights = (
+            OrbaxTree.open(path / TREE, spec)
+            if (path / TREE).is_dir()
+            else StoredWeights.open(path, find_family(read_config(path)), spec)
+        )
+    of_stages = []
+    for number, stage in enumerate(stage_meshes(mesh)):
+        if not stage.local_devices:
+            continue  # another process loads it
+        sharding_of = sharding_on(stage)
+        if isinstance(weights, OrbaxTree):
+            parts = weights.restore(stage, dtype, (number + 1) * spread.stage_layers)
+        else:
+            fill = partial(_dummy, spec, dtype, seed) if weights is None else weights.fill
+            parts = read_shards(fill, spread, layout, dtype, sharding_of)
+        of_stages.append(assemble(spread, number, layout, dtype, sharding_of, parts))
+    return joined(of_stages, abstract_params(spec, dtype, layout, mesh)) if spread.stages > 1 else of_stages[0]
 
 
 def _dummy(spec: ModelSpec, dtype: DTypeLike, seed: int, name: str, layer: int | None) -> Fill:
@@ -164,7 +175,7 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
     for file in companions:
         shutil.copyfile(file, output / file.name)
     parts = read_shards(weights.fill, Spread(spec), "separate", name, sharding_of)
-    orbax_tree.save(output / TREE, assemble(spec, "separate", name, sharding_of, parts))
+    orbax_tree.save(output / TREE, assemble(Spread(spec), 0, "separate", name, sharding_of, parts))
     # The config comes last: if anything went wrong before, the directory has none and is not taken for a model. Its
     # dtype is the one that `auto` will load.
     (output / CONFIG).write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n", encoding="utf-8")

@@ -49,26 +49,38 @@ def forward[Kv](
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
     behind the attention and behind the FFN (Megatron-LM, arXiv 1909.08053).
     """
-    x, _, kv = forward_with_states(params, spec, tokens, positions, kv, attend, axis)
-    return x, kv
+    x = embed_tokens(params, spec, tokens, axis)
+    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis)
+    return final_norm(params, spec, x), kv
 
 
-def forward_with_states[Kv](
+def embed_tokens(params: Params, spec: ModelSpec, tokens: jax.Array, axis: ModelAxis = ALONE) -> jax.Array:
+    """Returns what the first layer computes with, [T, E], for tokens i32[T]."""
+    with jax.named_scope("embed"):
+        x = embed(params["embed"], tokens, axis)
+        if spec.embed_scale != 1:
+            # Rounded to the dtype of the weights first, as every checkpoint was trained.
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        return x
+
+
+def final_norm(params: Params, spec: ModelSpec, x: jax.Array) -> jax.Array:
+    """Returns the hidden states, of what the last layer returns."""
+    with jax.named_scope("final_norm"):
+        return spec.norm(x, params["final_norm"])
+
+
+def run_layers[Kv](
     params: Params,
     spec: ModelSpec,
-    tokens: jax.Array,
+    x: jax.Array,
     positions: jax.Array,
     kv: Kv,
     attend: Attend[Kv],
     axis: ModelAxis = ALONE,
     depths: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array, Kv]:
-    """As `forward`, and between them the states [N, T, E] behind the first `depths[n]` layers, before any norm."""
-    with jax.named_scope("embed"):
-        x = embed(params["embed"], tokens, axis)
-        if spec.embed_scale != 1:
-            # Rounded to the dtype of the weights first, as every checkpoint was trained.
-            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+    """Returns x [T, E] behind all layers, the states [N, T, E] behind the first `depths[n]` layers, and the cache."""
     with jax.named_scope("rope"):
         cos, sin = rope_tables(spec.ropes, positions)
 
@@ -103,9 +115,7 @@ def forward_with_states[Kv](
     states = jnp.zeros((len(depths), *x.shape), x.dtype)
     if 0 in depths:
         states = states.at[places[0]].set(x)
-    x, states, kv = over_layers(layer_step, (x, states, kv), params["layers"], spec)
-    with jax.named_scope("final_norm"):
-        return spec.norm(x, params["final_norm"]), states, kv
+    return over_layers(layer_step, (x, states, kv), params["layers"], spec)
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:

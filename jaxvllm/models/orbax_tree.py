@@ -94,10 +94,11 @@ class OrbaxTree:
             raise ValueError(f"{directory}: unexpected array {unexpected[0]}: the model of this config has none")
         return cls(directory, spec)
 
-    def restore(self, mesh: Mesh, dtype: DTypeLike) -> Parts:
+    def restore(self, mesh: Mesh, dtype: DTypeLike, end: int) -> Parts:
         """Reads the model's arrays in `dtype`, spread over `mesh`. The devices copy heads and fill them up with zeros.
 
-        Small arrays of one name are read for several layers at once, and stay on the devices until their turn.
+        Small arrays of one name are read for several layers at once, none of them behind layer `end`, and stay on the
+        devices until their turn.
         """
         sharding, stored_on = place(mesh), stored_sharding(mesh)
 
@@ -112,17 +113,19 @@ class OrbaxTree:
             decl, key = declaration(self.spec, name, layer), _key(name, layer)
             same, wanted = decl.shape == whole.shape, decl.dtype_in(dtype)
             if key not in read:
-                keys = self._batch(name, decl, layer, wanted.itemsize)
+                keys = self._batch(name, decl, layer, end, wanted.itemsize)
                 read.update(self._arrays(keys, sharding(whole.axes) if same else stored_on(decl), wanted))
             yield read.pop(key) if same else spreading(decl, whole)(read.pop(key))
 
         return parts
 
-    def _batch(self, name: str, decl: ParamDecl, layer: int | None, itemsize: int) -> list[str]:
-        """Returns the keys to read together: this array, and the equally declared ones of later layers."""
+    def _batch(self, name: str, decl: ParamDecl, layer: int | None, end: int, itemsize: int) -> list[str]:
+        """Returns the keys to read together: this array, and the equally declared ones of later layers before `end`."""
         if layer is None:
             return [name]
-        alike = (i for i in range(layer, self.spec.num_layers) if declare_layer(self.spec, i).get(name) == decl)
+        alike = (
+            i for i in range(layer, min(end, self.spec.num_layers)) if declare_layer(self.spec, i).get(name) == decl
+        )
         return [_key(name, i) for i in islice(alike, max(1, BATCH_BYTES // (math.prod(decl.shape) * itemsize)))]
 
     def _arrays(self, keys: Sequence[str], sharding: NamedSharding, dtype: np.dtype) -> dict[str, jax.Array]:

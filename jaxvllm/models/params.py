@@ -115,7 +115,7 @@ def abstract_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, mesh: Mes
         whole = decl.stacked(len(layers)) if layers and layout == "stacked" else decl
         return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
 
-    return build(Spread(spec, mesh.size).whole, layout, leaf)
+    return build(Spread.on(spec, mesh).whole, layout, leaf)
 
 
 def dummy_array(name: str, decl: ParamDecl, layer: int | None, dtype: DTypeLike, seed: int) -> np.ndarray:

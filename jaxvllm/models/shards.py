@@ -1,18 +1,18 @@
 """Builds the tree of parameters on devices. Each device's shard of each array is read alone, one layer at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.params import Layout, Params, build, declaration
-from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
+from sharding.placement import place
 
 # Returns how an array, or a stack of layers, is split over devices.
 ShardingOf = Callable[[ParamDecl], NamedSharding]
@@ -56,11 +56,20 @@ def _halves(decl: ParamDecl) -> Iterator[Box]:
         yield Box((first, *(0 for _ in decl.shape[1:])), (step, *decl.shape[1:]))
 
 
-def assemble(spec: ModelSpec, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts) -> Params:
-    """Builds the tree of `spec` from its arrays. Only those of a stacked layer may come in several parts.
+def sharding_on(mesh: Mesh) -> ShardingOf:
+    """Returns how the arrays of a model are split over `mesh`."""
+    sharding = place(mesh)
+    return lambda decl: sharding(decl.axes)
+
+
+def assemble(
+    spread: Spread, stage: int, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts
+) -> Params:
+    """Builds the tree of a stage of `spread` from its arrays. Only those of a stacked layer may come in several parts.
 
     Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
     """
+    first_layer = stage * spread.stage_layers
 
     def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.Array:
         if layers is None or layout == "separate":
@@ -71,13 +80,27 @@ def assemble(spec: ModelSpec, layout: Layout, dtype: DTypeLike, sharding_of: Sha
         put = jax.jit(_put, donate_argnums=0, out_shardings=sharding_of(whole))
         stack = zeros(whole.shape, whole.dtype_in(dtype))
         for i, layer in enumerate(layers):
+            if first_layer + layer >= spread.spec.num_layers:
+                break  # layers of zeros follow
             first = 0
-            for part in parts(name, decl, layer):
+            for part in parts(name, decl, first_layer + layer):
                 stack = jax.block_until_ready(put(stack, part, np.int32(i), np.int32(first)))
                 first += len(part)
         return stack
 
-    return build(spec, layout, leaf)
+    return build(spread.stage, layout, leaf)
+
+
+def joined(stages: Sequence[Params], like: Params) -> Params:
+    """Returns the tree of all stages, shaped and split as `like`, of those that this process has devices of."""
+
+    def join(whole: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        assert whole.sharding is not None, "an array of a model has a place"
+        return jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, shards)
+
+    tree: Params = jax.tree.map(join, like, *stages)
+    return tree
 
 
 def _put(stack: jax.Array, part: jax.Array, i: jax.Array, first: jax.Array) -> jax.Array:

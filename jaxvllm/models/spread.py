@@ -1,9 +1,14 @@
-"""Spreads a model over devices in equal shares of heads, FFN and vocabulary, and makes these divide if they do not."""
+"""Spreads a model over devices in equal shares of layers, heads, FFN and vocabulary, and makes these divide."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
+
+from jax.sharding import Mesh
 
 from jaxvllm.models.spec import ModelSpec
+from sharding.mesh import MeshShape
+from sharding.rules import MODEL, STAGE
 
 # An error may recommend meshes of these sizes, which are also those of TPU slices.
 _COMMON_SIZES = (1, 2, 4, 8, 16, 32)
@@ -11,20 +16,38 @@ _COMMON_SIZES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Spread:
-    """A model spread over `size` devices. Raises ValueError when that cannot be, and names the meshes on which it can.
+    """A model whose layers are divided among `stages`, each spread over `size` devices.
+
+    Raises ValueError when that cannot be, and names the meshes on which it can.
 
     KV heads that do not divide are copied, and the query heads of a KV head are shared out among its copies. If they do
     not divide among the copies, query heads with weights of zero, which add nothing to the output, fill the groups up.
     So 28 query heads over 4 KV heads run on 8 devices, as 32 over 8. Unsampled rows fill up the vocabulary.
+
+    All stages run one program, so each has layers like those of the first, in the same order. Layers with weights of
+    zero, which leave the hidden state as it is, fill up the last stage: 27 layers in two stages are 14 and 13.
     """
 
     spec: ModelSpec
     size: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if problem := _problem(self.spec, self.size):
             works = ", ".join(f"1x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
             raise ValueError(f"{problem}: use a mesh of {works}, or as many replicas (DxM) as you like")
+        if not _stage_layers(self.spec, self.stages):
+            counts = (count for count in _COMMON_SIZES if _stage_layers(self.spec, count))
+            works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
+            raise ValueError(
+                f"{self.spec.num_layers} layers cannot be divided among {self.stages} stages so that each stage has "
+                f"some, and layers like those of the others: use a mesh of {works}"
+            )
+
+    @classmethod
+    def on(cls, spec: ModelSpec, mesh: Mesh) -> Self:
+        """Returns the model spread over all of `mesh`, which holds it once."""
+        return cls(spec, mesh.shape[MODEL], mesh.shape[STAGE])
 
     @property
     def kv_copies(self) -> int:
@@ -36,30 +59,57 @@ class Spread:
         """The number of query heads for each copy of a KV head, heads of zeros included."""
         return self.whole.group_size
 
+    @property
+    def stage_layers(self) -> int:
+        """The layers of each stage, those of zeros included."""
+        return _stage_layers(self.spec, self.stages)
+
+    @property
+    def zero_layers(self) -> int:
+        """The layers of zeros, behind the model's own."""
+        return self.stages * self.stage_layers - self.spec.num_layers
+
     @cached_property
     def whole(self) -> ModelSpec:
         """The spec that the arrays over all devices have. Each of its sizes divides."""
-        usual = self.spec.usual_attention.spread(self.size)
+        stage, stages = self.stage, self.stages
+        return replace(
+            stage,
+            num_layers=stages * stage.num_layers,
+            windows=stage.windows * stages,
+            layer_rope=stage.layer_rope * stages,
+            attentions=stage.attentions * stages,
+            ffns=stage.ffns * stages,
+        )
+
+    @cached_property
+    def stage(self) -> ModelSpec:
+        """The spec that the arrays over the devices of one stage have."""
+        usual, layers = self.spec.usual_attention.spread(self.size), slice(self.stage_layers)
         return replace(
             self.spec,
+            num_layers=self.stage_layers,
+            windows=self.spec.windows[layers],
+            layer_rope=self.spec.layer_rope[layers],
             num_kv_heads=usual.num_kv_heads,
             num_heads=usual.num_heads,
             vocab_size=-(-self.spec.vocab_size // self.size) * self.size,
-            attentions=tuple(attention.spread(self.size) for attention in self.spec.attentions),
+            attentions=tuple(attention.spread(self.size) for attention in self.spec.attentions[layers]),
+            ffns=self.spec.ffns[layers],
         )
 
     @cached_property
     def shard(self) -> ModelSpec:
-        """The spec of the part that one device computes."""
-        whole, usual = self.whole, self.whole.usual_attention.shard(self.size)
+        """The spec of the part that one device computes: the layers of a stage, and a share of each."""
+        stage, usual = self.stage, self.stage.usual_attention.shard(self.size)
         return replace(
-            whole,
+            stage,
             num_kv_heads=usual.num_kv_heads,
             num_heads=usual.num_heads,
-            vocab_size=whole.vocab_size // self.size,
-            ffn_size=whole.ffn_size // self.size,
-            attentions=tuple(attention.shard(self.size) for attention in whole.attentions),
-            ffns=tuple(ffn.shard(self.size) for ffn in whole.ffns),
+            vocab_size=stage.vocab_size // self.size,
+            ffn_size=stage.ffn_size // self.size,
+            attentions=tuple(attention.shard(self.size) for attention in stage.attentions),
+            ffns=tuple(ffn.shard(self.size) for ffn in stage.ffns),
         )
 
 
@@ -68,3 +118,12 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
     # The order is that of the layers, so that the same model always gets the same error.
     kinds = dict.fromkeys(kind for layer in spec.layers for kind in (layer.ffn, layer.attention))
     return next((problem for kind in kinds if (problem := kind.problem(size))), None)
+
+
+def _stage_layers(spec: ModelSpec, stages: int) -> int:
+    """Returns the fewest layers that each of `stages` can have, if all have layers alike and none is empty; 0: none."""
+    layers, num_layers = spec.layers, spec.num_layers
+    for count in range(-(-num_layers // stages), num_layers + 1):
+        if (stages - 1) * count < num_layers and all(layers[i] == layers[i % count] for i in range(num_layers)):
+            return count
+    return 0

@@ -26,15 +26,12 @@ class Question:
     context: int  # tokens that each decoding request attends to
 
     def __post_init__(self) -> None:
-        if self.deployment.target.chip and self.deployment.size > MAX_DEVICES:
+        mesh = self.deployment.mesh
+        if self.deployment.target.chip and mesh.replica_devices > MAX_DEVICES:
             raise ValueError(
-                f"mesh {self.mesh} has {self.deployment.size} devices to a replica, more than the {MAX_DEVICES} that "
+                f"mesh {mesh} has {mesh.replica_devices} devices to a replica, more than the {MAX_DEVICES} that "
                 f"can be planned: plan 1x{MAX_DEVICES}, or Dx{MAX_DEVICES} for D replicas"
             )
-
-    @property
-    def mesh(self) -> MeshShape:
-        return MeshShape(self.deployment.replicas, self.deployment.size)
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,7 @@ class Plan:
     no_room: str  # the compiler's message when it found no room for a step
     kv_copies: int  # devices, or heads of a device, that hold the same KV head
     zero_heads: int  # query heads of zeros, which make the heads divide
+    zero_layers: int  # layers of zeros, which make the layers of all stages alike
     zero_tokens: int  # rows that are never sampled, which make the vocabulary divide
     context: int
     decode: tuple[Floor, ...]  # empty where rates are not known
@@ -83,7 +81,7 @@ def make_plan(question: Question) -> Plan | Refusal:
     whole = deployment.spread.whole
     return Plan(
         model=question.model,
-        mesh=question.mesh,
+        mesh=deployment.mesh,
         device=deployment.device,
         dtype=deployment.dtype,
         attention=deployment.backend.kind,
@@ -94,6 +92,7 @@ def make_plan(question: Question) -> Plan | Refusal:
         no_room=no_room,
         kv_copies=deployment.spread.kv_copies,
         zero_heads=whole.num_heads - deployment.spec.num_heads,
+        zero_layers=deployment.spread.zero_layers,
         zero_tokens=whole.vocab_size - deployment.spec.vocab_size,
         context=question.context,
         decode=decode,
@@ -119,13 +118,13 @@ def _advice(question: Question, step_bytes: int) -> str:
         except ValueError:  # this model cannot be spread so
             continue
         if _memory(question, larger, step_bytes).fits:
+            mesh = replace(larger.mesh, data=1)
             step = "with this step's temporaries" if step_bytes else "before a step's temporaries"
             more = (
                 "plan that mesh to be sure"
-                if size <= MAX_DEVICES
+                if mesh.replica_devices <= MAX_DEVICES
                 else f"more than the {MAX_DEVICES} that can be planned"
             )
-            return f"about 1x{size} of {deployment.device} would hold it ({step}): {more}"
-    return (
-        f"no replica of up to {_SIZES[-1]} {deployment.device} would hold it: choose a larger device or a smaller model"
-    )
+            return f"about {mesh} of {deployment.device} would hold it ({step}): {more}"
+    most = deployment.stages * _SIZES[-1]
+    return f"no replica of up to {most} {deployment.device} would hold it: choose a larger device or a smaller model"

@@ -7,6 +7,7 @@ one line to standard output, `Findings` or a `Refusal`. Messages of compilers go
 import os
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 
 import jax
@@ -20,7 +21,6 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.memory import count_pages
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.deviceless import compile_only_devices
-from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 
 # The packages whose versions decide the result.
@@ -54,10 +54,11 @@ def compile_steps(deployment: Deployment) -> Findings:
     compiler finds no room.
     """
     chip = deployment.target.chip
-    devices = compile_only_devices(chip, deployment.size) if chip else jax.devices()
-    mesh = make_mesh(MeshShape(1, deployment.size), devices)
+    replica = replace(deployment.mesh, data=1)
+    devices = compile_only_devices(chip, replica.num_devices) if chip else jax.devices()
+    mesh = make_mesh(replica, devices)
     dtype = jnp.dtype(deployment.dtype)
-    layout: Layout = "stacked" if chip else "separate"
+    layout: Layout = "stacked" if chip or deployment.stages > 1 else "separate"
     # The pools take half of the memory that the weights leave: a copy of them could not hide, and the step has room.
     # They have no more pages than an engine would have, because they must not take the room of a step whose model is
     # small.
@@ -87,7 +88,7 @@ def compile_steps(deployment: Deployment) -> Findings:
             step_bytes=program.step_bytes,
             temp_bytes=max(memory.temp_size_in_bytes for memory in memories),
             vmem_array_bytes=max(largest_vmem_array(text)[0] for text in texts) if is_tpu else 0,
-            collectives=tuple(c for text in texts for c in read_collectives(text)) if deployment.size > 1 else (),
+            collectives=tuple(c for text in texts for c in read_collectives(text)) if replica.num_devices > 1 else (),
         )
 
     return Findings(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
+from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spec import ModelSpec
@@ -18,7 +19,10 @@ from jaxvllm.planner.share import Share
 from jaxvllm.planner.target import Target
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.pipeline import Pipeline
 from pallas_kernels.backend import Backend
+from sharding.axis import StageAxis
+from sharding.mesh import MeshShape
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Deployment:
     hf_config: dict[str, Any]
     device: str
     replicas: int
-    size: int  # devices that each replica is spread over
+    stages: int  # parts of the layers of each replica
+    size: int  # devices that each stage is spread over
     dtype: str
     page_dtype: str
     max_model_len: int
@@ -52,6 +57,7 @@ class Deployment:
             hf_config=hf_config,
             device=device,
             replicas=shape.data,
+            stages=shape.stages,
             size=shape.model,
             dtype=resolved.dtype.name,
             page_dtype=resolved.page_dtype.name,
@@ -67,11 +73,20 @@ class Deployment:
 
     @cached_property
     def spread(self) -> Spread:
-        return Spread(self.spec, self.size)
+        return Spread(self.spec, self.size, self.stages)
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.replicas, self.size, self.stages)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How the steps of a replica are cut into microbatches."""
+        return Pipeline(StageAxis(self.stages), step_overhead(on_cpu=self.target.platform == "cpu"))
 
     @cached_property
     def target(self) -> Target:
-        return Target.named(self.device, self.replicas * self.size)
+        return Target.named(self.device, self.mesh.num_devices)
 
     @property
     def backend(self) -> Backend:
@@ -90,7 +105,7 @@ class Deployment:
     @property
     def token_bytes(self) -> float:
         """The bytes of one token's keys and values in all layers, on all devices of a replica together."""
-        return self.page_bytes * self.size / self.page_size
+        return self.page_bytes * self.mesh.replica_devices / self.page_size
 
     @property
     def max_pages(self) -> int:

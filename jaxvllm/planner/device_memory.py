@@ -29,7 +29,7 @@ class Memory:
         total, weights = deployment.target.memory_bytes, deployment.share.weight_bytes
         room = int(total * utilization) - weights - step_bytes
         if deployment.device == CPU:
-            room = min(room, CPU_KV_LIMIT // (deployment.replicas * deployment.size))
+            room = min(room, CPU_KV_LIMIT // deployment.mesh.num_devices)
         state = state_bytes(deployment.cache_shape(1).sizes(deployment.spec))
         room -= state
         # This is the rule of `runtime.memory.pages_that_fit`; page 0 is the trash page.

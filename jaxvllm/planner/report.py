@@ -25,6 +25,8 @@ def _title(plan: Plan) -> Iterator[str]:
         yield f"  KV heads do not divide: there are {plan.kv_copies} copies of each, and of its pages"
     if plan.zero_heads:
         yield f"  query heads do not divide: {plan.zero_heads} of zeros beside them cost what others do"
+    if plan.zero_layers:
+        yield f"  layers do not divide: {plan.zero_layers} of zeros behind them cost what others do"
     if plan.zero_tokens:
         yield f"  the vocabulary does not divide: {plan.zero_tokens} rows beside it are never sampled"
 
@@ -81,6 +83,8 @@ def _floors(plan: Plan) -> Iterator[str]:
     yield _floor(f"prefill, {plan.prefill.num_tokens} tokens of one prompt", plan.prefill, replicas)
     if plan.mesh.model > 1 and not plan.prefill.links:
         yield "  no links: a replica is one chip, and how fast its devices reach each other is not published"
+    if plan.mesh.stages > 1:
+        yield "  links are those within a stage: what stages pass on is above, and how fast is not known between hosts"
 
 
 def _floor(name: str, floor: Floor, replicas: int) -> str:

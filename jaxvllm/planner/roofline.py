@@ -41,7 +41,8 @@ class StepRates:
     Positions read, and pairs of a query and a position that it sees, are sums over all layers.
     """
 
-    weight_bytes: int  # that every step reads
+    layer_bytes: int  # weights of the layers, which every microbatch reads
+    outer_bytes: int  # other weights that every step reads
     kv_bytes: float  # keys and values of one token in one layer
     num_layers: int
     token_flops: int  # of a token that is computed, in matrix products
@@ -55,7 +56,8 @@ class StepRates:
         share = deployment.share
         spec = share.spec
         return cls(
-            weight_bytes=share.bytes_read,
+            layer_bytes=share.layer_bytes,
+            outer_bytes=share.bytes_read - share.layer_bytes,
             kv_bytes=deployment.page_bytes / (deployment.page_size * spec.num_layers),
             num_layers=spec.num_layers,
             token_flops=share.flops(1, 0),
@@ -66,10 +68,13 @@ class StepRates:
             flops=chip.bf16_flops,
         )
 
-    def memory(self, num_tokens: float, positions_read: float) -> float:
-        """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens."""
+    def memory(self, num_tokens: float, positions_read: float, ticks: int = 1) -> float:
+        """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens.
+
+        ticks: how often the weights of the layers are read
+        """
         kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes
-        return (self.weight_bytes + kv) / self.bandwidth
+        return (self.outer_bytes + ticks * self.layer_bytes + kv) / self.bandwidth
 
     def compute(self, num_tokens: float, num_rows: float, pairs: float) -> float:
         """Returns the seconds of all multiplications."""
@@ -92,7 +97,8 @@ def _decode_floor(deployment: Deployment, chip: Chip, findings: Findings, contex
     seen = rows * sum(min(context, window or context) for window in deployment.spec.windows)
     # Collectives carry the activations of each row, so their bytes are proportional to the rows.
     links = link_seconds(deployment, chip, findings.decode.collectives) * rows / findings.decode.num_rows
-    return _floor(deployment, chip, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, links=links)
+    parts = deployment.pipeline.num_microbatches(rows, rows)
+    return _floor(deployment, chip, parts, num_tokens=rows, num_rows=rows, positions_read=seen, pairs=seen, links=links)
 
 
 def prefill_floor(deployment: Deployment, chip: Chip, findings: Findings) -> Floor:
@@ -101,26 +107,41 @@ def prefill_floor(deployment: Deployment, chip: Chip, findings: Findings) -> Flo
     pairs = sum(_pairs(tokens, window or tokens) for window in deployment.spec.windows)
     read = tokens * deployment.spec.num_layers
     links = link_seconds(deployment, chip, findings.largest.collectives)
-    return _floor(deployment, chip, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
+    parts = deployment.pipeline.num_microbatches(tokens, findings.largest.num_rows)
+    return _floor(deployment, chip, parts, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
 
 
 def _floor(
-    deployment: Deployment, chip: Chip, *, num_tokens: int, num_rows: int, positions_read: int, pairs: int, links: float
+    deployment: Deployment,
+    chip: Chip,
+    num_microbatches: int,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    positions_read: int,
+    pairs: int,
+    links: float,
 ) -> Floor:
-    rates = StepRates.of(deployment, chip)
-    memory, compute = rates.memory(num_tokens, positions_read), rates.compute(num_tokens, num_rows, pairs)
+    rates, stages = StepRates.of(deployment, chip), deployment.stages
+    # The last stage ends after so many ticks. In each of them a stage computes one microbatch with its own layers.
+    ticks = num_microbatches + stages - 1
+    tokens, each = num_tokens * ticks / num_microbatches, ticks / num_microbatches / stages
+    memory = rates.memory(tokens, positions_read * each, ticks)
+    compute = rates.compute(tokens, num_rows, pairs * each)
     return Floor.of(num_tokens, memory=memory, compute=compute, links=links)
 
 
 def link_seconds(deployment: Deployment, chip: Chip, collectives: Iterable[Collective]) -> float:
     """Returns the time of the collectives that greedy rows need.
 
-    Chips form the ring. The speed between the devices of one chip is not known.
+    The chips of a stage form the ring. The speed between the devices of one chip is not known, nor that between stages,
+    which may be on different hosts.
     """
     num_chips = -(-deployment.size // chip.devices_per_chip)
     if num_chips == 1:
         return 0.0
-    sent = sum(each.bytes_sent(num_chips) for each in collectives if not each.conditional)
+    in_ring = [each for each in collectives if deployment.stages == 1 or each.kind != "collective-permute"]
+    sent = sum(each.bytes_sent(num_chips) for each in in_ring if not each.conditional)
     return sent / chip.ring_bandwidth(num_chips)
 
 

@@ -29,7 +29,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of `spread.spec` in `dtype` that one of `spread.size` devices has."""
+    """The share of `spread.spec` in `dtype` that each device has: of a stage's layers, and of all outside them."""
 
     spread: Spread
     dtype: np.dtype
@@ -47,6 +47,11 @@ class Share:
     def bytes_read(self) -> int:
         """The bytes of weights that every step reads in full. Of an untied embedding a step reads only some rows."""
         return sum(held.num_bytes for held in self._held() if held.decl.storage != "table")
+
+    @property
+    def layer_bytes(self) -> int:
+        """The bytes of weights that every microbatch reads: those of the layers."""
+        return sum(held.num_bytes for held in self._held() if held.is_of_layers)
 
     @property
     def smallest_matrix_bytes(self) -> int:
@@ -78,5 +83,5 @@ class Share:
             num_bytes = count * elements * decl.dtype_in(self.dtype).itemsize
             return _Held(decl, layers is not None, count, elements, num_bytes)
 
-        held: list[_Held] = jax.tree.leaves(build(self.spread.whole, "stacked", leaf))
+        held: list[_Held] = jax.tree.leaves(build(self.spread.stage, "stacked", leaf))
         return held

@@ -1,9 +1,12 @@
 """`RouterConfig`: the options of a router, validated once and never changed."""
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from jaxvllm.core.routing import POLICIES
+
+_ENDPOINT = re.compile(r"(tcp://[^\s:*]+:\d{1,5}|ipc://\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +18,8 @@ class RouterConfig:
     decode: tuple[str, ...] = ()  # URLs of servers that go on from these prompts
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8100  # 0: any that is free
-    routing_policy: str = "least-load"  # which server gets a request: least-load, or session (header X-Session-ID)
+    routing_policy: str = "least-load"  # least-load, session (header X-Session-ID), or prefix (needs kv_events)
+    kv_events: tuple[str, ...] = ()  # of each server, in their order: ENDPOINT or ENDPOINT,REPLAY_ENDPOINT
     probe_seconds: float = 1.0  # between two looks at whether a server is ready
     prefill_timeout: float = 120.0  # seconds that a prompt may take; then its whole request goes to a decode server
     max_body_bytes: int = 8 << 20  # a longer body is refused
@@ -25,15 +29,39 @@ class RouterConfig:
             raise ValueError("prefill and decode servers need each other: give --prefill URL and --decode URL")
         if bool(self.backend) == bool(self.decode):
             raise ValueError("give servers: --backend URL, or --prefill URL and --decode URL, but not both kinds")
-        for url in (*self.backend, *self.prefill, *self.decode):
+        for url in self.servers:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"a server is http://HOST:PORT, not {url!r}")
-        known = [name for name in POLICIES if name != "prefix"]  # which needs the servers' KV events
-        if self.routing_policy not in known:
-            raise ValueError(f"routing_policy must be one of {', '.join(known)}, not {self.routing_policy!r}")
+        if self.routing_policy not in POLICIES:
+            raise ValueError(f"routing_policy must be one of {', '.join(POLICIES)}, not {self.routing_policy!r}")
+        self._check_kv_events()
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         for name in ("probe_seconds", "prefill_timeout", "max_body_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The URLs of all servers."""
+        return (*self.backend, *self.prefill, *self.decode)
+
+    @property
+    def event_endpoints(self) -> dict[str, tuple[str, str | None]]:
+        """Where each server's KV events are published, and where missed ones may be asked for, by its URL."""
+        split = (value.partition(",") for value in self.kv_events)
+        pairs = ((endpoint, replay or None) for endpoint, _, replay in split)
+        return dict(zip(self.servers, pairs, strict=True))
+
+    def _check_kv_events(self) -> None:
+        needed = len(self.servers) if self.routing_policy == "prefix" else 0
+        if len(self.kv_events) != needed:
+            why = f"has {len(self.kv_events)} endpoints for {needed} servers"
+            if not needed:
+                why = f"is for the routing_policy prefix, and this is {self.routing_policy}"
+            raise ValueError(f"kv_events {why}: give the endpoint of each server's KV events with prefix, else none")
+        for value in self.kv_events:
+            for endpoint in value.split(","):
+                if not _ENDPOINT.fullmatch(endpoint):
+                    raise ValueError(f"kv_events are tcp://HOST:PORT, or two of these with a comma, not {value!r}")

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 import httpx
 
 from jaxvllm.core.routing import POLICIES, Asked
+from jaxvllm.router.prefixes import Prompt
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT = 5.0
+UNKNOWN = Prompt()
 
 
 class Upstream:
@@ -37,6 +39,15 @@ class Upstream:
         finally:
             self.num_running -= 1
 
+    @contextmanager
+    def computing(self, num_tokens: int) -> Iterator[None]:
+        """Counts tokens of a prompt as queued inside the context."""
+        self.num_queued_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_queued_tokens -= num_tokens
+
     def failed(self, error: Exception) -> None:
         """Takes note that the server did not answer. It gets no requests until it is ready again."""
         self.num_failed += 1
@@ -59,7 +70,14 @@ class Pool:
         """Whether any of them is."""
         return any(upstream.is_ready for upstream in self.upstreams)
 
-    def choose(self, session_id: str | None, tried: Collection[Upstream] = ()) -> Upstream | None:
+    @property
+    def first_ready(self) -> Upstream | None:
+        """One that is ready, to ask what any of them knows."""
+        return next((upstream for upstream in self.upstreams if upstream.is_ready), None)
+
+    def choose(
+        self, session_id: str | None, tried: Collection[Upstream] = (), prompt: Prompt = UNKNOWN
+    ) -> Upstream | None:
         """Returns the server for the next request, none of those that were `tried`. None: there is no other.
 
         Where none is said to be ready, one is tried anyway: it may have just come back.
@@ -69,7 +87,8 @@ class Pool:
         candidates = ready or ([] if tried else left)
         if not candidates:
             return None
-        chosen = candidates[self._policy(candidates, Asked(0, session_id, lambda place: 0))]
+        asked = Asked(prompt.num_tokens, session_id, lambda place: prompt.num_cached(candidates[place].name))
+        chosen = candidates[self._policy(candidates, asked)]
         chosen.last_chosen = self._num_chosen
         self._num_chosen += 1
         return chosen

@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxvllm.router.config import RouterConfig
-from jaxvllm.router.pool import Pool, Upstream
+from jaxvllm.router.pool import UNKNOWN, Pool, Upstream
+from jaxvllm.router.prefixes import CachedPrefixes, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Proxy:
         self._config = config
         self._main = Pool(config.backend or config.decode, config.routing_policy)
         self._prefill = Pool(config.prefill, config.routing_policy) if config.prefill else None
+        self._prefixes = CachedPrefixes(config.event_endpoints) if config.kv_events else None
         # Answers may be silent for as long as a request waits in a queue. A server that is gone closes the connection.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None), trust_env=False
@@ -74,13 +76,15 @@ class Proxy:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         pools = [pool for pool in (self._main, self._prefill) if pool is not None]
-        probes = [asyncio.create_task(pool.probe(self._client, self._config.probe_seconds)) for pool in pools]
+        tasks = [asyncio.create_task(pool.probe(self._client, self._config.probe_seconds)) for pool in pools]
+        if self._prefixes is not None:
+            tasks.append(asyncio.create_task(self._prefixes.follow()))
         try:
             yield
         finally:
-            for probe in probes:
-                probe.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.aclose()
 
     async def _health(self, request: Request) -> Response:
@@ -114,16 +118,21 @@ class Proxy:
 
     async def _answer(self, request: Request, headers: Mapping[str, str], body: bytes) -> Response:
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        if self._prefill is not None and request.method == "POST" and request.url.path in SPLIT_PATHS:
-            body = await self._with_prompt_computed(path, headers, body)
+        prompt = UNKNOWN
+        if request.method == "POST" and request.url.path in SPLIT_PATHS:
+            if self._prefixes is not None and (reader := self._main.first_ready) is not None:
+                prompt = await self._prefixes.read(self._client, reader.name, headers, body)
+            if self._prefill is not None:
+                body = await self._with_prompt_computed(path, headers, body, prompt)
         tried: list[Upstream] = []
-        while (upstream := self._main.choose(headers.get(SESSION_ID), tried)) is not None:
+        while (upstream := self._main.choose(headers.get(SESSION_ID), tried, prompt)) is not None:
             tried.append(upstream)
             stack = contextlib.AsyncExitStack()
             stack.enter_context(upstream.busy())
             try:
                 asked = self._client.build_request(request.method, upstream.name + path, headers=headers, content=body)
-                answer = await self._client.send(asked, stream=True)
+                with upstream.computing(prompt.num_tokens - prompt.num_cached(upstream.name)):
+                    answer = await self._client.send(asked, stream=True)
             except httpx.TransportError as error:
                 upstream.failed(error)
                 await stack.aclose()
@@ -159,7 +168,7 @@ class Proxy:
             self._answers.labels(outcome).inc()
             await asyncio.shield(stack.aclose())
 
-    async def _with_prompt_computed(self, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    async def _with_prompt_computed(self, path: str, headers: Mapping[str, str], body: bytes, prompt: Prompt) -> bytes:
         """Has a prefill server compute the prompt of `body`, and returns what to ask a decode server then.
 
         Where that cannot be, it is `body` itself, and the decode server computes the prompt, or says what is wrong.
@@ -170,10 +179,11 @@ class Proxy:
             return body
         first = json.dumps(_first_half(asked)).encode()
         tried: list[Upstream] = []
-        while (upstream := self._prefill.choose(headers.get(SESSION_ID), tried)) is not None:
+        while (upstream := self._prefill.choose(headers.get(SESSION_ID), tried, prompt)) is not None:
             tried.append(upstream)
+            missing = prompt.num_tokens - prompt.num_cached(upstream.name)
             try:
-                with upstream.busy():
+                with upstream.busy(), upstream.computing(missing):
                     answer = await self._client.post(
                         upstream.name + path, headers=headers, content=first, timeout=self._config.prefill_timeout
                     )

@@ -120,25 +120,29 @@ class CacheShape:
     def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The pages of each group of a model spread over `mesh`, as `backend` lays them out; those of drafts follow."""
         sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
-        of_groups = self._structs(spec, Spread(spec, mesh.size).whole.num_kv_heads, backend)
+        of_groups = self._structs(spec, Spread.on(spec, mesh).whole, backend)
         placed = [(struct, sharding) for struct in of_groups]
         placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in placed)
 
     def device_bytes(self, spread: Spread, backend: Backend) -> int:
         """Bytes that all pages take of each device."""
-        structs = self._structs(spread.spec, spread.shard.num_kv_heads, backend) + self._draft_structs(backend)
+        structs = self._structs(spread.spec, spread.shard, backend) + self._draft_structs(backend)
         return sum(struct.size * struct.dtype.itemsize for struct in structs)
 
     def with_pages(self, num_pages: int) -> "CacheShape":
         return replace(self, num_pages=num_pages)
 
-    def _structs(self, spec: ModelSpec, num_kv_heads: int, backend: Backend) -> list[jax.ShapeDtypeStruct]:
-        return [
-            kv_pages_struct(
-                len(group.layers), size.num_pages, self.page_size, num_kv_heads, spec.head_size, self.dtype, backend
+    def _structs(self, spec: ModelSpec, part: ModelSpec, backend: Backend) -> list[jax.ShapeDtypeStruct]:
+        """Returns the pages of the layers and heads of `part`, which a `Spread` made of `spec`."""
+        groups, sizes, K, D = self.groups(part), self.group_sizes(spec), part.num_kv_heads, part.head_size
+        if [group.window for group in groups] != [size.window for size in sizes]:
+            raise NotImplementedError(
+                f"the windows of {spec.num_layers} layers have no pattern that stages could share: use a mesh of DxM"
             )
-            for group, size in zip(self.groups(spec), self.group_sizes(spec), strict=True)
+        return [
+            kv_pages_struct(len(group.layers), size.num_pages, self.page_size, K, D, self.dtype, backend)
+            for group, size in zip(groups, sizes, strict=True)
         ]
 
     def _draft_structs(self, backend: Backend) -> list[jax.ShapeDtypeStruct]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxvllm.core.step_plan import DraftCounts, Fork, StepOutput, StepPlan, TopLogprobs
-from jaxvllm.core.step_sizes import StepSizes
+from jaxvllm.core.step_sizes import StepSizes, step_overhead
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import pack
@@ -67,16 +67,6 @@ from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
-
-# What a step costs beside its tokens, in tokens: see `StepSizes`. With weights of two bytes it is FLOP/s over bytes/s:
-# 206 on an H200, 241 on a v5e, 560 on a v6e. On two cores, a step of model S took 4 ms, and 0.9 ms more a token.
-STEP_OVERHEAD = 256
-STEP_OVERHEAD_ON_CPU = 5
-
-
-def step_overhead(on_cpu: bool) -> int:
-    """What a step costs beside its tokens, in tokens."""
-    return STEP_OVERHEAD_ON_CPU if on_cpu else STEP_OVERHEAD
 
 
 @partial(
@@ -187,7 +177,7 @@ class Runner:
         self._fork = cache(compiler.compile_fork)
         num_groups = len(shape.groups(spec))
         self._copies = cache(lambda: tuple(make_program(recipe) for recipe in copy_recipes(pages, num_groups, mesh)))
-        self._contents = contents_like(pages, num_groups, mesh)
+        self.contents_like = contents_like(pages, num_groups, mesh)
         rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
         with ThreadPoolExecutor(1) as other:
             no_admissions = pack_admissions((), self._sizes)
@@ -284,23 +274,29 @@ class Runner:
         Each entry has the next `COPY_BATCH` of them; what is behind the last one means nothing.
         """
         take, _ = self._copies()
-        taken = [take(self._kv_pages, packed) for packed in pack_pages(pages, self._sizes.num_groups)]
-        for contents in taken:
-            for array in contents:
-                array.copy_to_host_async()
-        return taken
+        return [take(self._kv_pages, packed) for packed in pack_pages(pages, self._sizes.num_groups)]
 
     def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
         """Fills pages, i32[N] of each group, behind all steps that were dispatched, and returns at once.
 
         `contents` are [N, L, K, S, W], of each array of the cache.
         """
-        _, put = self._copies()
-        for at, packed in enumerate(pack_pages(pages, self._sizes.num_groups)):
-            some = slice(at * COPY_BATCH, (at + 1) * COPY_BATCH)
-            arrays = zip((array[some] for array in contents), self._contents, strict=True)
+        for first in range(0, len(pages[0]), COPY_BATCH):
+            some = slice(first, first + COPY_BATCH)
+            arrays = zip((array[some] for array in contents), self.contents_like, strict=True)
             on_device = tuple(jax.device_put(_filled_up(array, like.shape), like.sharding) for array, like in arrays)
-            self._kv_pages = put(self._kv_pages, packed, on_device)
+            self.put_contents([of_group[some] for of_group in pages], on_device)
+
+    def put_contents(self, pages: Sequence[NDArray[np.int32]], contents: PageContents) -> None:
+        """Fills at most `COPY_BATCH` pages with what is on the devices already, and returns at once."""
+        _, put = self._copies()
+        [packed] = pack_pages(pages, self._sizes.num_groups)
+        self._kv_pages = put(self._kv_pages, packed, contents)
+
+    @property
+    def page_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What one page is on the devices, [L, K, S, W] of each array of the cache."""
+        return tuple(map(_without_first_axis, self.contents_like))
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
         """The KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
@@ -399,6 +395,11 @@ def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:
     assert logprobs is not None, "a decode bucket has no prompts"
     device = jax.tree.map(lambda x: np.asarray(x)[:count], logprobs)
     return TopLogprobs(device.token, device.ranks, device.top_ids, device.top)
+
+
+def _without_first_axis(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
 def _filled_up(array: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.models.decoder import forward_with_states
+from jaxvllm.models.decoder import embed_tokens, final_norm, run_layers
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.penalties import count_tokens
+from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
 from jaxvllm.runtime.suffix_index import record
@@ -31,6 +32,7 @@ class StepModel:
     backend: Backend
     axis: ModelAxis = ALONE
     sampling: SamplerOptions = DEFAULT_OPTIONS
+    pipeline: Pipeline = NO_PIPELINE
 
     @property
     def sizes(self) -> SlotSizes:
@@ -39,7 +41,7 @@ class StepModel:
     @property
     def shard(self) -> ModelSpec:
         """What one device computes of the model."""
-        return Spread(self.spec, self.axis.size).shard
+        return Spread(self.spec, self.axis.size, self.pipeline.stages.size).shard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states"], meta_fields=[])
@@ -78,13 +80,37 @@ def compute(
     depths: tuple[int, ...] = (),
 ) -> tuple[Computed, KVCachePages]:
     """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages]."""
-    spec, backend, shard = model.spec, model.backend, model.shard
+    shard, num_groups = model.shard, model.sizes.num_groups
+    own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
+    run = partial(_run_layers, params, model, depths)
+    x, with_tables = embed_tokens(params, shard, token_ids, model.axis), replace(rows, page_table=tables)
+    if model.pipeline.stages.size == 1:
+        x, states, own_pages = run(x, with_tables, own_pages)
+    else:
+        assert not depths, "a proposer that reads states behind layers needs them all on one device"
+
+        def layers(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, KVCachePages]:
+            x, _, pages = run(x, rows, pages)
+            return x, pages
+
+        x, own_pages = model.pipeline.run(layers, x, with_tables, own_pages, model.axis)
+        states = jnp.zeros((0, *x.shape), x.dtype)
+    return Computed(rows, token_ids, final_norm(params, shard, x), states), (*own_pages, *others)
+
+
+def _run_layers(
+    params: Params, model: StepModel, depths: tuple[int, ...], x: jax.Array, rows: RaggedRows, kv_pages: KVCachePages
+) -> tuple[jax.Array, jax.Array, KVCachePages]:
+    """Returns x [T, E] behind the layers of this device, states at `depths`, and the pages of its groups of layers.
+
+    rows: with a page table [R, groups, max_pages]
+    """
+    spec, backend = model.shard, model.backend
     groups = model.shape.groups(spec)
-    own_pages, others = kv_pages[: len(groups)], kv_pages[len(groups) :]
-    rows_of = [replace(rows, page_table=tables[:, number]) for number in range(len(groups))]
+    rows_of = [replace(rows, page_table=rows.page_table[:, number]) for number in range(len(groups))]
     plan_of = [
-        plan_rows(rows, pages, num_heads=shard.num_heads, dtype=params["embed"].dtype, backend=backend)
-        for rows, pages in zip(rows_of, own_pages, strict=True)
+        plan_rows(rows, pages, num_heads=spec.num_heads, dtype=x.dtype, backend=backend)
+        for rows, pages in zip(rows_of, kv_pages, strict=True)
     ]
     # A layer's group is known by its window, and its place in the group by its number, which may be a loop's.
     number_of = {spec.windows[layer]: number for number, group in enumerate(groups) for layer in group.layers}
@@ -114,10 +140,7 @@ def compute(
         )
         return out, (*kv[:number], pages, *kv[number + 1 :])
 
-    hidden, states, own_pages = forward_with_states(
-        params, shard, token_ids, rows.positions, own_pages, attend, model.axis, depths
-    )
-    return Computed(rows, token_ids, hidden, states), (*own_pages, *others)
+    return run_layers(params, spec, x, rows.positions, kv_pages, attend, model.axis, depths)
 
 
 def draw(

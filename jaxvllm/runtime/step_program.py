@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.core.step_plan import SCORE_BATCH
+from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import packed_size
@@ -19,6 +20,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.decoding import decode
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
+from jaxvllm.runtime.pipeline import Pipeline
 from jaxvllm.runtime.prompt_scores import PromptScores
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.recipe import Recipe
@@ -35,7 +37,8 @@ from jaxvllm.runtime.step import (
 )
 from jaxvllm.runtime.step_model import DeviceOutput, StepModel
 from pallas_kernels.backend import Backend
-from sharding.axis import ModelAxis
+from sharding.axis import ModelAxis, StageAxis
+from sharding.rules import MODEL, STAGE
 
 # Rows whose distributions one program yields: 5 MB with 152k tokens of vocabulary.
 DISTRIBUTION_BATCH = 8
@@ -223,7 +226,9 @@ class StepCompiler:
     def _make(
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
     ) -> jax.stages.Compiled:
-        model = StepModel(self.spec, self.shape, self.backend, ModelAxis(self.mesh.size), self.sampling)
+        axis, stages = ModelAxis(self.mesh.shape[MODEL]), StageAxis(self.mesh.shape[STAGE])
+        pipeline = Pipeline(stages, step_overhead(on_cpu=self.mesh.devices.flat[0].platform == "cpu"))
+        model = StepModel(self.spec, self.shape, self.backend, axis, self.sampling, pipeline)
         on_parts = out_specs if self.mesh.size > 1 else None
         return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))
 

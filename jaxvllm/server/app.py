@@ -17,6 +17,7 @@ from jaxvllm.server.routes import (
     chat_completions,
     completions,
     development,
+    elastic,
     info,
     messages,
     playground,
@@ -40,7 +41,17 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # it would redirect clients to the Host that they sent, which may be any host
     )
-    for module in (completions, chat_completions, responses, messages, tokenization, info, sagemaker, playground):
+    for module in (
+        completions,
+        chat_completions,
+        responses,
+        messages,
+        tokenization,
+        info,
+        elastic,
+        sagemaker,
+        playground,
+    ):
         app.include_router(module.router(service))
     if service.config.dev_endpoints:
         app.include_router(development.router(service))

@@ -19,6 +19,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: every network of this host, which needs an api_key
     port: int = 8000  # port to listen on; 0: any free port, which is printed
+    api_server_count: int = 1  # processes that answer HTTP; more than 1 where one is too slow for all streams
     served_model_name: tuple[str, ...] = ()  # names of the model for clients; answers use the first; (): its own name
     api_key: tuple[str, ...] = field(default=(), repr=False)  # keys that clients may use, beside $JAXVLLM_API_KEY
     api_key_file: str | None = None  # a file with one key in each line; lines that begin with # are comments
@@ -47,6 +48,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {self.port!r}")
+        if type(self.api_server_count) is not int or self.api_server_count < 1:
+            raise ValueError(f"api_server_count must be a positive integer, not {self.api_server_count!r}")
         for name in ("max_num_queued_requests", "max_num_queued_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):

@@ -21,7 +21,7 @@ from jaxvllm.server.errors import ApiError, PromptTooLongError
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.service import Service
-from jaxvllm.worker.async_llm import EngineDiedError, EngineUnavailableError
+from jaxvllm.worker.engine_client import EngineDiedError, EngineUnavailableError
 from jaxvllm.worker.queue_limits import OverloadedError
 
 logger = logging.getLogger(__name__)

@@ -3,18 +3,22 @@
 import asyncio
 import logging
 import signal
+import socket
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from os import cpu_count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig, read_keys
 from jaxvllm.server.http.listener import RESERVED_FILES, is_open_to_strangers, listen, raise_file_limit, url_of
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
 from jaxvllm.text.chat_template import read_chat_template
-from jaxvllm.worker.async_llm import AsyncLLM, FollowedError
+from jaxvllm.worker.data_parallel import open_pool
+from jaxvllm.worker.data_parallel_config import DataParallelConfig
+from jaxvllm.worker.engine_client import EngineClient, FollowedError
 from jaxvllm.worker.queue_limits import QueueLimits
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ logger = logging.getLogger(__name__)
 OUTPUTS_PER_CORE, MOST_OUTPUTS = 500, 5000
 
 
-async def serve(engine: EngineConfig, config: ServerConfig) -> int:
+async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParallelConfig) -> int:
     """Serves until a signal, ends all its processes, and returns the exit code.
 
     After SIGTERM and SIGHUP the code is 0 when every request could finish, otherwise 1; after SIGINT it is 130. Raises
@@ -51,25 +55,26 @@ async def serve(engine: EngineConfig, config: ServerConfig) -> int:
         if engine.max_outputs_per_second is None:
             engine = replace(engine, max_outputs_per_second=min(OUTPUTS_PER_CORE * (cpu_count() or 1), MOST_OUTPUTS))
         limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
-        llm = AsyncLLM.from_config(engine, limits, chat_template)
+        llm = open_pool(engine, parallel, limits, chat_template)
         try:
             llm.launch()
             await asyncio.sleep(0)  # starts the engine's process, which imports JAX while this one imports FastAPI
-            service, server = _http(llm, config, keys, not is_open_to_strangers(listener), max_files)
-            async with server.running(listener) as serving:
+            is_local = not is_open_to_strangers(listener)
+            front = _front(llm, config, keys, is_local, listener, limits, chat_template, max_files)
+            async with front.running() as serving:
                 try:
                     await until_first(llm.ready(), stop.asked())
                     if stop.first is None:
                         logger.info("ready after %.1f s: %s", time.monotonic() - start, url)
                         await until_first(stop.asked(), asyncio.shield(serving), llm.ended())
-                    is_clean = await drain(service, stop)
+                    is_clean = await front.drain(stop)
                 except FollowedError:
                     return 0
                 finally:
                     # The remaining requests end with an error, which is still sent.
                     await until_first(llm.close(), stop.insisted())
                     if stop.is_urgent:
-                        server.hurry()
+                        front.hurry()
         finally:
             await llm.close()
     if stop.first is signal.SIGINT:
@@ -106,21 +111,73 @@ def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local:
     return RequestIds(StrictHead(app))
 
 
-def _http(
-    llm: AsyncLLM, config: ServerConfig, keys: Iterable[str], is_local: bool, max_files: int
-) -> "tuple[Service, HttpServer]":
+class Front(Protocol):
+    """What answers HTTP before the engines."""
+
+    def running(self) -> AbstractAsyncContextManager["asyncio.Future[Any]"]:
+        """Answers inside the context. The future ends, with an error, if that cannot go on."""
+
+    async def drain(self, stop: StopSignals) -> bool:
+        """Takes no new requests and lets the running ones finish. Returns whether all of them did."""
+
+    def hurry(self) -> None:
+        """Ends every connection now, even while an answer is being sent."""
+
+
+@dataclass(frozen=True)
+class OwnFront:
+    """This process answers itself."""
+
+    service: "Service"
+    server: "HttpServer"
+    listener: socket.socket
+
+    def running(self) -> AbstractAsyncContextManager["asyncio.Future[Any]"]:
+        """Implements `Front.running`."""
+        return self.server.running(self.listener)
+
+    async def drain(self, stop: StopSignals) -> bool:
+        """Implements `Front.drain`."""
+        return await drain(self.service, stop)
+
+    def hurry(self) -> None:
+        """Implements `Front.hurry`."""
+        self.server.hurry()
+
+
+def _front(
+    llm: EngineClient,
+    config: ServerConfig,
+    keys: Iterable[str],
+    is_local: bool,
+    listener: socket.socket,
+    limits: QueueLimits,
+    chat_template: str | None,
+    max_files: int,
+) -> Front:
     # These imports take 0.8 s. Here they happen while the engine starts.
-    from jaxvllm.server.app import create_app
-    from jaxvllm.server.http.connection import ConnectionLimits
-    from jaxvllm.server.http.http_server import HttpServer
-    from jaxvllm.server.metrics.counting import Counting
     from jaxvllm.server.metrics.log_line import StatsLogger
     from jaxvllm.server.service import Service
 
     llm.observe(StatsLogger(config.log_stats_interval))
+    # It observes the engines, also where others answer for it.
     service = Service(llm, config)
+    if config.api_server_count == 1:
+        return OwnFront(service, make_http(service, keys, is_local, max_files), listener)
+    from jaxvllm.server.api_processes import ApiProcesses
+
+    return ApiProcesses(llm, config, limits, chat_template, listener, max_files, service.metrics)
+
+
+def make_http(service: "Service", keys: Iterable[str], is_local: bool, max_files: int) -> "HttpServer":
+    """Returns the HTTP server around a service, with all its guards. It may have `max_files` open files."""
+    from jaxvllm.server.app import create_app
+    from jaxvllm.server.http.connection import ConnectionLimits
+    from jaxvllm.server.http.http_server import HttpServer
+    from jaxvllm.server.metrics.counting import Counting
+
     app = create_app(service)
-    counted = Counting(guarded(app, config, keys, is_local), service.metrics, app.routes)
+    counted = Counting(guarded(app, service.config, keys, is_local), service.metrics, app.routes)
     limits = ConnectionLimits()
     most = min(limits.max_connections, max(1, max_files - RESERVED_FILES))
-    return service, HttpServer(counted, config, replace(limits, max_connections=most))
+    return HttpServer(counted, service.config, replace(limits, max_connections=most))

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from jaxvllm.text.tokenizer import Tokenizer
 from jaxvllm.text.tool_calls.format import ToolCallFormat
 from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS, guessed_format
 from jaxvllm.text.tool_use import ToolUse
-from jaxvllm.worker.async_llm import AsyncLLM, EngineUnavailableError
+from jaxvllm.worker.engine_client import EngineClient, EngineUnavailableError
 
 # The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
 MAX_TEXT = 2**20
@@ -34,7 +34,13 @@ MAX_TEXT = 2**20
 class Service:
     """One served model, with what its endpoints share."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig):
+    def __init__(
+        self,
+        llm: EngineClient,
+        config: ServerConfig,
+        all_metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None,
+    ):
+        """`all_metrics`: renders the metrics where this process is one of several that answer."""
         self.llm = llm
         self.config = config
         # Only the directory's name: clients must not see its path.
@@ -43,6 +49,7 @@ class Service:
         self.fingerprint = _fingerprint(own_name, llm.config)
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
+        self._all_metrics = all_metrics
         self.draining = False
         self.num_open = 0
         self._idle = asyncio.Event()
@@ -208,6 +215,12 @@ class Service:
         special = self.tokenizer.special_texts
         is_seen = not any(token in mark for mark in format.marks for token in special)
         return params if is_seen else replace(params, skip_special_tokens=False)
+
+    # ---- its metrics ----
+
+    async def render_metrics(self) -> tuple[bytes, str]:
+        """Returns what Prometheus reads, and its content type."""
+        return self.metrics.render() if self._all_metrics is None else await self._all_metrics()
 
     # ---- its lifecycle ----
 

@@ -11,7 +11,7 @@ from jaxvllm.core.policy import POLICIES, Policy
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import StepPlan
-from jaxvllm.core.step_sizes import StepSizes
+from jaxvllm.core.step_sizes import StepSizes, step_overhead
 from jaxvllm.engine.build import bucket_ladder
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
 from jaxvllm.engine.resolved_config import ResolvedConfig
@@ -19,7 +19,6 @@ from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.device_memory import Memory
 from jaxvllm.planner.target import CPU
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.runner import step_overhead
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,21 @@
-"""`python -m jaxvllm.worker SOCKET`: the process of an engine, started by `engine_process`.
+"""`python -m jaxvllm.worker URL`: the process of an engine, started by `engine_process`.
 
 It ends when its parent ends, for whatever reason: the parent holds the other end of its standard input, and on Linux
 the kernel ends it too, even while it is stopped. This must work from the first moment, so this module imports nothing
 slow at its top.
 """
 
-import ctypes
 import logging
 import os
 import signal
 import sys
-import threading
 
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
+from jaxvllm.worker.parent import end_with_parent
 
 
 def main() -> None:
     """Works for the client at the socket until the client says stop or ends."""
-    _end_with_parent()
+    _begin()
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(asctime)s engine: %(message)s", datefmt="%H:%M:%S"
     )
@@ -26,8 +23,9 @@ def main() -> None:
     code, has_others = 1, False
     try:
         from jaxvllm.worker.command_loop import serve
+        from jaxvllm.worker.engine_link import Address
 
-        has_others = serve(sys.argv[1])
+        has_others = serve(Address.read(sys.argv[1], os.environ))
         code = 0
     except Exception:
         logging.getLogger("jaxvllm.engine").exception("the engine has failed")
@@ -38,19 +36,11 @@ def main() -> None:
         os._exit(code)  # ends at once, so that nobody has to wait for programs that still compile
 
 
-def _end_with_parent() -> None:
+def _begin() -> None:
     # systemd sends SIGTERM to every process of a service. The parent decides what to do about it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    end_with_parent()
 
 
 if __name__ == "__main__":

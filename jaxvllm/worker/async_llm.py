@@ -1,31 +1,34 @@
 """`AsyncLLM`: an engine in its own process, for servers and asynchronous notebooks. The names are vLLM's."""
 
 import asyncio
-import enum
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.request import GenerationRequest, RequestOptions
-from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.bad_words import read_bad_words
-from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
-from jaxvllm.text.tokenizer import Tokenizer
+from jaxvllm.text.prompts import PromptReader
 from jaxvllm.worker import wire
-from jaxvllm.worker.engine_process import EngineProcess
+from jaxvllm.worker.engine_client import (
+    EngineClient,
+    EngineDiedError,
+    EngineState,
+    EngineUnavailableError,
+    FollowedError,
+)
+from jaxvllm.worker.engine_process import EngineProcess, LocalPlace, Place
 from jaxvllm.worker.observer import LossReason, Observer
-from jaxvllm.worker.open_requests import OpenRequest, OpenRequests
+from jaxvllm.worker.open_requests import DivergedError, OpenRequest, OpenRequests
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+from jaxvllm.worker.readers import Readers
 from jaxvllm.worker.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -42,30 +45,10 @@ BUILD_FACTOR = 10
 # The pause before a new start. It doubles after each start that did not make the engine ready.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 
-
-class EngineState(enum.StrEnum):
-    """The state of the engine's process."""
-
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"  # it could not be built, and trying again would not help
-    CLOSED = "closed"
+type Rescue = Callable[[OpenRequest], bool]
 
 
-class EngineDiedError(RuntimeError):
-    """Raised when the engine ended, or a step failed, while it worked on a request that is itself correct."""
-
-
-class EngineUnavailableError(RuntimeError):
-    """Raised when there is no engine at the moment. The caller may try again."""
-
-
-class FollowedError(RuntimeError):
-    """Raised when this process followed process 0 of an engine and took no requests, and process 0 has closed it."""
-
-
-class AsyncLLM:
+class AsyncLLM(EngineClient):
     """Completes requests in another process, which it starts again when it dies.
 
     Use it in one event loop:
@@ -81,22 +64,41 @@ class AsyncLLM:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, limits: QueueLimits | None = None, chat_template: str | None = None
+        cls,
+        config: EngineConfig,
+        limits: QueueLimits | None = None,
+        chat_template: str | None = None,
+        place: Place | None = None,
+        readers: Readers | None = None,
+        rescue: Rescue | None = None,
     ) -> Self:
-        """Makes one from a config, from limits to the requests that may wait, and from a template that replaces the
-        model's."""
+        """Makes one from a config, and from limits to the requests that may wait.
+
+        `chat_template` replaces the model's. `place` says where the process runs; by default it is a child of this
+        process. Several engines of a model may share `readers`. When the process ends, `rescue` is called for each open
+        request, and returns whether another engine works on it now; the others fail.
+        """
         llm = cls.__new__(cls)
-        llm._setup(config, limits or QueueLimits(), chat_template)
+        llm._setup(config, limits or QueueLimits(), place, readers or Readers(chat_template), rescue)
         return llm
 
-    def _setup(self, config: EngineConfig, limits: QueueLimits, chat_template: str | None = None) -> None:
+    def _setup(
+        self,
+        config: EngineConfig,
+        limits: QueueLimits,
+        place: Place | None = None,
+        readers: Readers | None = None,
+        rescue: Rescue | None = None,
+    ) -> None:
         self.config = config
         self.limits = limits
-        self._chat_template = chat_template
-        self.state = EngineState.STARTING
-        self.reason = "the engine is starting"  # describes the state for messages
+        self._place = place or LocalPlace()
+        self._readers = readers or Readers()
+        self._rescue = rescue
+        self._state = EngineState.STARTING
+        self._reason = "the engine is starting"  # describes the state for messages
         self.num_starts = 0
-        self.stats: EngineStats | None = None  # as of the last pulse
+        self._stats: EngineStats | None = None  # as of the last pulse
         self._facts: wire.EngineFacts | None = None
         self._reader: PromptReader | None = None
         self._rules: RequestRules | None = None
@@ -115,32 +117,23 @@ class AsyncLLM:
     # ---- its lifecycle ----
 
     def launch(self) -> None:
-        """Starts the engine's process, and starts it again whenever it dies. Returns at once."""
         assert self._task is None, "launched twice"
         self._task = asyncio.create_task(self._supervise())
 
     async def ready(self) -> None:
-        """Waits until the engine takes requests. Raises ValueError or RuntimeError when it cannot be built."""
         await self._settled.wait()
-        if self.state is EngineState.FAILED:
+        if self._state is EngineState.FAILED:
             assert self._task is not None
             await self._task  # raises
 
     async def ended(self) -> None:
-        """Waits for the final end of the engine and raises its error: it could not be built, or there is a bug here."""
         assert self._task is not None, "not launched"
         await asyncio.shield(self._task)
 
-    async def start(self) -> None:
-        """Does `launch` and `ready`."""
-        self.launch()
-        await self.ready()
-
     async def close(self) -> None:
-        """Ends the engine's process. Its open requests fail. If this call is cancelled, the process is killed."""
         if self._task is not None:
             process = self._process
-            if self.config.has_others and process is not None and self.state is EngineState.READY:
+            if self.config.has_others and process is not None and self._state is EngineState.READY:
                 try:
                     await process.stop()  # so that it can end the other processes
                 except asyncio.CancelledError:
@@ -150,23 +143,29 @@ class AsyncLLM:
             with suppress(asyncio.CancelledError, Exception):  # `ready` and `ended` raise the error
                 await self._task
         self._enter(EngineState.CLOSED, "the engine is closed")
-        self._fail_all(EngineUnavailableError(self.reason))
+        self._tell(lambda observer: observer.on_end())
+        self._fail_all(EngineUnavailableError(self._reason))
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
+    def kill(self) -> None:
+        """Kills the engine's process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def stats(self) -> EngineStats | None:
+        return self._stats
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine takes requests and has answered lately: it is idle, or its steps make progress."""
-        return self.state is EngineState.READY and self._silent_seconds <= RESPONSIVE_SECONDS
+        return self._state is EngineState.READY and self._silent_seconds <= RESPONSIVE_SECONDS
 
     @property
     def _silent_seconds(self) -> float:
@@ -177,14 +176,12 @@ class AsyncLLM:
 
     @property
     def is_known(self) -> bool:
-        """Whether the engine has sent the facts about its model, so that `facts` and `reader` exist."""
         return self._facts is not None
 
     @property
     def facts(self) -> wire.EngineFacts:
-        """The facts about the engine's model. Raises EngineUnavailableError before it is first ready."""
         if self._facts is None:
-            raise EngineUnavailableError(self.reason)
+            raise EngineUnavailableError(self._reason)
         return self._facts
 
     @property
@@ -194,75 +191,46 @@ class AsyncLLM:
 
     @property
     def max_requests(self) -> int | None:
-        """The number of requests that may run and wait at once. None means any number."""
         return self.limits.most(self.facts.max_num_seqs)
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have not ended, queued ones included."""
         return len(self._requests)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of the prompts of requests without an output. Takes O(requests)."""
+        return self._requests.num_queued_tokens
+
     def observe(self, observer: Observer) -> None:
-        """Calls `observer` for all events from now on."""
-        self._observers.append(observer)
+        self._observers.append(observer.of_engine(0))
+
+    def observe_as(self, index: int, observer: Observer) -> None:
+        """Does the same as `observe` where this is engine number `index` of several."""
+        self._observers.append(observer.of_engine(index))
 
     # ---- requests ----
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.reader.tokenizer
-
-    @property
     def reader(self) -> PromptReader:
-        """The reader of prompts for the model. Raises EngineUnavailableError before the engine is first ready."""
         if self._reader is None:
-            raise EngineUnavailableError(self.reason)
+            raise EngineUnavailableError(self._reason)
         return self._reader
 
     @property
     def rules(self) -> RequestRules:
-        """The engine's rules for requests. Raises EngineUnavailableError before the engine is first ready."""
         if self._rules is None:
-            raise EngineUnavailableError(self.reason)
+            raise EngineUnavailableError(self._reason)
         return self._rules
 
-    def make_request(
-        self,
-        prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> GenerationRequest:
-        """Makes a request for `enqueue`. Raises ValueError when something is wrong with the prompt.
+    def new_request_id(self) -> str:
+        return f"request-{self._requests.new_serial()}"
 
-        By default it has the parameters that the model's checkpoint recommends, and a unique id. `options` are the
-        optional fields of `GenerationRequest`, such as `priority`.
-        """
-        params = self.facts.default_params if sampling_params is None else sampling_params
-        read = self.reader.read(prompt, room=PromptRoom.of(params))
-        if request_id is None:
-            request_id = f"request-{self._requests.new_serial()}"
-        return GenerationRequest(request_id, read, params, **options)
-
-    async def submit(
-        self,
-        prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> RequestStream:
-        """Queues a request and returns the stream of its outputs. Arguments are those of `make_request`.
-
-        Raises ValueError when something is wrong with the request, OverloadedError when too many wait,
-        EngineUnavailableError when there is no engine to take it, and EngineDiedError when the engine dies before it
-        answers. Then nothing is queued.
-        """
-        stream = self.enqueue(self.make_request(prompt, sampling_params, request_id, **options))
-        await stream.accepted()
-        return stream
+    def has(self, request_id: str) -> bool:
+        """Whether a request with this id is open."""
+        return request_id in self._requests
 
     def enqueue(self, request: GenerationRequest) -> RequestStream:
-        """Does the same as `submit`, but does not wait for the engine's answer: `RequestStream.accepted` does."""
         process = self._ready_process()
         self.rules.check(request)
         read_bad_words(request.params.bad_words, self.tokenizer, self.facts.vocab_size)
@@ -273,50 +241,49 @@ class AsyncLLM:
         unanswered = self._requests.num_unanswered
         if self.max_requests is not None and unanswered >= self.max_requests:
             raise OverloadedError(f"{unanswered} requests wait for the engine's answer: try again later")
-        serial = self._requests.new_serial()
-        process.send(wire.Add(serial, request))  # this comes first: it raises for a text that is not valid Unicode
-        stream = RequestStream(request, lambda error: self._abort(serial, error))
-        self._requests.add(serial, OpenRequest(request, stream))
-        return stream
+        open_request = OpenRequest(request)
+        self._take(open_request, process)
+        return open_request.stream
 
-    async def generate(
-        self,
-        prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncIterator[RequestOutput]:
-        """Completes one prompt and yields its outputs in the form of `output_kind`. The rest is as for `submit`."""
-        async with await self.submit(prompt, sampling_params, request_id, **options) as stream:
-            async for output in stream:
-                yield output
+    def adopt(self, open_request: OpenRequest) -> None:
+        """Computes a request of another engine of the same model from its beginning.
 
-    async def beam_search(
-        self,
-        prompt: PromptLike,
-        params: BeamSearchParams,
-        request_id: str | None = None,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
-        """Searches for the most likely continuations of a prompt, and yields one output that has them, best first.
-
-        `sampling_params` say what the output contains, such as log-probabilities, and how the prompt is read.
+        Its caller gets what is new to him. Raises EngineUnavailableError when there is no engine to take it.
         """
-        like = sampling_params or SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
-        sampling = params.sampling_params(like)
-        async for output in self.generate(prompt, sampling, request_id, beam_search=params, priority=priority):
-            yield output
+        process = self._ready_process()
+        open_request.rewind()
+        self._take(open_request, process)
+
+    def hand_over(self) -> list[OpenRequest]:
+        """Ends all open requests here, without telling their callers, and returns them, for another engine."""
+        given = [open_request for serial in self._requests.serials() if (open_request := self._give(serial))]
+        if self._process is not None:
+            self._process.send(wire.Abort([one.request.request_id for one in given]))
+        return given
+
+    async def idle(self) -> None:
+        """Waits until no request is open."""
+        await self._requests.idle()
+
+    def _take(self, open_request: OpenRequest, process: EngineProcess) -> None:
+        serial = self._requests.new_serial()
+        process.send(wire.Add(serial, open_request.request))  # comes first: it raises for a text that is no Unicode
+        open_request.stream.aborted_by(lambda error: self._abort(serial, error))
+        self._requests.add(serial, open_request)
+
+    def _give(self, serial: int) -> OpenRequest | None:
+        """Forgets a request that another engine takes."""
+        given = self._requests.forget(serial)
+        if given is not None:
+            self._tell(lambda observer: observer.on_loss(given.request.request_id, given.request.params, "moved"))
+        return given
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request and frees its pages. Its stream fails. An unknown id is ignored."""
         serial = self._requests.serial_of(request_id)
         if serial is not None:
             self._abort(serial, EngineDiedError(f"request {request_id!r} was aborted"))
 
     async def pages(self) -> list[PoolView]:
-        """Returns the page pool of every replica. Raises EngineUnavailableError when there is no engine to ask."""
         process = self._ready_process()
         if self._pools is None:
             self._pools = asyncio.get_running_loop().create_future()
@@ -324,10 +291,6 @@ class AsyncLLM:
         return await asyncio.shield(self._pools)
 
     async def reset_prefix_cache(self) -> None:
-        """Makes every replica forget every cached prefix, and waits until that is done. Running requests continue.
-
-        Raises EngineUnavailableError when there is no engine to ask, EngineDiedError when it dies before it answers.
-        """
         self._ready_process().send(wire.ResetPrefixCache())
         reset: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._resets.append(reset)
@@ -336,8 +299,8 @@ class AsyncLLM:
     # ---- the process ----
 
     def _ready_process(self) -> EngineProcess:
-        if self.state is not EngineState.READY or self._process is None:
-            raise EngineUnavailableError(self.reason)
+        if self._state is not EngineState.READY or self._process is None:
+            raise EngineUnavailableError(self._reason)
         return self._process
 
     async def _supervise(self) -> None:
@@ -347,6 +310,7 @@ class AsyncLLM:
                 await self._live()
             except Exception as error:
                 self._enter(EngineState.FAILED, str(error))
+                self._rescue_all(self._requests.serials())
                 self._fail_all(EngineDiedError("the engine has failed: see the server's log"))
                 raise
             # A process that was ready is started again after the shortest pause: the start itself takes time.
@@ -357,7 +321,7 @@ class AsyncLLM:
         """Runs one process of the engine until its end. Raises only if the engine has never been built."""
         self._was_ready, self._num_unanswered, self._began = False, 0, time.monotonic()
         try:
-            process = self._process = await EngineProcess.start(self.config, self.limits)
+            process = self._process = await self._place.start(self.config, self.limits)
         except OSError as error:  # zmq's errors too: no memory, no processes or no disk space, which may pass
             if self._facts is None:
                 raise
@@ -371,8 +335,9 @@ class AsyncLLM:
             if self._facts is None:
                 raise RuntimeError(f"{reason} before it was ready: see its log above")
             logger.error("%s: %d requests fail, and it is started again", reason, len(self._requests))
-            self.stats = None
+            self._stats = None
             self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
+            self._rescue_all(self._requests.serials())
             self._fail_all(EngineDiedError(f"{reason} while it worked on this request: send it again"))
         finally:
             pinging.cancel()
@@ -383,7 +348,7 @@ class AsyncLLM:
     async def _ping(self, process: EngineProcess) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
-            if self.state is EngineState.READY:
+            if self._state is EngineState.READY:
                 if self._silent_seconds > STUCK_SECONDS:
                     logger.error("the engine has not answered %d pings: it is killed", self._num_unanswered)
                     process.kill()
@@ -397,46 +362,52 @@ class AsyncLLM:
         """Handles the messages of the process until it has ended."""
         while (report := await process.receive()) is not None:
             self._num_unanswered = 0
-            match report:
-                case wire.Outputs(outputs):
-                    for output in outputs:
-                        self._deliver(output)
-                case wire.Accepted(serial, warnings):
-                    self._requests.answered(serial)
-                    if request := self._requests.get(serial):
-                        request.stream.accept(warnings)
-                case wire.Rejected(serial, reason, overloaded, param):
-                    self._requests.answered(serial)
-                    self._lose(serial, OverloadedError(reason) if overloaded else ParameterError(reason, param))
-                case wire.Pulse(stats):
-                    self.stats = stats
-                    self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
-                case wire.Pages(pools):
-                    if self._pools is not None:
-                        self._pools.set_result(pools)
-                        self._pools = None
-                case wire.PrefixCacheReset():
-                    self._resets.popleft().set_result(None)
-                case wire.Broken(reason):
-                    # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
-                    error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
-                    self._fail(self._requests.serials(accepted=True), error)
-                case wire.Ready(facts):
-                    self._open(facts)
-                case wire.Followed():
-                    raise FollowedError("process 0 of this engine has closed it")
-                case wire.Failed(reason, usage):
-                    if self._facts is None:
-                        raise ValueError(reason) if usage else RuntimeError(reason)
-                    logger.error("the engine could not be started again: %s", reason)
+            self._read(report)
+
+    def _read(self, report: wire.Report) -> None:
+        match report:
+            case wire.Outputs(outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case wire.Accepted(serial, warnings):
+                self._requests.answered(serial)
+                if request := self._requests.get(serial):
+                    request.stream.accept(warnings)
+            case wire.Rejected(serial, reason, overloaded, param):
+                self._requests.answered(serial)
+                self._lose(serial, OverloadedError(reason) if overloaded else ParameterError(reason, param))
+            case wire.Pulse(stats):
+                self._stats = stats
+                self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
+            case wire.Pages(pools):
+                if self._pools is not None:
+                    self._pools.set_result(pools)
+                    self._pools = None
+            case wire.PrefixCacheReset():
+                self._resets.popleft().set_result(None)
+            case wire.Broken(reason):
+                # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
+                error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
+                serials = self._requests.serials(accepted=True)
+                self._rescue_all(serials)
+                self._fail(serials, error)
+            case wire.Lost(serial, reason, unavailable):
+                self._requests.answered(serial)
+                self._lose(serial, (EngineUnavailableError if unavailable else EngineDiedError)(reason), "error")
+            case wire.Away(reason):
+                self._enter(EngineState.RESTARTING, reason)
+            case wire.Ready(facts):
+                self._open(facts)
+            case wire.Followed():
+                raise FollowedError("process 0 of this engine has closed it")
+            case wire.Failed(reason, usage):
+                if self._facts is None:
+                    raise ValueError(reason) if usage else RuntimeError(reason)
+                logger.error("the engine could not be started again: %s", reason)
 
     def _open(self, facts: wire.EngineFacts) -> None:
         if self._reader is None:
-            directory = facts.tokenizer_directory
-            tokenizer = None if directory is None else Tokenizer.from_directory(directory)
-            if tokenizer is not None and self._chat_template is not None:
-                tokenizer = tokenizer.with_chat_template(self._chat_template)
-            self._reader = PromptReader(tokenizer, facts.vocab_size, facts.max_model_len)
+            self._reader = self._readers.reader(facts)
         self._facts = facts
         self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids, facts.vocab_size)
         self._was_ready = True
@@ -445,7 +416,7 @@ class AsyncLLM:
         self._tell(lambda observer: observer.on_start(self.num_starts, facts))
 
     def _enter(self, state: EngineState, reason: str) -> None:
-        self.state, self.reason = state, reason
+        self._state, self._reason = state, reason
         if state in (EngineState.STARTING, EngineState.RESTARTING):
             self._settled.clear()
         else:
@@ -460,8 +431,15 @@ class AsyncLLM:
             return
         find = self._requests.forget if output.finished else self._requests.get
         request = find(output.serial)
-        if request is not None:  # otherwise it was aborted while this output was in transit
+        if request is None:  # it was aborted while this output was in transit
+            return
+        try:
             delivered = request.deliver(output)
+        except DivergedError as error:
+            request.stream.fail(EngineDiedError(str(error)))
+            self._abort(output.serial, None)
+            return
+        if delivered is not None:
             self._tell(lambda observer: observer.on_output(delivered, request.request.params))
 
     def _lose(self, serial: int, error: Exception | None, reason: LossReason | None = None) -> GenerationRequest | None:
@@ -485,6 +463,13 @@ class AsyncLLM:
         lost = self._lose(serial, error, "abort")
         if lost is not None and self._process is not None:
             self._process.send(wire.Abort([lost.request_id]))
+
+    def _rescue_all(self, serials: Iterable[int]) -> None:
+        """Lets other engines compute these requests, if there are any."""
+        for serial in serials:
+            open_request = self._requests.get(serial)
+            if open_request is not None and self._rescue is not None and self._rescue(open_request):
+                self._give(serial)
 
     def _fail(self, serials: Iterable[int], error: RuntimeError) -> None:
         for serial in serials:

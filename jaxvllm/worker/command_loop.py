@@ -14,6 +14,7 @@ from jaxvllm.engine.multihost import follow_config
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.worker import wire
+from jaxvllm.worker.engine_link import Address, connect
 from jaxvllm.worker.preparing import Preparing
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
 
@@ -27,18 +28,22 @@ MAX_BREAKS = 3
 LINGER_MILLISECONDS = 10_000
 
 
-def serve(address: str) -> bool:
+def serve(address: str | Address) -> bool:
     """Builds the engine that the first message describes, and works for the client at `address` until it says stop.
 
     If the engine cannot be built, it sends the reason and returns. If this is one of several processes and not
-    process 0, it has no engine of its own: it follows process 0, and sends a message when that has ended.
+    process 0, it has no engine of its own: it follows process 0, and sends a message when that has ended. With an
+    `Address`, which may be on another host, this process ends when the connection does.
     Returns whether there are several processes.
     """
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        socket.connect(address)
+        if isinstance(address, Address):
+            connect(socket, address)
+        else:
+            socket.connect(address)
         start = wire.decode_command(socket.recv())
         assert isinstance(start, wire.Start)
         try:

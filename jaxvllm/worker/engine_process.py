@@ -1,14 +1,16 @@
 """The parent's side of an engine's process: it starts the process, exchanges messages with it, and always ends it."""
 
 import asyncio
+import os
 import shutil
 import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import zmq
 import zmq.asyncio
@@ -30,47 +32,128 @@ ONLY_WORD_SECONDS = 10.0
 STOP_SECONDS = 60.0
 
 
-class EngineProcess:
-    """A running `jaxvllm.worker` and the socket to it, in a directory that only this user may enter."""
+class Life(Protocol):
+    """The process of an engine, as the system sees it that runs it."""
 
-    def __init__(self, process: Process, socket: zmq.asyncio.Socket, directory: Path):
-        self._process = process
-        self._socket = socket
-        self._directory = directory
-        self._ended = asyncio.ensure_future(process.wait())
-        self._is_connected = False
+    @property
+    def pid(self) -> int: ...
 
-    @classmethod
-    async def start(cls, config: EngineConfig, limits: QueueLimits) -> Self:
-        """Starts a process. It builds its engine, and sends a message when the engine is ready."""
+    @property
+    def has_ended_itself(self) -> bool:
+        """Whether it has ended, and was not killed."""
+
+    async def wait(self) -> object:
+        """Waits for its end."""
+
+    def kill(self) -> None: ...
+
+    def end_text(self) -> str:
+        """Describes how it ended, for a message."""
+
+
+class Place(Protocol):
+    """Where the process of an engine runs."""
+
+    async def start(self, config: EngineConfig, limits: QueueLimits) -> "EngineProcess":
+        """Starts a process. It builds its engine, and sends a message when the engine is ready.
+
+        Raises OSError for what may pass, such as no room. Then there is no process.
+        """
+
+
+class LocalPlace:
+    """Runs the process as a child of this one. Its socket is in a directory that only this user may enter."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None):
+        """`environment`: variables that the process has beside those of this process."""
+        self.environment = environment or {}
+
+    async def start(self, config: EngineConfig, limits: QueueLimits) -> "EngineProcess":
+        """Implements `Place.start`."""
         directory = Path(tempfile.mkdtemp(prefix="jaxvllm-"))  # mode 0700
         path = directory / "engine"
         if len(str(path)) >= MAX_PATH:
             shutil.rmtree(directory)
             raise ValueError(f"{directory} is too long for a socket: set TMPDIR to a shorter directory")
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket = open_socket()
         try:
-            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-                socket.setsockopt(option, 0)  # queues without limit, and no waiting at the end
             socket.bind(f"ipc://{path}")
             path.chmod(0o600)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "jaxvllm.worker", f"ipc://{path}", stdin=PIPE, start_new_session=True
-            )
-            # The send is not awaited: it happens when the process has connected, and the process may end before.
-            socket.send(wire.encode(wire.Start(config, limits)))
+            child = await Child.start(f"ipc://{path}", self.environment)
         except BaseException:
             socket.close()
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        return cls(process, socket, directory)
+        engine = EngineProcess(child, socket, lambda: shutil.rmtree(directory, ignore_errors=True))
+        engine.send(wire.Start(config, limits))
+        return engine
+
+
+def open_socket() -> zmq.asyncio.Socket:
+    """Returns a socket for one engine, which is not bound yet."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+        socket.setsockopt(option, 0)  # queues without limit, and no waiting at the end
+    return socket
+
+
+class Child:
+    """A child of this process. Implements `Life`."""
+
+    def __init__(self, process: Process):
+        self._process = process
+
+    @classmethod
+    async def start(cls, url: str, environment: Mapping[str, str]) -> Self:
+        """Starts `jaxvllm.worker`, which connects to `url`, with `environment` beside this process's own."""
+        command = (sys.executable, "-m", "jaxvllm.worker", url)
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, start_new_session=True, env=os.environ | environment
+            )
+        )
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended_itself(self) -> bool:
+        return self._process.returncode is not None and self._process.returncode >= 0
+
+    async def wait(self) -> object:
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def end_text(self) -> str:
+        code = self._process.returncode
+        if code is None:
+            return "is running"
+        if code < 0:
+            return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended with exit code {code}"
+
+
+class EngineProcess:
+    """A running `jaxvllm.worker`, wherever it is, and the socket to it."""
+
+    def __init__(self, life: Life, socket: zmq.asyncio.Socket, clean: Callable[[], None] = lambda: None):
+        """`clean` is called when the process has connected, and at the end."""
+        self._life = life
+        self._socket = socket
+        self._clean = clean
+        self._ended = asyncio.ensure_future(life.wait())
+        self._is_connected = False
+
+    @property
+    def pid(self) -> int:
+        return self._life.pid
+
     def send(self, command: wire.Command) -> None:
-        """Sends a command without waiting."""
+        """Sends a command without waiting. It goes when the process has connected, which may end before that."""
         self._socket.send(wire.encode(command))
 
     async def receive(self) -> wire.Report | None:
@@ -84,7 +167,7 @@ class EngineProcess:
                 return None
             if not self._is_connected:
                 self._is_connected = True
-                self._clean()  # nothing else may connect, and no file remains however this process ends
+                self._clean()
             report: wire.Report = wire.decode_report(said.result())
             return report
         finally:
@@ -92,18 +175,12 @@ class EngineProcess:
 
     @property
     def _last_words_seconds(self) -> float:
-        code = self._process.returncode
-        has_ended_itself = code is not None and code >= 0
-        return ONLY_WORD_SECONDS if has_ended_itself and not self._is_connected else LAST_WORDS_SECONDS
+        is_only = self._life.has_ended_itself and not self._is_connected
+        return ONLY_WORD_SECONDS if is_only else LAST_WORDS_SECONDS
 
     def end_text(self) -> str:
         """Describes how the process ended, for a message."""
-        code = self._process.returncode
-        if code is None:
-            return "is running"
-        if code < 0:
-            return f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended with exit code {code}"
+        return self._life.end_text()
 
     async def stop(self) -> None:
         """Tells the process to close its engine, and waits for its end, at most `STOP_SECONDS`."""
@@ -112,8 +189,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """Kills the process. `receive` then returns None."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._life.kill()
 
     async def end(self) -> None:
         """Kills the process, waits for its end, and removes its socket."""
@@ -121,6 +197,3 @@ class EngineProcess:
         await self._ended
         self._socket.close()
         self._clean()
-
-    def _clean(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)

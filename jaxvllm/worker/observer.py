@@ -6,11 +6,16 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import wire
 
-type LossReason = Literal["abort", "error"]
+# moved: another engine computes it, and tells its outputs
+type LossReason = Literal["abort", "error", "moved"]
 
 
 class Observer(Protocol):
     """Receives events in the event loop. Its methods must be quick, because each output of each request is a call."""
+
+    def of_engine(self, index: int) -> "Observer":
+        """Returns the observer of engine number `index`. By default one observes all engines."""
+        return self
 
     def on_pulse(self, pulse: wire.Pulse) -> None:
         """Takes the engine's counters and its latest steps, about twice a second while it works."""
@@ -21,9 +26,13 @@ class Observer(Protocol):
         return
 
     def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
-        """Takes note of a request that ended without a last output: its client left it, or its engine died."""
+        """Takes note of a request that ended without a last output: its client left it, or its engine died or ends."""
         return
 
     def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:
         """Takes note that the engine's process is ready, for the first time or again. Its counters begin at zero."""
+        return
+
+    def on_end(self) -> None:
+        """Takes note that the engine is closed: nothing runs or waits in it. An engine of its number may follow."""
         return

@@ -17,6 +17,14 @@ class QueueLimits:
     num_requests: int | None = None
     num_tokens: int | None = None  # tokens of their prompts
 
+    def share(self, count: int) -> "QueueLimits":
+        """Returns the limits of each of `count` engines that share these evenly, rounded up."""
+
+        def part(limit: int | None) -> int | None:
+            return None if limit is None else -(-limit // count)
+
+        return QueueLimits(part(self.num_requests), part(self.num_tokens))
+
     def most(self, num_slots: int) -> int | None:
         """Returns how many requests may run, in `num_slots` slots, and wait together. None means any number."""
         return None if self.num_requests is None else num_slots + self.num_requests

@@ -17,20 +17,23 @@ class RequestStream:
     delays no other request, and a caller that has stopped reading costs no more memory than the whole text.
     """
 
-    def __init__(self, request: GenerationRequest, abort: Callable[[Exception | None], None]):
-        """Takes `abort`, which ends the request and calls `fail` with the error if there is one.
-
-        `abort` must do nothing for a request that has ended, so the stream need not know whether its request has.
-        """
+    def __init__(self, request: GenerationRequest):
         self.request_id = request.request_id
         self._kind = request.params.output_kind
-        self._abort = abort
+        self._abort: Callable[[Exception | None], None] = lambda error: None  # no engine has the request yet
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.warnings: tuple[str, ...] = ()  # of a request that is accepted: what cannot be enforced of it
         self._waiting: RequestOutput | None = None
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
         self._ended = False
+
+    def aborted_by(self, abort: Callable[[Exception | None], None]) -> None:
+        """Takes the engine's `abort`, which ends the request and calls `fail` with the error if there is one.
+
+        `abort` must do nothing for a request that has ended, so the stream need not know whether its request has.
+        """
+        self._abort = abort
 
     async def accepted(self) -> None:
         """Waits until the engine has queued the request, or raises why it has not. Cancelling it aborts the request."""
@@ -46,9 +49,13 @@ class RequestStream:
         return self._accepted.done()
 
     def accept(self, warnings: Sequence[str] = ()) -> None:
-        """Takes note that the engine has queued the request, and wakes the caller that waits for it."""
-        self.warnings = tuple(warnings)
-        self._accepted.set_result(None)
+        """Takes note that the engine has queued the request, and wakes the caller that waits for it.
+
+        A second engine may do so again, which computes a request whose first engine died.
+        """
+        if not self._accepted.done():
+            self.warnings = tuple(warnings)
+            self._accepted.set_result(None)
 
     def put(self, output: RequestOutput) -> None:
         """Adds the next output."""

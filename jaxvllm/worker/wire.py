@@ -60,7 +60,21 @@ class Stop(Message, frozen=True):
     """Closes the engine and ends the process."""
 
 
-type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache | Stop
+class CountHttp(Message, frozen=True):
+    """Tells what an API process has answered over HTTP so far, for the metrics of all API processes together.
+
+    An API process sends it to the process that holds the engines. Engines never get it.
+    """
+
+    answers: list[tuple[str, str, int]]  # path, status, and how many
+    num_streams: int  # that are open
+
+
+class ShowMetrics(Message, frozen=True):
+    """Asks the process that holds the engines for `MetricsText`. Engines never get it."""
+
+
+type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache | Stop | CountHttp | ShowMetrics
 
 # ---- from the engine ----
 
@@ -156,7 +170,45 @@ class PrefixCacheReset(Message, frozen=True):
     """Says that no replica has any of the earlier cached prefixes. Answers come in the order of the commands."""
 
 
-type Report = Ready | Failed | Followed | Accepted | Rejected | Outputs | Broken | Pulse | Pages | PrefixCacheReset
+class Lost(Message, frozen=True):
+    """Says that a request has ended without its last output, or that no engine was there to take it (`unavailable`).
+
+    It comes from the process that holds the engines. An engine itself never loses a single request.
+    """
+
+    serial: int
+    reason: str
+    unavailable: bool = False
+
+
+class Away(Message, frozen=True):
+    """Says that there is no engine, until the next `Ready`. It comes from the process that holds the engines."""
+
+    reason: str
+
+
+class MetricsText(Message, frozen=True):
+    """Contains what Prometheus reads, and its content type."""
+
+    body: bytes
+    kind: str
+
+
+type Report = (
+    Ready
+    | Failed
+    | Followed
+    | Accepted
+    | Rejected
+    | Outputs
+    | Broken
+    | Pulse
+    | Pages
+    | PrefixCacheReset
+    | Lost
+    | Away
+    | MetricsText
+)
 
 
 def _encode_token_ids(token_ids: TokenIds) -> memoryview:

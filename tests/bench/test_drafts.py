@@ -47,8 +47,8 @@ vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
 
 def told(stats) -> str:
     metrics = Metrics("any_prefix", 'a "model"')
-    metrics.on_start(1, FACTS)
-    metrics.on_pulse(wire.Pulse(stats, []))
+    metrics.of_engine(0).on_start(1, FACTS)
+    metrics.of_engine(0).on_pulse(wire.Pulse(stats, []))
     return metrics.render()[0].decode()
 
 

@@ -77,12 +77,13 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
             ["serve", "demo", "--tensor-parallel-size", "8"],
             [
                 "--tensor-parallel-size 8: use --mesh 1x8 "
-                "(replicas of the model x devices that each replica is spread over)"
+                "(replicas of the model x devices that each replica is spread over; before them stages, if"
             ],
         ),
         (["generate", "hi", "-tp=4"], ["-tp 4: use --mesh 1x4 (replicas"]),
         (["plan", "--device", "v5e", "-dp", "2"], ["-dp 2: use --mesh 2x1 (replicas"]),
-        (["serve", "--pipeline_parallel_size", "2"], ["--pipeline-parallel-size: leave it out (every layer"]),
+        (["serve", "--pipeline_parallel_size", "2"], ["--pipeline-parallel-size 2: use --mesh 2x1x1 (replicas"]),
+        (["serve", "-pp", "2", "-tp", "4"], ["-pp 2 -tp 4: use --mesh 2x1x4 (replicas"]),
         (["serve", "--trust-remote-code", "x"], ["--trust-remote-code: leave it out (nothing in a checkpoint is ever"]),
         (["bench", "serve", "--trust-remote-code"], ["--trust-remote-code: leave it out (nothing in a checkpoint"]),
         (["generate", "hi", "--no-enforce-eager"], ["--no-enforce-eager: leave it out (every step is a compiled"]),
@@ -187,7 +188,7 @@ def test_the_table_of_vllms_options_is_of_options_that_exist_here_and_names_that
         (
             {"tensor_parallel_size": 8},
             "unknown option 'tensor_parallel_size' (did you mean 'mesh'?): use mesh='1x8' "
-            "(replicas of the model x devices that each replica is spread over)",
+            "(replicas of the model x devices that each replica is spread over; before them stages, if",
         ),
         (
             {"gpu_memory_utilization": 0.5},

@@ -56,11 +56,22 @@ def test_the_report_of_a_model_that_fits(capsys):
 
 
 @pytest.mark.usefixtures("compiler")
+def test_the_report_of_stages(capsys):
+    assert main(["--model", "gemma-2-27b", "--device", "v5p", "--mesh", "2x1x4"]) == 0
+    out = capsys.readouterr().out
+    assert "gemma-2-27b on 2x1x4 v5p: fits" in out
+    assert "  layers do not divide: 2 of zeros behind them cost what others do" in out
+    assert "  links are those within a stage" in out
+    assert main(["--model", "Llama-3.1-8B", "--device", "v5e", "--mesh", "4x1x4"]) == 2
+    assert "mesh 4x1x4 has 16 devices to a replica, more than the 8 that can be planned" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("compiler")
 def test_json_has_all_of_it(capsys):
     argv = ["--model", "Llama-3.1-8B", "--device", "v5e", "--mesh", "1x8", "--json"]
     assert main([*argv, "--context", "100", "--request-tokens", "1000"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["fits"] and plan["advice"] == "" and plan["mesh"] == {"data": 1, "model": 8}
+    assert plan["fits"] and plan["advice"] == "" and plan["mesh"] == {"data": 1, "model": 8, "stages": 1}
     memory = plan["memory"]
     assert sum(memory[part] for part in ("weights", "state", "step", "kv", "unused")) == memory["total"]
     assert memory["num_requests"] == memory["num_tokens"] // 16 // 63, "pages of 16"

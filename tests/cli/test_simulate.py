@@ -69,6 +69,7 @@ def test_a_picture_is_drawn(table, tmp_path, capsys):
         (["demo", "--device", "cpu"], "the rates of device cpu are not known: name a chip such as h100, or measure"),
         (["demo", "--device", "h100", "--pools", "2"], "--pools must be P+D, such as 2+6, not 2"),
         (["demo", "--device", "h100", "--pools", "1+1", "--mesh", "2x1"], "pools say how many replicas there are"),
+        (["demo", "--device", "h100", "--mesh", "2x1x1"], "mesh 2x1x1 has stages, which are not simulated"),
         (["demo", "--device", "h100", "--kv-latency-ms", "3"], "--kv-bandwidth and --kv-latency-ms are of --pools"),
         (
             ["demo", "--device", "h100", "--trace", "no.txt"],

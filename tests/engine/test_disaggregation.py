@@ -15,14 +15,16 @@ from jaxvllm.kv_transfer.peer_connector import PeerConnector
 from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
 from tests.waiting import wait_until
 
-PEER = {"kv_connector": "peer", "kv_connector_extra_config": {"secret": "s", "silence_seconds": 2.0}}
+PEER: dict[str, Any] = {"kv_connector": "peer", "kv_connector_extra_config": {"secret": "s", "silence_seconds": 2.0}}
 PROMPTS = random_prompts(12, longest=90, seed=3)
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
 DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def peer(directory: Path, **options: Any) -> LLM:
-    return tiny_llm(directory, kv_transfer_config=json.dumps(PEER), warm_up="background", **options)
+def peer(directory: Path, transport: str = "tcp", **options: Any) -> LLM:
+    extra = PEER["kv_connector_extra_config"] | {"transport": transport}
+    config = json.dumps(PEER | {"kv_connector_extra_config": extra})
+    return tiny_llm(directory, kv_transfer_config=config, warm_up="background", **options)
 
 
 def run(
@@ -138,6 +140,21 @@ def test_a_thousand_requests_leave_no_page(producer: LLM, consumer: LLM) -> None
         connector(one)._memory.check_invariants()
 
 
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, mesh: str) -> None:
+    expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], SEEDED, use_tqdm=False))
+    with peer(tiny_checkpoint, mesh=mesh, transport="device") as first:
+        computed(first, PROMPTS[:6])
+        given = computed(first, PROMPTS)  # half of them were there
+        with peer(tiny_checkpoint, mesh=mesh, transport="device") as second:
+            outputs = run(second, PROMPTS, SEEDED, given)
+            assert tokens(outputs) == expected
+            assert [output.num_cached_tokens for output in outputs] == full_pages(second, PROMPTS)
+            wait_until(lambda: connector(first).server.num_offers == 0, lambda: "pages are still held")
+            assert_idle(second)
+        assert_idle(first)
+
+
 def test_drafts_go_on_from_pages_of_the_draft_model(tiny_checkpoint: Path) -> None:
     prompts = PROMPTS[:6]
     drafting = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
@@ -167,7 +184,7 @@ def test_pages_in_files_outlive_their_engine_and_serve_others(llm: LLM, tiny_che
             tiny_checkpoint, kv_transfer_config=json.dumps(config), warm_up="background", **options
         ) as engine:
             outputs = engine.generate([list(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False)
-            loaded = sum(replica.traffic.num_loaded_pages for replica in engine.engine.replicas if replica.traffic)
+            loaded = sum(replica.scheduler.num_loaded_pages for replica in engine.engine.replicas)
             assert_idle(engine)
         if number == 1:
             assert [output.num_cached_tokens for output in outputs] == full_pages(engine, PROMPTS)

@@ -65,12 +65,40 @@ def test_with_pages_from_host_memory(family: tuple[Fixture, LLM]) -> None:
     greedy_tokens(llm, fixture.prompts)
     replica.traffic.wait_until_saved()
     replica.scheduler.cache.reset_prefix_cache()
-    before = replica.traffic.num_loaded_pages
+    before = replica.scheduler.num_loaded_pages
     outputs = llm.generate([list(prompt) for prompt in fixture.prompts], GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == fixture.greedy
     full = [(len(prompt) - 1) // llm.config.page_size for prompt in fixture.prompts]
     assert [output.num_cached_tokens for output in outputs] == [count * llm.config.page_size for count in full]
-    assert replica.traffic.num_loaded_pages - before == sum(full)
+    assert replica.scheduler.num_loaded_pages - before == sum(full)
+    assert_idle(llm)
+
+
+def test_exported_in_the_middle(family: tuple[Fixture, LLM]) -> None:
+    """Requests leave the engine, which forgets their pages, and come back with them."""
+    fixture, llm = family
+    engine, [replica] = llm.engine, llm.engine.replicas
+    replica.scheduler.cache.reset_prefix_cache()
+    for number, prompt in enumerate(fixture.prompts):
+        engine.submit(engine.check(str(number), list(prompt), GREEDY))
+    outputs = []
+    while not any(request.num_tokens > 70 for _, request in replica.scheduler.running()):
+        outputs += engine.step()
+    outputs += [output for _ in range(2) for output in engine.step()]
+    away = [engine.export_request(name) for name in list(engine.outputs._groups)]
+    assert any(one.pages for one in away)
+    while engine.has_work:
+        engine.step()
+    replica.scheduler.cache.reset_prefix_cache()
+    for one in away:
+        engine.import_request(one)
+        state = one.sequences[0]
+        num_tokens = len(one.request.prompt.token_ids) + len(state.output_token_ids)
+        assert len(one.pages) <= num_tokens // llm.config.page_size
+    while engine.has_work:
+        outputs += engine.step()
+    ends = {output.request_id: output.outputs[0].token_ids for output in outputs if output.finished}
+    assert [ends[str(number)] for number in range(len(fixture.prompts))] == fixture.greedy
     assert_idle(llm)
 
 

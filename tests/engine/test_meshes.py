@@ -63,10 +63,10 @@ def quick_compilation() -> Iterator[None]:
 
 
 @contextmanager
-def one_program() -> Iterator[None]:
+def one_program(num_tokens: int = 16) -> Iterator[None]:
     """Engines with the bucket that holds every plan, and no other."""
     with quick_compilation(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((Bucket(16, 8),)))
+        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((Bucket(num_tokens, 8),)))
         yield
 
 
@@ -153,16 +153,17 @@ def expected(model: str) -> list[Answer]:
     [
         pytest.param(model, mesh, marks=[] if (model, mesh) == ("seven", "1x2") else pytest.mark.slow)
         for model in ("seven", "demo")
-        for mesh in ("1x2", "1x4", "1x8", "2x4", "8x1")
+        for mesh in ("1x2", "1x4", "1x8", "2x4", "8x1", "2x2x2" if model == "seven" else "2x1x2")
     ],
     indirect=["model"],
     scope="module",  # or each test would have its own `expected`
 )
 def test_the_same_tokens_on_every_mesh(model: str, expected: list[Answer], mesh: str) -> None:
-    # With the program for decoding alone once too: its rows are its tokens.
+    # Two microbatches in stages. With the program for decoding alone once too: its rows are its tokens.
+    programs, tokens = (one_program(32), 32) if mesh.count("x") == 2 else (one_program(), 16)
     with (
-        quick_compilation() if mesh == "1x2" else one_program(),
-        tiny_llm(model, mesh=mesh, dtype="float32", max_logprobs=-1) as llm,
+        quick_compilation() if mesh == "1x2" else programs,
+        tiny_llm(model, mesh=mesh, max_num_batched_tokens=tokens, dtype="float32", max_logprobs=-1) as llm,
     ):
         assert_same(answers(llm), expected)
         assert sum(replica.num_steps > 0 for replica in llm.engine.replicas) == llm.config.mesh_shape.data

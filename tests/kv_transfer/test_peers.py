@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import zmq
 
+from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.kv_transfer.host_memory import HostMemory
+from jaxvllm.engine.page_exchange import make_connector
 from jaxvllm.kv_transfer.page_format import Page, PageFormat
+from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
 from jaxvllm.kv_transfer.peer_messages import Pages, decode_message, encode
 from jaxvllm.kv_transfer.tickets import Ticket
+from jaxvllm.kv_transfer.transports import TcpTransport
+from jaxvllm.server.http.listener import listen
 from tests.kv_transfer.conftest import assert_same, some_page
 from tests.waiting import wait_until
 
@@ -38,8 +42,9 @@ def hashes_of(request: Request) -> list[bytes]:
 def connect(form: PageFormat) -> Iterator[Callable[..., PeerConnector]]:
     made: list[PeerConnector] = []
 
-    def make(options: PeerOptions = OPTIONS, of: PageFormat = form, memory: HostMemory | None = None) -> PeerConnector:
-        made.append(PeerConnector(options, HostMemory(1 << 30) if memory is None else memory, of))
+    def make(options: PeerOptions = OPTIONS, of: PageFormat = form, memory: PageMemory | None = None) -> PeerConnector:
+        kept = PageMemory(1 << 30) if memory is None else memory
+        made.append(PeerConnector(options, kept, of.page_size, TcpTransport(of)))
         return made[-1]
 
     yield make
@@ -64,6 +69,19 @@ def fetched(consumer: PeerConnector, params: dict[str, Any], first: int = 0) -> 
     wanted = hashes_of(request)[first:]
     count = consumer.num_pages(request, wanted)
     return list(consumer.load(request, wanted[:count]).result(timeout=20)) if count else []
+
+
+def test_replicas_of_a_host_listen_at_ports_of_their_own(form: PageFormat) -> None:
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    extra = {"secret": "s"}
+    config = KVTransferConfig("peer", kv_port=port - 1, kv_connector_extra_config=extra)
+    connector = make_connector(config, form, (), rank=1)
+    assert isinstance(connector, PeerConnector)
+    try:
+        assert connector.server.port == port
+    finally:
+        connector.close()
 
 
 def test_pages_arrive_as_they_were(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
@@ -123,7 +141,7 @@ def test_another_model_gets_no_pages(connect: Callable[..., PeerConnector], form
 def test_pages_of_which_nothing_came_of_end_with_their_deadline(
     connect: Callable[..., PeerConnector], form: PageFormat
 ) -> None:
-    memory = HostMemory(0)
+    memory = PageMemory(0)
     producer = connect(replace(OPTIONS, hold_seconds=0.3), memory=memory)
     offered(producer, form)
     wait_until(lambda: producer.server.num_offers == 0, lambda: "the pages are still held")
@@ -131,7 +149,7 @@ def test_pages_of_which_nothing_came_of_end_with_their_deadline(
 
 
 def test_a_memory_full_of_held_pages_offers_no_more(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
-    producer = connect(memory=HostMemory(1))
+    producer = connect(memory=PageMemory(1))
     offered(producer, form)
     request = asked({"do_remote_decode": True})
     assert producer.finished(request, hashes_of(request)) is None
@@ -147,7 +165,7 @@ def test_a_request_of_nobody_else_is_neither_offered_nor_saved(connect: Callable
 
 
 def test_a_dead_peer_costs_its_silence(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
-    producer, consumer = PeerConnector(OPTIONS, HostMemory(1 << 30), form), connect()
+    producer, consumer = PeerConnector(OPTIONS, PageMemory(1 << 30), 4, TcpTransport(form)), connect()
     params = offered(producer, form)
     producer.close()
     assert fetched(consumer, params) == []

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxvllm.models import checkpoint
+from jaxvllm.models import checkpoint, shards
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
@@ -128,6 +129,61 @@ def test_three_kv_heads_over_two_devices_and_dummy_weights(tmp_path: Path) -> No
     spec = replace(model_spec(divisible("llama-bias").config), num_heads=15, num_kv_heads=3, vocab_size=13)
     for size in (2, 4):
         check_spread(tmp_path, spec, size, "separate", load_format="dummy", seed=5)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "orbax", "dummy"])
+def test_each_stage_has_its_layers_and_reads_no_others(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture = divisible("llama")  # three layers: the second stage has one, and one of zeros
+    spec, directory = model_spec(fixture.config), fixture.write_checkpoint(tmp_path / "model")
+    if form == "orbax":
+        checkpoint.convert(directory, tmp_path / "out", dtype="auto", mesh=make_mesh(MeshShape(1, 1), jax.devices()))
+        directory = tmp_path / "out"
+    read: Counter[tuple[tuple[int, ...], int | None]] = Counter()
+
+    def watched(*args: Any, make: Any = shards.read_shards) -> Any:
+        parts = make(*args)
+
+        def watched_parts(name: str, decl: Any, layer: int | None) -> Any:
+            if name == "qkv":
+                read[tuple(device.id for device in args[4](decl).mesh.devices.flat), layer] += 1
+            return parts(name, decl, layer)
+
+        return watched_parts
+
+    monkeypatch.setattr(checkpoint, "read_shards", watched)
+    options: dict[str, Any] = dict(dtype=jnp.float32, layout="stacked")
+    options["load_format"] = "dummy" if form == "dummy" else "auto"
+    one = checkpoint.load(directory, spec, mesh=make_mesh(MeshShape(1, 2), jax.devices()), **options)
+    read.clear()
+    mesh = make_mesh(MeshShape(data=1, model=2, stages=2), jax.devices())
+    staged = checkpoint.load(directory, spec, mesh=mesh, **options)
+    assert read == ({} if form == "orbax" else {((0, 1), 0): 1, ((0, 1), 1): 1, ((2, 3), 2): 1})
+    assert staged.keys() == one.keys() and staged["layers"].keys() == one["layers"].keys()
+    for name in one.keys() - {"layers"}:
+        np.testing.assert_array_equal(np.asarray(staged[name]), np.asarray(one[name]), err_msg=name)
+        assert {shard.device.id for shard in staged[name].addressable_shards} == {0, 1, 2, 3}
+    for name, stack in staged["layers"].items():
+        whole = np.asarray(stack)
+        np.testing.assert_array_equal(whole[:3], np.asarray(one["layers"][name]), err_msg=name)
+        assert whole.shape[0] == 4 and not whole[3].any()
+        for shard in stack.addressable_shards:
+            assert shard.index[0] == (slice(0, 2) if shard.device.id in (0, 1) else slice(2, 4)), name
+
+
+def test_stages_need_stacked_layers(tmp_path: Path) -> None:
+    spec, mesh = model_spec(Fixture.load("llama").config), make_mesh(MeshShape(1, 1, stages=2), jax.devices())
+    with pytest.raises(ValueError, match="layers of a mesh with stages must be stacked"):
+        checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate", load_format="dummy", mesh=mesh)
+
+
+def test_an_orbax_tree_is_not_for_stages_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "orbax").mkdir()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    spec, mesh = model_spec(Fixture.load("llama").config), make_mesh(MeshShape(1, 1, stages=2), jax.devices())
+    with pytest.raises(NotImplementedError, match="cannot be read in stages by several processes: give the safe"):
+        checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="stacked", mesh=mesh)
 
 
 def write_large(directory: Path) -> tuple[int, int]:

@@ -63,3 +63,36 @@ def test_heads_that_are_normed_together_are_not_filled_up() -> None:
         ValueError, match="12 query heads over 4 KV heads do not divide over 8 devices, and this .*1x1, 1x2, 1x4, or"
     ):
         Spread(spec, 8)
+
+
+def layered(num_layers: int, windows: tuple[int | None, ...] = (None,)) -> ModelSpec:
+    windows = (windows * num_layers)[:num_layers]
+    return replace(DEMO, num_layers=num_layers, windows=windows, layer_rope=(0,) * num_layers)
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages", "layers"),
+    [
+        (layered(28), 1, 28),
+        (layered(28), 2, 14),
+        (layered(27), 2, 14),  # 14 and 13
+        (layered(46, (8, None)), 2, 24),  # Gemma 2 27B: 24 and 22, not 23, as each begins with a window
+        (layered(62, (8, 8, 8, 8, 8, None)), 2, 36),  # Gemma 3 27B
+        (layered(48, (8, 8, 8, 8, 8, None)), 8, 6),
+        (layered(3), 3, 1),
+    ],
+)
+def test_stages_have_layers_alike(spec: ModelSpec, stages: int, layers: int) -> None:
+    spread = Spread(spec, 1, stages)
+    assert spread.shard.num_layers == spread.stage_layers == layers
+    assert spread.whole.num_layers == stages * layers == spec.num_layers + spread.zero_layers
+    assert spread.whole.layers == spread.shard.layers * stages
+    assert spread.whole.layers[: spec.num_layers] == spec.layers
+    assert spread.zero_layers < layers, "no stage is empty"
+
+
+def test_stages_that_would_be_empty_or_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 layers cannot be divided among 4 .*: use a mesh of 1x2, 2x1x2$"):
+        Spread(layered(9), 2, 4)
+    with pytest.raises(ValueError, match="4 layers cannot be divided among 2 stages .*: use a mesh of 1x1$"):
+        Spread(layered(4, (8, None, None, None)), 1, 2)

@@ -124,6 +124,18 @@ class AttentionSuite:
         assert out.dtype == pages.dtype == jnp.bfloat16
         assert call.error(out) < call.tolerance  # measured with XLA: 0.005; a bfloat16 has 8 bits
 
+    @pytest.mark.parametrize(("case", "size"), [(DECODE, 1), pytest.param(MIXED, 16, marks=pytest.mark.slow)], ids=str)
+    def test_parts_of_a_batch_one_behind_the_other(self, case: RaggedCase, size: int) -> None:
+        call = self.call(case)
+        pages, outs = call.pages, []
+        for first in range(-size, case.num_tokens, size):  # the first part has no token
+            tokens = slice(max(first, 0), max(first, 0) + size)
+            part = {name: getattr(call, name)[tokens] for name in "qkv"}
+            rows = call.rows.part(jnp.int32(first if first >= 0 else case.num_tokens), size)
+            out, pages = run(call, self.backend, pages=pages, rows=rows, **part)
+            outs.append(out)
+        assert call.error(np.concatenate(outs[1:])) < call.tolerance
+
     @pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
     def test_pages_that_left_the_window_may_hold_anything(self, case: RaggedCase) -> None:
         # As a cache does that frees them: the trash page stands for some, the others are somebody else's by now.

@@ -43,15 +43,16 @@ def test_so_is_an_exit(python):
 
 
 def test_the_job_and_its_devices_reach_the_process(python):
-    planned = deployment(TINY, "cpu", mesh="1x4")
+    planned = deployment(TINY, "cpu", mesh="2x1x2")
     python(
         "from jaxvllm.planner.compiler import Refusal, to_json\n"
         "from jaxvllm.planner.deployment import Deployment\n"
         "deployment = Deployment.from_json(sys.stdin.read())\n"
-        "about = [deployment.size, os.environ['JAX_PLATFORMS'], os.environ['JAX_NUM_CPU_DEVICES'], *sys.argv[1:]]\n"
+        "environment = [os.environ[name] for name in ('JAX_PLATFORMS', 'JAX_NUM_CPU_DEVICES')]\n"
+        "about = [str(deployment.mesh), *environment, *sys.argv[1:]]\n"
         "print(to_json(Refusal('usage', str(about))))"
     )
-    expected = "[4, 'cpu', '4', '-m', 'jaxvllm.planner.compile_worker']"
+    expected = "['2x1x2', 'cpu', '4', '-m', 'jaxvllm.planner.compile_worker']"
     assert compile_in_child(planned) == Refusal("usage", expected)
 
 

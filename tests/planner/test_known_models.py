@@ -68,6 +68,20 @@ def test_parameters_are_as_many_as_published(name, published):
     assert Spread(spec, 1).whole == spec
 
 
+def divides(name: str, stages: int) -> bool:
+    try:
+        return bool(Spread(model_spec(known_models()[name]), 1, stages))
+    except ValueError:
+        return False
+
+
+def test_which_models_can_be_divided_into_stages():
+    """As docs/scaling.md says."""
+    assert all(divides(name, stages) for name in known_models() for stages in (2, 3))
+    refused = {name for name in known_models() if not divides(name, 4)}
+    assert refused == {"google/gemma-3-1b", "google/gemma-3-4b", "HuggingFaceTB/SmolLM3-3B"}
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [

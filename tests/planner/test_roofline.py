@@ -76,6 +76,20 @@ def test_links_are_those_between_chips(device, mesh, seconds):
     assert floor.links == pytest.approx(seconds)
 
 
+def test_stages_read_their_layers_in_each_tick():
+    one, two = deployment("Llama-3.1-8B", "v6e"), deployment("Llama-3.1-8B", "v6e", mesh="2x1x1")
+    chip, head, layers = chip_named("v6e"), 2 * 128256 * 4096, 2 * (8_030_261_248 - 2 * 128256 * 4096 - 4096)
+    told = findings(Collective("collective-permute", 2, 2**21, False))
+    few, of_stages = (decode_floors(planned, chip, told, 2048, 10**6) for planned in (one, two))
+    # A few rows are one microbatch in two ticks: both halves of the layers, one after the other.
+    assert of_stages[0].memory == pytest.approx(few[0].memory, rel=1e-3)
+    assert of_stages[0].seconds == pytest.approx((head + layers + 2049 * 131072) / chip.hbm_bandwidth, rel=1e-3)
+    assert of_stages[0].links == 0, "between hosts they are not known"
+    # 2048 tokens are two microbatches: three ticks, each of a half of the layers for a half of the tokens.
+    whole, staged = prefill_floor(one, chip, told), prefill_floor(two, chip, told)
+    assert staged.compute == pytest.approx(3 / 4 * whole.compute, rel=1e-3)
+
+
 def test_rings_are_what_is_published():
     # GB/s of a chip, both ways: two of the ports, one way, are a ring; a switch's ports are all of a GPU's.
     ports = {"v5e": (400, 4), "v6e": (800, 4), "v5p": (1200, 6), "v7x": (1200, 6)}

@@ -21,17 +21,18 @@ def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("shape", ["1x1", "1x2", "1x8", "2x1x2"])
 @pytest.mark.parametrize("model", MODELS)
-def test_bytes_are_those_of_the_shards(model, size):
-    planned = deployment(MODELS[model], "h200", mesh=f"1x{size}", dtype="bfloat16")
-    mesh = make_mesh(MeshShape(1, size), jax.devices())
+def test_bytes_are_those_of_the_shards(model, shape):
+    planned = deployment(MODELS[model], "h200", mesh=shape, dtype="bfloat16")
+    mesh = make_mesh(MeshShape.parse(shape), jax.devices())
     params = abstract_params(planned.spec, jnp.bfloat16, "stacked", mesh)
     assert planned.share.weight_bytes == sum(map(shard_bytes, jax.tree.leaves(params)))
     read = {name: value for name, value in params.items() if name != "embed" or planned.spec.tie_embeddings}
     assert planned.share.bytes_read == sum(map(shard_bytes, jax.tree.leaves(read)))
+    assert planned.share.layer_bytes == sum(map(shard_bytes, jax.tree.leaves(params["layers"])))
     assert planned.share.smallest_matrix_bytes == min(
-        shard_bytes(params["layers"][name]) // planned.spec.num_layers for name in ("qkv", "o", "gate_up", "down")
+        shard_bytes(params["layers"][name]) // planned.spread.stage_layers for name in ("qkv", "o", "gate_up", "down")
     )
     pages = CacheShape(6, 16, 1, 1, jnp.dtype(jnp.bfloat16), 16).pages(planned.spec, planned.backend, mesh)
     assert 6 * planned.page_bytes == sum(map(shard_bytes, pages))

@@ -36,10 +36,18 @@ class Process:
 
     def engine_pid(self) -> int:
         """The engine's process of a server."""
+        [found] = self.engine_pids()
+        return found
+
+    def engine_pids(self) -> list[int]:
+        """The processes of a server's engines."""
+        return self.children("jaxvllm.worker")
+
+    def children(self, module: str) -> list[int]:
+        """The processes of this one that run a module."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-        [found] = [pid for pid, command in commands.items() if b"jaxvllm.worker" in command]
-        return found
+        return [pid for pid, command in commands.items() if module.encode() in command]
 
     def pages_held(self) -> float:
         """The share of pages that requests own."""
@@ -95,14 +103,14 @@ async def stream(client: httpx.AsyncClient, url: str, number: int, told: Told) -
         told.has_error = True
 
 
-async def all_streams(url: str, kill: int | None = None) -> list[Told]:
+async def all_streams(url: str, kill: int | None = None, by: signal.Signals = signal.SIGKILL) -> list[Told]:
     """What all streams said, of whose servers process `kill` is ended when five of them have begun."""
     told = [Told() for _ in range(NUM_STREAMS)]
     async with httpx.AsyncClient(timeout=PATIENCE, limits=httpx.Limits(max_connections=None)) as client:
         asked = [asyncio.create_task(stream(client, url, number, told[number])) for number in range(NUM_STREAMS)]
         if kill is not None:
             await until(lambda: sum(bool(one.text) for one in told) >= 5)
-            os.kill(kill, signal.SIGKILL)
+            os.kill(kill, by)
         await asyncio.gather(*asked)
     return told
 
@@ -148,3 +156,11 @@ def test_streams_are_whole_or_say_that_they_are_not(tmp_path: Path) -> None:
             assert one.text == text if one.is_whole else one.has_error and text.startswith(one.text)
         assert [one.text for one in asyncio.run(all_streams(router.url))] == expected
         wait_until(lambda: decode[0].pages_held() == 0, lambda: "pages are lost")
+
+        # The router: its streams break off, and the servers stop working for them.
+        told = asyncio.run(all_streams(router.url, router.pid))
+        assert all(one.has_error and text.startswith(one.text) for one, text in zip(told, expected, strict=True))
+        wait_until(lambda: decode[0].pages_held() == 0, lambda: "pages are lost")
+        again = start("router2", "jaxvllm.router", "--backend", decode[0].url)
+        wait_until(lambda: is_ready(again.url), lambda: "the router is not ready")
+        assert [one.text for one in asyncio.run(all_streams(again.url))] == expected

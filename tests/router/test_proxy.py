@@ -254,7 +254,7 @@ def test_a_long_body_is_refused() -> None:
         ({"prefill": ("http://a",)}, "need each other"),
         ({"backend": ("http://a",), "prefill": ("http://b",), "decode": ("http://c",)}, "not both kinds"),
         ({"backend": ("a:8000",)}, "a server is http://HOST:PORT"),
-        ({"backend": ("http://a",), "routing_policy": "prefix"}, "routing_policy must be one of least-load, session"),
+        ({"backend": ("http://a",), "routing_policy": "prefix"}, "kv_events has 0 endpoints for 1 servers"),
         ({"backend": ("http://a",), "port": 70000}, "port must be"),
         ({"backend": ("http://a",), "probe_seconds": 0}, "probe_seconds must be above 0"),
     ],

@@ -19,6 +19,7 @@ from jaxvllm.server.http.listener import listen
 from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
 from jaxvllm.worker.async_llm import AsyncLLM
+from jaxvllm.worker.observer import Observer
 from tests.waiting import PATIENCE, PAUSE
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Event:
     data: Any  # "[DONE]" as it is
 
 
-class Losses:
+class Losses(Observer):
     """An observer that remembers which requests were aborted."""
 
     def __init__(self) -> None:
@@ -52,12 +53,6 @@ class Losses:
 
     def on_loss(self, request_id: str, params: object, reason: str) -> None:
         self.request_ids.append(request_id)
-
-    def on_pulse(self, *told: object) -> None: ...
-
-    def on_output(self, *told: object) -> None: ...
-
-    def on_start(self, *told: object) -> None: ...
 
 
 @dataclass(frozen=True)

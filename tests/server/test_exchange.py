@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxvllm.server.exchange import KEEP_ALIVE, KEEP_ALIVE_SECONDS, EventStream, as_api_error, error_event
-from jaxvllm.worker.async_llm import EngineDiedError
+from jaxvllm.worker.engine_client import EngineDiedError
 from tests.waiting import IdleClockLoop
 
 

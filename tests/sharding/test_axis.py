@@ -1,5 +1,6 @@
-"""What devices tell each other: the methods of ModelAxis on four virtual devices."""
+"""What devices tell each other: the methods of ModelAxis and StageAxis on virtual devices."""
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.axis import ALONE, ModelAxis
+from sharding.axis import ALONE, ModelAxis, StageAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
 from sharding.rules import MODEL
@@ -62,5 +63,20 @@ def test_alone_nothing_happens() -> None:
 
 def test_replicas_have_meshes_of_their_own() -> None:
     meshes = replica_meshes(make_mesh(MeshShape(2, 4), jax.devices()))
-    assert [mesh.shape for mesh in meshes] == [{"data": 1, "model": 4}] * 2
+    assert [mesh.shape for mesh in meshes] == [{"data": 1, "stage": 1, "model": 4}] * 2
     assert len({device for mesh in meshes for device in mesh.devices.flat}) == 8
+
+
+@pytest.mark.parametrize("columns", [6, 5])  # 5 do not divide over two devices
+def test_stages_pass_on_what_their_devices_have(columns: int) -> None:
+    mesh = make_mesh(MeshShape(data=1, model=2, stages=3), jax.devices())
+    x = jnp.arange(3 * 4 * columns).reshape(3, 4, columns)
+
+    def shard(x: jax.Array) -> jax.Array:
+        return StageAxis(3).pass_on(x[0], ModelAxis(2))[None]
+
+    spec = PartitionSpec("stage")
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    np.testing.assert_array_equal(run(x), np.roll(x, 1, axis=0))
+    sent = re.findall(r"s32\[4,(\d)\]\S* collective-permute", run.lower(x).compile().as_text() or "")
+    assert sent == ["3" if columns == 6 else "5"]

@@ -19,7 +19,8 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import async_llm
-from jaxvllm.worker.async_llm import EngineDiedError, EngineState, EngineUnavailableError
+from jaxvllm.worker.engine_client import EngineDiedError, EngineState, EngineUnavailableError
+from jaxvllm.worker.observer import Observer
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
 from jaxvllm.worker.wire import EngineFacts
 from tests.waiting import PATIENCE, until
@@ -195,12 +196,9 @@ def test_what_breaks_a_rule_is_not_sent(llm: AsyncLLM, portal: BlockingPortal) -
 def test_the_end_of_a_request_is_told_once(llm: AsyncLLM, portal: BlockingPortal) -> None:
     losses: list[tuple[str, str]] = []
 
-    class Listener:
+    class Listener(Observer):
         def on_loss(self, request_id: str, params: SamplingParams, reason: str) -> None:
             losses.append((request_id, reason))
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: None
 
     async def run() -> None:
         aborted = await llm.submit(PROMPTS[0], ENDLESS, "aborted")
@@ -351,7 +349,7 @@ def test_the_socket_is_for_this_user_alone_and_soon_gone() -> None:
         llm.launch()
         await until(lambda: llm._process is not None)
         assert llm._process is not None
-        directory = llm._process._directory
+        directory = Path(llm._process._socket.last_endpoint.decode().removeprefix("ipc://")).parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert stat.S_IMODE((directory / "engine").stat().st_mode) == 0o600
         await llm.ready()
@@ -393,6 +391,9 @@ def test_a_text_that_no_message_can_hold(llm: AsyncLLM, portal: BlockingPortal) 
 
 def test_an_observer_that_fails_fails_alone(llm: AsyncLLM, portal: BlockingPortal) -> None:
     class Broken:
+        def of_engine(self, index: int) -> Any:
+            return self
+
         def __getattr__(self, name: str) -> Callable[..., None]:
             def fail(*_: Any) -> None:
                 raise ZeroDivisionError(name)

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     def simulation_of(options: "Options") -> "Simulation":
         changed = _with(config, options)
         if count is not None and options.pools is None:
-            changed = replace(changed, mesh=f"{count}x{config.mesh_shape.model}")
+            changed = replace(changed, mesh=str(replace(config.mesh_shape, data=count)))
         return devices.simulation(changed, options.pools)
 
     seqs, tokens = devices.limits(config)

@@ -137,7 +137,8 @@ class RequestHistograms:
     def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:
         """Implements `Observer.on_loss`."""
         live = self._live.pop(request_id, None)
-        self.num_ended[reason] += params.n - (live.num_ended if live else 0)
+        if reason != "moved":  # the other engine counts it
+            self.num_ended[reason] += params.n - (live.num_ended if live else 0)
 
     def _finish(self, output: RequestOutput, times: RequestMetrics, params: SamplingParams, longest: int) -> None:
         self._took("e2e_request_latency_seconds", times.arrival_time, times.finished_time)

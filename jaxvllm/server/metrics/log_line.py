@@ -18,12 +18,17 @@ class StatsLogger(Observer):
     Pulses are its clock: even an idle engine sends one each second. Means and rates are those since the line before.
     """
 
-    def __init__(self, interval: float):
+    def __init__(self, interval: float, engine: int = 0):
         self._interval = interval
+        self._engine = engine
         self._totals = EngineTotals()
         self._was_busy = False
         self._hit_rate = 0.0  # of the prefix cache, in the last line before which prompts were looked up
         self._begin()
+
+    def of_engine(self, index: int) -> "StatsLogger":
+        """Implements `Observer.of_engine`: each engine has its own line."""
+        return StatsLogger(self._interval, index)
 
     def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:
         """Implements `Observer.on_start`."""
@@ -39,7 +44,7 @@ class StatsLogger(Observer):
         if seconds >= self._interval:
             is_busy = self._gained("num_steps") > 0
             if is_busy or self._was_busy:
-                logger.info("%s", self._line(pulse.stats, seconds))
+                logger.info("Engine %03d: %s", self._engine, self._line(pulse.stats, seconds))
             self._was_busy = is_busy
             self._begin()
 

@@ -15,7 +15,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.server.metrics.histograms import STEP_SECONDS, STEP_TOKENS, Histogram, RequestHistograms
 from jaxvllm.worker import wire
-from jaxvllm.worker.observer import LossReason
+from jaxvllm.worker.observer import LossReason, Observer
 
 # The counters that the engine keeps: the name in `EngineStats`, the metric's name and its description.
 ENGINE_COUNTERS = (
@@ -23,6 +23,14 @@ ENGINE_COUNTERS = (
     ("num_output_tokens", "generation_tokens", "Tokens that were generated."),
     ("num_prefix_queries", "prefix_cache_queries", "Tokens of prompts that were looked for in the prefix cache."),
     ("num_prefix_hits", "prefix_cache_hits", "Tokens of prompts that were found in the prefix cache."),
+    (
+        "num_external_queries",
+        "external_prefix_cache_queries",
+        "Tokens of prompts that the prefix cache lacked and the KV connector was asked for.",
+    ),
+    ("num_external_hits", "external_prefix_cache_hits", "Tokens of prompts that came from the KV connector."),
+    ("num_failed_loads", "kv_failed_loads", "Requests for which the KV connector brought less than it had promised."),
+    ("num_saved_pages", "kv_saved_pages", "Pages that were given to the KV connector."),
     ("num_preemptions", "num_preemptions", "Times that a running request lost its pages to another."),
     ("num_programs", "num_compiles", "Programs that were compiled, or read from the compilation cache."),
     ("num_steps", "num_steps", "Steps of the model."),
@@ -42,19 +50,92 @@ OLD_NAMES = {
 COUNTERS = tuple(name for name, _, _ in ENGINE_COUNTERS)
 
 
-class Metrics(Collector):
-    """Counts events of the engine, as its `Observer`, and of the HTTP server, and renders the counts for Prometheus.
+class Metrics(Observer, Collector):
+    """Counts events of the engines, as their `Observer`, and of the HTTP server, and renders them for Prometheus.
 
-    The replicas of a mesh count as one engine, with label 0. There are no locks, because all calls come from one event
-    loop.
+    Each engine has its own label. There are no locks, because all calls come from one event loop.
     """
 
     def __init__(self, prefix: str, model_name: str):
         """Gives every metric a name of the form `prefix:name`, and the label `model_name`."""
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
             raise ValueError(f"metrics_prefix must have letters, digits and underscores alone, not {prefix!r}")
-        self._engine = MetricFamilies(prefix, {"model_name": model_name, "engine": "0"})
-        self._server = MetricFamilies(prefix, {"model_name": model_name})
+        self._families = MetricFamilies(prefix, {"model_name": model_name})
+        self._engines: dict[int, EngineMetrics] = {}
+        self._num_streams = 0
+        self._answers: Counter[tuple[str, ...]] = Counter()
+        self._others: dict[int, wire.CountHttp] = {}  # of API processes, by their starts
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def of_engine(self, index: int) -> "EngineMetrics":
+        """Implements `Observer.of_engine`. An engine that comes back under its number goes on with its counts."""
+        if index not in self._engines:
+            families = replace(self._families, labels={**self._families.labels, "engine": str(index)})
+            self._engines[index] = EngineMetrics(families)
+        return self._engines[index]
+
+    def render(self) -> tuple[bytes, str]:
+        """Returns the body of an answer to Prometheus, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    # ---- events of the HTTP server ----
+
+    def on_http(self, path: str, status: int) -> None:
+        """Counts an answer. `path` is a route's template, never a client's path, because each one is kept forever."""
+        self._answers[path, str(status)] += 1
+
+    @contextmanager
+    def http_stream(self) -> Iterator[None]:
+        """Counts a streaming answer while it is open."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    # ---- other processes that answer HTTP ----
+
+    def http_counts(self) -> wire.CountHttp:
+        """Returns what this process has answered, for another's `count_http`."""
+        answers = [(path, status, count) for (path, status), count in self._answers.items()]
+        return wire.CountHttp(answers, self._num_streams)
+
+    def count_http(self, source: int, counts: wire.CountHttp) -> None:
+        """Takes in all that an API process has answered since its start number `source`."""
+        self._others[source] = counts
+
+    def http_ended(self, source: int) -> None:
+        """Takes note that an API process has ended. Its answers still count."""
+        if source in self._others:
+            self._others[source] = wire.CountHttp(self._others[source].answers, num_streams=0)
+
+    # ---- the metrics for Prometheus ----
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric with its present values, for prometheus_client."""
+        families: dict[str, Metric] = {}
+        for engine in self._engines.values():
+            for family in engine.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+        answers, num_streams = self._answers.copy(), self._num_streams
+        for counts in self._others.values():
+            num_streams += counts.num_streams
+            for path, status, count in counts.answers:
+                answers[path, status] += count
+        yield self._families.counters("http_requests", "HTTP answers.", ("path", "status"), answers)
+        yield self._families.gauge("num_http_streams", "Streaming answers that are open.", num_streams)
+
+
+class EngineMetrics(Observer):
+    """Counts events of one engine, whose replicas in one process count as one."""
+
+    def __init__(self, families: "MetricFamilies"):
+        self._engine = families
         self._requests = RequestHistograms()
         self._totals = EngineTotals()
         self._stats: EngineStats | None = None  # of the engine's present process
@@ -64,24 +145,21 @@ class Metrics(Collector):
             Histogram("step_host_seconds", "Time that the host needs for a step.", STEP_SECONDS),
             Histogram("step_device_seconds", "Time that the device needs for a step.", STEP_SECONDS),
         )
-        self._num_starts = 0
-        self._num_streams = 0
-        self._answers: Counter[tuple[str, ...]] = Counter()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def render(self) -> tuple[bytes, str]:
-        """Returns the body of an answer to Prometheus, and its content type."""
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-
-    # ---- events of the engine ----
+        self._num_starts = 0  # of the present engine with this number
+        self._num_starts_before = 0
 
     def on_start(self, num_starts: int, facts: wire.EngineFacts) -> None:
         """Implements `Observer.on_start`. From then on, histograms of tokens are shown, up to the context's length."""
         self._facts = facts
+        if num_starts <= self._num_starts:  # it is another engine with the number of one that is closed
+            self._num_starts_before += self._num_starts
         self._num_starts = num_starts
         self._totals.restart()
         self._stats = None  # nothing runs or waits in a new engine
+
+    def on_end(self) -> None:
+        """Implements `Observer.on_end`."""
+        self._stats = None
 
     def on_pulse(self, pulse: wire.Pulse) -> None:
         """Implements `Observer.on_pulse`."""
@@ -104,29 +182,11 @@ class Metrics(Collector):
         for histogram, value in zip(self._steps, values, strict=True):
             histogram.observe(value, times=count)
 
-    # ---- events of the HTTP server ----
-
-    def on_http(self, path: str, status: int) -> None:
-        """Counts an answer. `path` is a route's template, never a client's path, because each one is kept forever."""
-        self._answers[path, str(status)] += 1
-
-    @contextmanager
-    def http_stream(self) -> Iterator[None]:
-        """Counts a streaming answer while it is open."""
-        self._num_streams += 1
-        try:
-            yield
-        finally:
-            self._num_streams -= 1
-
-    # ---- the metrics for Prometheus ----
-
     def collect(self) -> Iterator[Metric]:
-        """Yields every metric with its present values, for prometheus_client."""
+        """Yields every metric of the engine with its present values."""
         yield from self._collect_engine()
         yield from self._collect_requests()
         yield from self._collect_steps()
-        yield from self._collect_http()
 
     def _collect_engine(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._stats
@@ -143,7 +203,8 @@ class Metrics(Collector):
             (str(position),): count for position, count in enumerate(self._totals.accepted_per_pos)
         }
         yield engine.counters(name, text, ("position",), by_position)
-        yield engine.counter("engine_starts", "Times that the engine's process was started.", self._num_starts)
+        starts = self._num_starts_before + self._num_starts
+        yield engine.counter("engine_starts", "Times that the engine's process was started.", starts)
         if self._facts is not None:
             sizes = {"block_size": str(self._facts.page_size), "num_gpu_blocks": str(self._facts.num_pages)}
             pool = replace(engine, labels={**engine.labels, **sizes})
@@ -162,10 +223,6 @@ class Metrics(Collector):
     def _collect_steps(self) -> Iterator[Metric]:
         for histogram in self._steps:
             yield self._engine.histogram(histogram)
-
-    def _collect_http(self) -> Iterator[Metric]:
-        yield self._server.counters("http_requests", "HTTP answers.", ("path", "status"), self._answers)
-        yield self._server.gauge("num_http_streams", "Streaming answers that are open.", self._num_streams)
 
 
 def _all_names(name: str) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/metrics", tags=["Server"], response_class=Response, responses=_METRICS)
     async def metrics() -> Response:
         """Returns the metrics for Prometheus."""
-        body, kind = service.metrics.render()
+        body, kind = await service.render_metrics()
         return Response(body, media_type=kind)
 
     return routes

@@ -17,7 +17,7 @@ from jaxvllm.server.exchange import answer
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
 from jaxvllm.worker import wire
-from jaxvllm.worker.async_llm import AsyncLLM
+from jaxvllm.worker.engine_client import EngineClient
 from jaxvllm.worker.observer import Observer
 
 FILES = Path(__file__).parents[1] / "playground"
@@ -85,18 +85,24 @@ def router(service: Service) -> APIRouter:
 class StepHistory(Observer):
     """The latest steps of the engine, as the playground draws them."""
 
-    def __init__(self) -> None:
-        self.latest: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
+    def __init__(self, latest: deque[dict[str, Any]] | None = None, engine: int = 0) -> None:
+        self.latest: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS) if latest is None else latest
+        self._engine = engine
+
+    def of_engine(self, index: int) -> "StepHistory":
+        """Implements `Observer.of_engine`: all engines share one history."""
+        return StepHistory(self.latest, index)
 
     def on_pulse(self, pulse: wire.Pulse) -> None:
         """Implements `Observer.on_pulse`."""
-        self.latest.extend(_step(step) for step in pulse.steps)
+        # An engine of several has one replica.
+        self.latest.extend(_step(step, self._engine + step.replica) for step in pulse.steps)
 
 
 class _Pools:
     """The page pools. All clients share a copy, which is renewed at most every `FRESH_SECONDS`."""
 
-    def __init__(self, llm: AsyncLLM):
+    def __init__(self, llm: EngineClient):
         self._llm = llm
         self._views: list[PoolView] = []
         self._taken_at = 0.0
@@ -128,10 +134,10 @@ class _File:
         return Response(self._content, headers=headers, media_type=self._type)
 
 
-def _step(step: StepReport) -> dict[str, Any]:
+def _step(step: StepReport, replica: int) -> dict[str, Any]:
     return {
         "t": round(time.monotonic(), 3),  # the time of the report, which is up to a second after the step's end
-        "replica": step.replica,
+        "replica": replica,
         "decode": step.num_decode,
         "prefill": step.num_prefill,
         "bucket": step.bucket_tokens,

@@ -79,7 +79,8 @@ def interrupt(llm: LLM, seconds: float) -> bool:
 
 def main(scenario: str, index: int, coordinator: str) -> None:
     COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
-    mine = options("1x4", coordinator=coordinator, num_processes=2, process_id=index)
+    mesh = "2x1x2" if scenario == "complete in stages" else "1x4"
+    mine = options(mesh, coordinator=coordinator, num_processes=2, process_id=index)
     if scenario == "endless":
         mine |= dict(model=str(TINY), load_format="dummy")
     if scenario == "differ":
@@ -89,7 +90,7 @@ def main(scenario: str, index: int, coordinator: str) -> None:
     if jaxvllm.follow(**mine):
         return
     llm = LLM(**mine)  # never closed: those who follow must get to know that this process ends
-    if scenario == "complete":
+    if scenario.startswith("complete"):
         first = complete(llm)
         broken_off = sum(interrupt(llm, 0.013 * count) for count in range(1, 6))
         print(json.dumps([first, broken_off, tokens(llm.generate([REQUESTS[0][0]], GREEDY, use_tqdm=False))]))

@@ -66,8 +66,9 @@ def two_processes(scenario: str) -> Iterator[Processes]:
 
 
 @pytest.mark.slow  # two processes start jax and compile
-def test_two_processes_complete_as_one() -> None:
-    with two_processes("complete") as both:
+@pytest.mark.parametrize("scenario", ["complete", "complete in stages"])
+def test_two_processes_complete_as_one(scenario: str) -> None:
+    with two_processes(scenario) as both:
         with LLM(**hosts_program.options("1x1")) as llm:
             expected = hosts_program.complete(llm)
         leads, follows = both.wait()

@@ -104,7 +104,7 @@ def test_no_origin_opens_a_local_server_to_other_names_of_it() -> None:
     ],
 )
 def test_a_list_may_be_json_as_in_vllm(argv: list[str]) -> None:
-    _, config = _configs(_parser().parse_args(["demo", *argv, "--allowed-methods", '["GET"]']))
+    _, config, _ = _configs(_parser().parse_args(["demo", *argv, "--allowed-methods", '["GET"]']))
     assert config.allowed_origins == (ORIGIN, "http://localhost:3000") and config.allowed_methods == ("GET",)
 
 

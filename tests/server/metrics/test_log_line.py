@@ -28,7 +28,7 @@ def test_the_log_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     clock.now += 10.0
     log.on_pulse(wire.Pulse(busy, [STEP] * 10))
     assert caplog.messages == [
-        "Avg prompt throughput: 18.0 tokens/s, Avg generation throughput: 45.6 tokens/s, Running: 3 reqs, "
+        "Engine 000: Avg prompt throughput: 18.0 tokens/s, Avg generation throughput: 45.6 tokens/s, Running: 3 reqs, "
         "Waiting: 0 reqs, KV cache usage: 12.5%, Prefix cache hit rate: 25.0%, padding 25%, "
         "host 0.5 ms and device 20.0 ms a step"
     ]

@@ -26,6 +26,7 @@ FINAL_ONLY = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
     "counter": "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens request_success "
+    "external_prefix_cache_queries external_prefix_cache_hits "
     "spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
     "spec_decode_num_accepted_tokens_per_pos",
     "histogram": "request_prompt_tokens request_generation_tokens iteration_tokens_total request_params_n "
@@ -46,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def metrics() -> Metrics:
     metrics = Metrics("jaxvllm", "demo")
-    metrics.on_start(1, FACTS)
+    metrics.of_engine(0).on_start(1, FACTS)
     return metrics
 
 
@@ -80,9 +81,9 @@ def output(*parts: CompletionOutput, finished: bool = False, name: str = "one") 
 
 def everything(metrics: Metrics) -> None:
     """Makes every metric have samples."""
-    metrics.on_start(1, FACTS)
-    metrics.on_pulse(wire.Pulse(IDLE, [STEP]))
-    metrics.on_output(output(part(3, "stop"), finished=True), FINAL_ONLY)
+    metrics.of_engine(0).on_start(1, FACTS)
+    metrics.of_engine(0).on_pulse(wire.Pulse(IDLE, [STEP]))
+    metrics.of_engine(0).on_output(output(part(3, "stop"), finished=True), FINAL_ONLY)
     metrics.on_http("/v1/models", 200)
 
 
@@ -129,9 +130,9 @@ GATEWAYS = {
 @pytest.mark.parametrize("gateway", GATEWAYS)
 def test_gateways_find_what_they_read(gateway: str) -> None:
     metrics = Metrics("vllm", "demo")
-    metrics.on_start(1, FACTS)
+    metrics.of_engine(0).on_start(1, FACTS)
     stats = replace(IDLE, num_running=3, num_waiting=2, num_pages=40, num_pages_owned=10)
-    metrics.on_pulse(wire.Pulse(replace(stats, num_prefix_queries=90, num_prefix_hits=30), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(stats, num_prefix_queries=90, num_prefix_hits=30), []))
     families = text_string_to_metric_families(metrics.render()[0].decode())
     found = {sample.name: sample for family in families for sample in family.samples}
     expected = {"waiting": 2, "running": 3, "usage_perc": 0.25, "hits_total": 30, "queries_total": 90, "info": 1}
@@ -160,7 +161,7 @@ def test_two_have_nothing_in_common(metrics: Metrics) -> None:
 
 
 def test_buckets_of_tokens_end_at_the_context_length(metrics: Metrics) -> None:
-    metrics.on_output(output(part(100, "length"), finished=True), replace(FINAL_ONLY, max_tokens=100_000))
+    metrics.of_engine(0).on_output(output(part(100, "length"), finished=True), replace(FINAL_ONLY, max_tokens=100_000))
     bounds = [dict(labels)["le"] for name, labels in samples(metrics) if name == "jaxvllm:request_prompt_tokens_bucket"]
     assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"]
     assert value(metrics, "request_generation_tokens_bucket", le="50.0") == 0
@@ -216,9 +217,9 @@ def test_dashboard_is_whole() -> None:
 def test_a_stream(metrics: Metrics, clock: Clock) -> None:
     params = replace(DELTA, max_tokens=50)
     for _ in range(3):
-        metrics.on_output(output(part(1)), params)
+        metrics.of_engine(0).on_output(output(part(1)), params)
         clock.now += 0.03
-    metrics.on_output(output(part(2, "length"), finished=True), params)
+    metrics.of_engine(0).on_output(output(part(2, "length"), finished=True), params)
     expected = {
         "time_to_first_token_seconds": (1.25, 1),
         "inter_token_latency_seconds": (0.09, 4),  # the last two share theirs
@@ -254,8 +255,8 @@ def test_completions_are_counted_once(metrics: Metrics, params: SamplingParams) 
         "FINAL_ONLY": [[done, part(4, "length", index=1)]],
     }[params.output_kind.name]
     for parts in outputs[:-1]:
-        metrics.on_output(output(*parts), replace(params, n=2))
-    metrics.on_output(output(*outputs[-1], finished=True), replace(params, n=2))
+        metrics.of_engine(0).on_output(output(*parts), replace(params, n=2))
+    metrics.of_engine(0).on_output(output(*outputs[-1], finished=True), replace(params, n=2))
     assert value(metrics, "request_success_total", finished_reason="stop") == 1
     assert value(metrics, "request_success_total", finished_reason="length") == 1
     assert value(metrics, "request_generation_tokens_sum") == 6
@@ -266,7 +267,7 @@ def test_completions_are_counted_once(metrics: Metrics, params: SamplingParams) 
 
 
 def test_tokens_that_nobody_saw_come_count_their_mean(metrics: Metrics) -> None:
-    metrics.on_output(output(part(5, "stop"), finished=True), FINAL_ONLY)
+    metrics.of_engine(0).on_output(output(part(5, "stop"), finished=True), FINAL_ONLY)
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(2.0)
     assert value(metrics, "inter_token_latency_seconds_count") == 4
     assert value(metrics, "inter_token_latency_seconds_bucket", le="0.4") == 0
@@ -274,7 +275,7 @@ def test_tokens_that_nobody_saw_come_count_their_mean(metrics: Metrics) -> None:
 
 
 def test_one_token_has_no_time_after_the_first(metrics: Metrics) -> None:
-    metrics.on_output(output(part(1, "length"), finished=True), replace(FINAL_ONLY, max_tokens=None))
+    metrics.of_engine(0).on_output(output(part(1, "length"), finished=True), replace(FINAL_ONLY, max_tokens=None))
     assert value(metrics, "request_time_per_output_token_seconds_count") == 0
     assert value(metrics, "inter_token_latency_seconds_count") == 0
     assert value(metrics, "request_params_max_tokens_count") == 0
@@ -311,19 +312,19 @@ def test_no_request_is_kept(events: list[tuple[int, str]]) -> None:
 
 
 def test_gauges_are_of_now(metrics: Metrics) -> None:
-    metrics.on_pulse(wire.Pulse(replace(IDLE, num_running=3, num_waiting=2, num_pages_owned=20), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, num_running=3, num_waiting=2, num_pages_owned=20), []))
     assert value(metrics, "num_requests_running") == 3
     assert value(metrics, "num_requests_waiting") == 2
     assert value(metrics, "kv_cache_usage_perc") == 0.25
     assert value(metrics, "cache_config_info", block_size="16", num_gpu_blocks="80") == 1
-    metrics.on_start(2, FACTS)
+    metrics.of_engine(0).on_start(2, FACTS)
     assert value(metrics, "num_requests_running") == 0
     assert value(metrics, "kv_cache_usage_perc") == 0
     assert value(metrics, "engine_starts_total") == 2
 
 
 def test_steps(metrics: Metrics) -> None:
-    metrics.on_pulse(wire.Pulse(IDLE, [STEP, replace(STEP, replica=1, num_prefill=0, bucket_tokens=4)]))
+    metrics.of_engine(0).on_pulse(wire.Pulse(IDLE, [STEP, replace(STEP, replica=1, num_prefill=0, bucket_tokens=4)]))
     assert value(metrics, "iteration_tokens_total_sum") == 15
     assert value(metrics, "iteration_tokens_total_bucket", le="8.0") == 1
     assert value(metrics, "step_host_seconds_bucket", le="0.0005") == 2
@@ -331,16 +332,32 @@ def test_steps(metrics: Metrics) -> None:
 
 
 def test_a_burst_counts_as_the_decode_steps_that_it_is(metrics: Metrics) -> None:
-    metrics.on_pulse(wire.Pulse(IDLE, [replace(STEP, num_prefill=0, bucket_tokens=4, num_steps=5)]))
+    metrics.of_engine(0).on_pulse(wire.Pulse(IDLE, [replace(STEP, num_prefill=0, bucket_tokens=4, num_steps=5)]))
     assert value(metrics, "iteration_tokens_total_sum") == 15
     assert value(metrics, "iteration_tokens_total_count") == 5
     assert value(metrics, "step_host_seconds_bucket", le="0.0001") == 5
     assert value(metrics, "step_device_seconds_sum") == pytest.approx(0.02)
 
 
+def test_answers_of_other_processes_count(metrics: Metrics) -> None:
+    other = Metrics("jaxvllm", "demo")
+    metrics.on_http("/v1/models", 200)
+    for _ in range(3):
+        other.on_http("/v1/models", 200)
+    other.on_http("/v1/models", 404)
+    with other.http_stream():
+        metrics.count_http(7, other.http_counts())
+        metrics.count_http(7, other.http_counts())  # all that it has answered, not what is new
+    assert value(metrics, "http_requests_total", path="/v1/models", status="200") == 4
+    assert value(metrics, "num_http_streams") == 1
+    metrics.http_ended(7)
+    assert value(metrics, "http_requests_total", path="/v1/models", status="404") == 1
+    assert value(metrics, "num_http_streams") == 0
+
+
 def test_engine_counters(metrics: Metrics) -> None:
     counts = {name: number for number, name in enumerate(COUNTERS, 1)}
-    metrics.on_pulse(wire.Pulse(replace(IDLE, **counts), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, **counts), []))
     names = {
         "num_steps": "num_steps",
         "num_prompt_tokens": "prompt_tokens",
@@ -348,6 +365,10 @@ def test_engine_counters(metrics: Metrics) -> None:
         "num_preemptions": "num_preemptions",
         "num_prefix_queries": "prefix_cache_queries",
         "num_prefix_hits": "prefix_cache_hits",
+        "num_external_queries": "external_prefix_cache_queries",
+        "num_external_hits": "external_prefix_cache_hits",
+        "num_failed_loads": "kv_failed_loads",
+        "num_saved_pages": "kv_saved_pages",
         "num_programs": "num_compiles",
         "num_bucket_tokens": "bucket_tokens",
         "num_padding_tokens": "padding_tokens",
@@ -388,21 +409,21 @@ def test_counters_never_go_back(events: list[dict[str, int] | str]) -> None:
 def test_accepted_drafts_by_position(metrics: Metrics) -> None:
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     assert f"jaxvllm:{name}" not in {key for key, _ in samples(metrics)}, "an engine without drafts has no positions"
-    metrics.on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(5, 3, 0)), []))
-    metrics.on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(7, 3, 1)), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(5, 3, 0)), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(7, 3, 1)), []))
     assert [value(metrics, name, position=str(position)) for position in range(3)] == [7, 3, 1]
-    metrics.on_start(2, FACTS)
+    metrics.of_engine(0).on_start(2, FACTS)
     assert [value(metrics, name, position=str(position)) for position in range(3)] == [7, 3, 1]
-    metrics.on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(9, 0, 0)), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, num_accepted_per_pos=(9, 0, 0)), []))
     assert [value(metrics, name, position=str(position)) for position in range(3)] == [16, 3, 1]
     assert [key for key, _ in samples(metrics)].count(f"jaxvllm:{name}") == 3
 
 
 def test_a_restart_that_overtakes_the_last_pulse(metrics: Metrics) -> None:
     """The new engine has counted more when it is first heard than the old one ever did: only `on_start` tells."""
-    metrics.on_pulse(wire.Pulse(replace(IDLE, num_output_tokens=5), []))
-    metrics.on_start(2, FACTS)
-    metrics.on_pulse(wire.Pulse(replace(IDLE, num_output_tokens=8), []))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, num_output_tokens=5), []))
+    metrics.of_engine(0).on_start(2, FACTS)
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, num_output_tokens=8), []))
     assert value(metrics, "generation_tokens_total") == 13
 
 

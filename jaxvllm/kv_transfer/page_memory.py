@@ -1,4 +1,4 @@
-"""Pages in host memory: those that were used last, up to a number of bytes."""
+"""`PageMemory`: pages beside the pool, those that were used last, up to a number of bytes."""
 
 import threading
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from jaxvllm.kv_transfer.page_format import Page
 
 
-class HostMemory:
+class PageMemory:
     """Pages by their hash, the one that was used longest ago first to go. Several threads may use it.
 
     Pages that are held stay, even beyond the limit, until `let_go`.

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxvllm.kv_transfer.host_memory import HostMemory
 from jaxvllm.kv_transfer.page_format import Page, PageFormat
+from jaxvllm.kv_transfer.page_memory import PageMemory
 from tests.kv_transfer.conftest import some_page
 
 
@@ -15,7 +15,7 @@ def name(number: int) -> bytes:
 
 def test_the_oldest_goes_first_and_use_makes_young(form: PageFormat) -> None:
     pages = [some_page(form, number) for number in range(4)]
-    memory = HostMemory(3 * pages[0].nbytes)
+    memory = PageMemory(3 * pages[0].nbytes)
     for number in range(3):
         memory.put(name(number), pages[number])
     assert memory.get(name(0)) is pages[0]
@@ -26,7 +26,7 @@ def test_the_oldest_goes_first_and_use_makes_young(form: PageFormat) -> None:
 
 def test_what_is_held_stays_beyond_the_limit(form: PageFormat) -> None:
     pages = [some_page(form, number) for number in range(3)]
-    memory = HostMemory(pages[0].nbytes)
+    memory = PageMemory(pages[0].nbytes)
     memory.hold([name(0), name(1)])
     for number in range(3):
         memory.put(name(number), pages[number])
@@ -42,7 +42,7 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["put", "get", "hold", "let_go"]
 @given(operations=OPERATIONS, room=st.integers(0, 4))
 def test_it_is_what_a_list_in_the_order_of_use_would_be(operations: list[tuple[str, int]], room: int) -> None:
     page = Page((np.zeros(8, np.int8),))
-    memory = HostMemory(room * page.nbytes)
+    memory = PageMemory(room * page.nbytes)
     order: list[int] = []
     holds: list[int] = []
 

@@ -1,0 +1,163 @@
+"""Layers divided among stages: the tokens are those of an engine whose devices have all layers, on every path."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from jaxvllm import LLM, EngineConfig, SamplingParams
+from jaxvllm.core.kv_cache import windowed_pages
+from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.models import families
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.spec import ModelSpec
+from tests.engine.test_meshes import quick_compilation
+from tests.engine.test_speculation import OPTIONS, PROMPTS
+from tests.engine.tiny import (
+    GREEDY,
+    assert_idle,
+    few_pages,
+    greedy_tokens,
+    random_prompts,
+    tiny_llm,
+    write_tiny_checkpoint,
+)
+from tests.models import test_layers_that_differ as toy
+from tests.models.fixture import Fixture
+from tests.models.seeded_weights import seeded_weights
+
+# Steps with prompts are cut into two microbatches, and so are decode steps: see `Pipeline.num_microbatches`.
+SIZES: dict[str, Any] = dict(
+    max_num_seqs=16, row_buckets=(16,), max_num_batched_tokens=64, token_buckets=(64,), num_pages=129, dtype="float32"
+)
+# Of four layers; of four of which every other has a window; of three, so that a layer of zeros fills up a stage.
+QUICK = ("qwen3", "2x1x2")
+OTHERS = (("qwen3", "4x1x1"), ("gemma2", "2x1x1"), ("llama", "2x1x4"))
+CASES = [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)]
+
+
+def engine(directory: Path, mesh: str, **options: Any) -> LLM:
+    with quick_compilation():
+        return tiny_llm(directory, **SIZES | {"mesh": mesh} | options)
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fixture, LLM]]:
+    name, mesh = request.param
+    fixture = Fixture.load(name)
+    directory = fixture.write_checkpoint(tmp_path_factory.mktemp(name))
+    with engine(directory, mesh, max_model_len=fixture.max_model_len) as llm:
+        yield fixture, llm
+
+
+def test_the_tokens_are_those_of_transformers(staged: tuple[Fixture, LLM]) -> None:
+    fixture, llm = staged
+    assert llm.engine.replicas[0].scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
+    assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
+    # Behind a cached prefix, and alone.
+    for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected
+    assert_idle(llm)
+
+
+def test_also_after_preemptions(staged: tuple[Fixture, LLM]) -> None:
+    fixture, llm = staged
+    before = llm.engine.stats().num_preemptions
+    first = llm.engine.replicas[0].scheduler.cache.groups[0]
+    longest = 8 if first.window is None else windowed_pages(first.window, 64, llm.config.page_size)
+    prompts = fixture.prompts * 2
+    with few_pages(llm, longest + 1):
+        assert greedy_tokens(llm, prompts) == fixture.greedy * 2
+    assert llm.engine.stats().num_preemptions > before
+    assert_idle(llm)
+
+
+def routed_spec(config: HfConfig) -> ModelSpec:
+    """Experts in every layer."""
+    spec = llama_spec(config)
+    routed = toy.SoftlyRoutedFfn(
+        spec.hidden_size, config.integer("num_experts"), config.integer("moe_intermediate_size")
+    )
+    return replace(spec, ffns=(routed,) * spec.num_layers)
+
+
+@pytest.fixture
+def routed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    family = Family("RoutedForCausalLM", routed_spec, layer_sources=toy.toy_sources, understood=("num_experts",))
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, family))
+    config = toy.CONFIG | {"architectures": ["RoutedForCausalLM"], "num_hidden_layers": 2, "first_k_dense_replace": 0}
+    # The toy's layers 2 and 3, the first with experts, are 0 and 1 here.
+    renamed = {
+        name.replace(f"layers.{layer + 2}.", f"layers.{layer}."): shape
+        for layer in range(2)
+        for name, shape in toy.stored_shapes().items()
+        if f"layers.{layer + 2}." in name or not name.startswith("model.layers.")
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(seeded_weights(renamed, 7, 0.0), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_experts_in_stages(routed: Path) -> None:
+    prompts = random_prompts(8, longest=40, seed=3, vocab_size=toy.V)
+    found = []
+    for mesh in ("1x1", "2x1x2"):
+        with engine(routed, mesh, max_model_len=64) as llm:
+            found.append(greedy_tokens(llm, prompts, max_tokens=16))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_drafts_and_masks_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bursts, with every option of sampling that a draft must count in, and with a grammar."""
+    # The clock of this machine does not decide whether there are drafts.
+    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    directory = write_tiny_checkpoint(tmp_path)
+    params = [SamplingParams(**{"max_tokens": 23, "seed": 3, "ignore_eos": True} | options) for options in OPTIONS]
+    prompts = [PROMPTS[-1 - index % 4] for index in range(len(params))]
+    found = []
+    drafting = {"speculative_config": json.dumps({"method": "suffix", "num_speculative_tokens": 2})}
+    for mesh, options in (("1x1", {"speculation": False}), ("2x1x1", drafting)):
+        with engine(directory, mesh, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([[(one.token_ids, one.text) for one in output.outputs] for output in outputs])
+            drafted = llm.engine.stats().num_draft_tokens
+            assert_idle(llm)
+    assert drafted > 0
+    assert found[0] == found[1]
+
+
+# What is refused before any weight is read.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"speculative_config": '{"method": "mtp"}'},
+            "drafts of a model or head need all layers: use the method ngram",
+        ),
+        ({"kv_transfer_config": '{"kv_connector": "host"}'}, "kv_transfer_config carries pages of all of them: leave"),
+    ],
+)
+def test_options_that_need_all_layers_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"mesh 2x1x2 divides the layers among stages, and {message}"):
+        EngineConfig(mesh="2x1x2", **options)
+    assert EngineConfig(mesh="1x2", **options)
+
+
+def test_layers_that_no_stages_share(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(Fixture.load("llama").config))
+    with pytest.raises(
+        ValueError,
+        match="3 layers cannot be divided among 4 stages so that each stage has some.* use a mesh of 1x1, 2x1x1$",
+    ):
+        tiny_llm(tmp_path, mesh="4x1x1")

@@ -1,0 +1,60 @@
+"""A server with several replicas, each in its own process, over HTTP."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxvllm.server.config import ServerConfig
+from tests.router.test_kills import ENGINE, all_streams, is_ready, running
+from tests.waiting import PATIENCE, wait_until
+
+
+@pytest.mark.slow
+def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "jaxvllm.serve", *ENGINE, "--data-parallel-size", "2") as server:
+        wait_until(lambda: is_ready(server.url), lambda: "the server is not ready")
+
+        def metric(name: str) -> dict[str, float]:
+            """The values of a metric by engine."""
+            text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
+            found = re.findall(rf'^jaxvllm:{name}{{engine="(\d+)",\S* (\S+)$', text, re.MULTILINE)
+            return {engine: float(value) for engine, value in found}
+
+        wait_until(lambda: metric("engine_starts_total") == {"0": 1, "1": 1})
+        expected = [one.text for one in asyncio.run(all_streams(server.url))]
+        assert all(expected)
+
+        told = asyncio.run(all_streams(server.url, server.engine_pids()[1]))
+        assert [(one.text, one.is_whole) for one in told] == [(text, True) for text in expected]
+        assert is_ready(server.url), "one engine is enough"
+        wait_until(lambda: sum(metric("engine_starts_total").values()) == 3)
+
+        async def scaled(size: int) -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+                streams = asyncio.create_task(all_streams(server.url))
+                body = {"new_data_parallel_size": size, "drain_timeout": 600}
+                scaling = asyncio.create_task(client.post("/scale_elastic_ep", json=body))
+                while not (await client.get("/is_scaling_elastic_ep")).json()["is_scaling_elastic_ep"]:
+                    await asyncio.sleep(0.01)
+                assert (await client.post("/scale_elastic_ep", json=body)).status_code == 409
+                assert (await scaling).json() == {"message": f"Scaled to {size} data parallel engines"}
+                assert [(one.text, one.is_whole) for one in await streams] == [(text, True) for text in expected]
+                assert len(server.engine_pids()) == size
+                assert not (await client.post("/is_scaling_elastic_ep")).json()["is_scaling_elastic_ep"]
+
+        asyncio.run(scaled(3))
+        asyncio.run(scaled(1))
+        wait_until(lambda: set(metric("kv_cache_usage_perc").values()) == {0}, lambda: metric("kv_cache_usage_perc"))
+
+
+def test_a_server_with_one_engine_does_not_scale(server) -> None:
+    status, error = server.error("/scale_elastic_ep", new_data_parallel_size=2)
+    assert status == 400 and "fixed" in error["message"]
+    status, error = server.error("/scale_elastic_ep", new_data_parallel_size=0)
+    assert status == 400 and error["param"] == "new_data_parallel_size"
+    headers = {"origin": "http://page.example"}
+    assert server.ask(ServerConfig(), "/scale_elastic_ep", headers=headers, new_data_parallel_size=2).status_code == 403
+    assert server.client.get("/is_scaling_elastic_ep").json() == {"is_scaling_elastic_ep": False}
