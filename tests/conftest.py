@@ -1,6 +1,8 @@
 """What every test gets: the CPU backend, strict promotion, and a way to count compilations."""
 
+import gc
 import os
+import sys
 
 # By environment, before anything imports jax: host-only tests then never pay for that import, and the
 # processes that tests start are as strict as the tests.
@@ -13,6 +15,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for meshes; everything else runs on t
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -27,6 +30,23 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "he
 # One event for each program handed to XLA, eager operations included, also when the persistent cache
 # then answers: for a request on its way both are stalls.
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+# Linux lets a process have 65,530 mappings, and beyond that XLA crashes where it loads a program. Each program is three
+# of them, and jax remembers those of all tests: there were 45,000 after two thirds of the suite in one of two workers.
+MOST_MAPPINGS = 20_000
+MAPPINGS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """Behind a module, forgets programs that jax has compiled, where they are many."""
+    yield
+    if "jax" in sys.modules and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @dataclass
