@@ -89,6 +89,7 @@ class StepPlan:
     wants_logprobs: bool  # whether any row does
     width: int = 1  # the most tokens that a row yields; more than 1 only where all rows decode
     num_drafts: int = 0  # of a row in each decode step
+    is_blind: bool = False  # whether what guesses tokens need not see the step
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
     distributions: NDArray[np.bool_] | None = None  # bool[R]: rows that want the values of all tokens; None: no row
     wide_scores: NDArray[np.bool_] | None = None  # bool[R]: scored rows that want more than the best few; None: no row

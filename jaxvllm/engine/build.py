@@ -39,6 +39,7 @@ from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.program_cache import use_persistent_cache
+from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.state import state_bytes
@@ -119,7 +120,7 @@ def build(
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
-    ladder = bucket_ladder(config, resolved, on_cpu)
+    ladder = bucket_ladder(config, resolved, on_cpu, proposer)
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.stage("tokenizer"):
         tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
@@ -269,14 +270,16 @@ def _load(
     return [params, *map(copied, meshes[1:])]
 
 
-def bucket_ladder(config: EngineConfig, resolved: ResolvedConfig, on_cpu: bool) -> BucketLadder:
+def bucket_ladder(
+    config: EngineConfig, resolved: ResolvedConfig, on_cpu: bool, proposer: Proposer | None = None
+) -> BucketLadder:
     """Returns the shapes that an engine compiles. Raises ValueError when the config wants larger ones than a step."""
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     return BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
         _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
         width=config.max_decode_burst,
-        drafts=_draft_room(config, step_overhead(on_cpu)),
+        drafts=_draft_room(config, step_overhead(on_cpu), proposer),
     )
 
 
@@ -289,12 +292,16 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, default: tuple[int, ...]
     return (*chosen, largest)
 
 
-def _draft_room(config: EngineConfig, overhead: int) -> DraftRoom:
+def _draft_room(config: EngineConfig, overhead: int, proposer: Proposer | None) -> DraftRoom:
     """The drafts that a user has asked for, or those that can hardly do harm."""
     if config.drafting is None:
         return NO_DRAFTS
     count = config.drafting.num_speculative_tokens
-    return DraftRoom.where_they_pay(count, overhead) if config.speculative_config is None else DraftRoom(count)
+    if config.speculative_config is None:
+        return DraftRoom.where_they_pay(count, overhead)
+    if proposer is None or proposer.cache is None or not proposer.cache.num_layers:  # then following costs nothing
+        return DraftRoom(count)
+    return DraftRoom(count, follows_prompts=True, follows_decoding=proposer.follows_all)
 
 
 def _num_pages(

@@ -90,6 +90,11 @@ class DraftPace:
         of.calls_left -= 1
         return of.pays != (of.calls_left < 0)
 
+    def may_be_blind(self, num_rows: int) -> bool:
+        """Whether steps of so many rows need no proposer to follow them: drafts do not pay, and no try is due."""
+        of = self._of(num_rows)
+        return of.is_known and not of.pays and of.calls_left > 0
+
     def plain(self, num_rows: int, seconds: float) -> None:
         """Takes in that decode steps without drafts took `seconds` each."""
         self._was_plain = True

@@ -13,6 +13,7 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.followed_rows import FollowedRows
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
@@ -25,6 +26,8 @@ from jaxvllm.runtime.runner import Held, InFlight, Runner
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2.
 DEPTH = 2
+# Steps have drafts where more than this share of their rows may have some.
+LEAST_FOLLOWED = 0.5
 # Kept for who asks. Nobody does of an `LLM`.
 MAX_REPORTS = 1024
 
@@ -83,6 +86,7 @@ class Replica:
         self._pace = BurstPace(burst_seconds)
         self._drafted_pace = BurstPace(burst_seconds)  # steps with drafts take longer
         self._draft_pace = DraftPace(runner.proposer_catches_up)
+        self._followed = FollowedRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
@@ -118,7 +122,10 @@ class Replica:
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
+            if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan):
+                plan = replace(plan, is_blind=True)
             step = self.runner.dispatch(plan)
+            self._followed.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
             if isinstance(step, Held):
                 self._held = _Held(step, time.monotonic() - start)
@@ -143,9 +150,23 @@ class Replica:
             if programs.may_compile_drafts and self._repetition.is_found(self.scheduler.slots, self.num_output_tokens):
                 programs.compile_drafts()
             return num_steps, 0
-        if not self._draft_pace.wants_drafts(num_rows):
+        if not self._draft_pace.wants_drafts(num_rows) or not self._has_followed_rows:
             return num_steps, 0
         return self._drafted_pace.width(num_rows, most), num_drafts
+
+    @property
+    def _has_followed_rows(self) -> bool:
+        """Whether drafts are possible for so many rows that the others do not decide what they bring."""
+        if not self.runner.proposer_follows_all:
+            return True
+        return self._followed.share(self.scheduler.slots.decoding()) > LEAST_FOLLOWED
+
+    def _may_be_blind(self, plan: StepPlan) -> bool:
+        """Whether the proposer need not see the step: its rows have no drafts, or not before they are fewer."""
+        if plan.num_decode == plan.num_rows and not self._followed.share(plan.slots):
+            return True
+        num_running = self.scheduler.num_running + self.scheduler.num_waiting
+        return self._draft_pace.may_be_blind(min(num_running, self.scheduler.slots.num_slots))
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""

@@ -1,7 +1,7 @@
 """Buckets: the few shapes that steps are padded to, so that only these shapes are compiled."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -14,7 +14,8 @@ class Bucket:
 
     A decode bucket takes up to `width` decode steps in one call. With `num_drafts`, each row has room for so many draft
     tokens behind its last one, and each step yields up to one token more than that. A bucket that is split samples in a
-    second program, as mixed buckets do, so that something may come between: masks, which rows wait for.
+    second program, as mixed buckets do, so that something may come between: masks, which rows wait for. In a blind one
+    the proposer does not see what the model computes: it costs less where drafts do not pay.
     """
 
     num_tokens: int
@@ -22,6 +23,7 @@ class Bucket:
     width: int = 1
     is_split: bool = False
     num_drafts: int = 0  # of a row
+    is_blind: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
@@ -32,6 +34,8 @@ class Bucket:
             raise ValueError(f"every bucket with more tokens than rows is split: do not say so, got it for {self}")
         if self.num_drafts and self.num_tokens != self.num_rows * (1 + self.num_drafts):
             raise ValueError(f"a row has one token and its drafts, got {self.num_drafts} drafts for {self}")
+        if self.is_blind and self.num_drafts:
+            raise ValueError(f"what guesses must see the steps that it guesses for, got a blind bucket for {self}")
 
     @property
     def is_decode(self) -> bool:
@@ -46,8 +50,11 @@ class Bucket:
     def holds(self, plan: StepPlan) -> bool:
         """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
 
-        A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program.
+        A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program. A blind
+        bucket takes only plans that may be blind.
         """
+        if self.is_blind and not plan.is_blind:
+            return False
         if plan.num_drafts != self.num_drafts or plan.width > self.row_tokens:
             return False
         fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens
@@ -58,9 +65,10 @@ class Bucket:
     def __str__(self) -> str:
         if self.num_drafts:
             return f"decode {self.num_rows} with {self.num_drafts} drafts each"
+        ending = " that the proposer does not see" if self.is_blind else ""
         if self.num_tokens > self.num_rows:
-            return f"{self.num_tokens} tokens x {self.num_rows} rows"
-        return f"decode {self.num_rows}{' in two programs' if self.is_split else ''}"
+            return f"{self.num_tokens} tokens x {self.num_rows} rows{ending}"
+        return f"decode {self.num_rows}{' in two programs' if self.is_split else ''}{ending}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class DraftRoom:
     of_a_row: int = 0  # in a step; 0: there is no proposer
     max_rows: int | None = None  # of a bucket with drafts; None: all decode buckets may have some
     on_demand: bool = False  # whether their buckets are compiled only when something asks for them
+    follows_prompts: bool = False  # whether the proposer computes something of every step with prompts
+    follows_decoding: bool = False  # and of every decode step without drafts
 
     @classmethod
     def where_they_pay(cls, of_a_row: int, overhead: int) -> "DraftRoom":
@@ -92,7 +102,7 @@ class BucketLadder:
     """The buckets of an engine, smallest first. The last one holds every plan that the scheduler can make.
 
     Beside them there is a `split` one for every decode bucket, which few plans need, and where there is a proposer, one
-    with drafts.
+    with drafts, and a `blind` one for every bucket of which the proposer computes something.
     """
 
     buckets: tuple[Bucket, ...]
@@ -145,6 +155,13 @@ class BucketLadder:
         decode = [b for b in self.buckets if b.is_decode and k and (most is None or b.num_rows <= most)]
         return tuple(Bucket(b.num_rows * (1 + k), b.num_rows, b.width, num_drafts=k) for b in decode)
 
+    @cached_property
+    def blind(self) -> tuple[Bucket, ...]:
+        """The blind twin of every bucket of which the proposer computes something."""
+        drafts = self.drafts
+        seen = (b for b in self.buckets if (drafts.follows_decoding if b.is_decode else drafts.follows_prompts))
+        return tuple(replace(bucket, is_blind=True) for bucket in seen)
+
     def compile_order(self) -> tuple[Bucket, ...]:
         """Returns all buckets: the first, the largest, which holds every plan, the widest, and then the others."""
         early = dict.fromkeys([self.first, self.largest, *([] if self.widest is None else [self.widest])])
@@ -152,8 +169,11 @@ class BucketLadder:
 
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """Returns the cheapest bucket of `ready` that holds `plan`, or None."""
-        fitting = (bucket for bucket in ready if bucket.holds(plan))
-        return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows, bucket.is_split), default=None)
+
+        def cost(bucket: Bucket) -> tuple[int, int, bool, bool]:
+            return bucket.num_tokens, bucket.num_rows, bucket.is_split, not bucket.is_blind
+
+        return min((bucket for bucket in ready if bucket.holds(plan)), key=cost, default=None)
 
 
 def _last(counts: list[int], most: int) -> int:

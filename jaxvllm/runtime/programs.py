@@ -181,7 +181,7 @@ class Programs[Program]:
         self._compile_all([self.ladder.largest])
         self._give_way()
         drafted = () if self.ladder.drafts.on_demand else self.ladder.drafted
-        self._compile_all((*self.ladder.compile_order(), *drafted))
+        self._compile_all((*self.ladder.compile_order(), *drafted, *self.ladder.blind))
         for compile_it in self._afterwards:
             if self._must_end:
                 return
@@ -197,6 +197,6 @@ class Programs[Program]:
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()
         self._ready[bucket] = self._compile_step(bucket)
-        if bucket.num_tokens > bucket.num_rows:
+        if bucket.num_tokens > bucket.num_rows and not bucket.is_blind:
             self.mixed_sizes = (*self.mixed_sizes, (bucket.num_tokens, bucket.num_rows))
         logger.debug("compiled %s in %.2f s", bucket, time.monotonic() - start)

@@ -172,7 +172,7 @@ class StepCompiler:
 
     def _follows(self, bucket: Bucket) -> bool:
         """Whether the proposer follows the steps of a bucket without drafts."""
-        if self.proposer is None or self.proposer.cache is None:
+        if bucket.is_blind or self.proposer is None or self.proposer.cache is None:
             return False
         return self.proposer.follows_all or not bucket.is_decode
 

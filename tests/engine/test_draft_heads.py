@@ -78,7 +78,14 @@ def stories() -> list[list[CompletionOutput]]:
 def test_the_demo_model_says_the_same_with_what_drafts_for_it(
     method: str, stories: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where what guesses does not see the steps, as where drafts do not pay.
+
+    Then a draft model computes later what it missed, Medusa heads need no more than the last step, and an EAGLE head
+    has no drafts.
+    """
     always(monkeypatch)
+    may_be_blind = False
+    monkeypatch.setattr(DraftPace, "may_be_blind", lambda self, num_rows: may_be_blind)
     model, least = HEADS[method]
     config = {"method": method, "model": model, "num_speculative_tokens": 4}
     options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "warm_up": "full"}
@@ -91,6 +98,15 @@ def test_the_demo_model_says_the_same_with_what_drafts_for_it(
                 shares = replica.num_accepted / replica.num_drafted
                 assert shares[0] > least and (shares[1:] < shares[:-1]).all()
         assert_equal(got, stories)
+        may_be_blind = True
+        llm.reset_prefix_cache()
+        replica.num_drafted[:] = replica.num_accepted[:] = 0
+        got = [output.outputs for output in llm.generate(list(STORIES), PARAMS[0], use_tqdm=False)]
+        assert_equal(got, stories[: len(STORIES)])
+        if method == "eagle3":
+            assert not replica.num_drafted.any()
+        else:
+            assert replica.num_accepted[0] > least * replica.num_drafted[0] > 0
         assert_idle(llm)
 
 

@@ -220,3 +220,29 @@ def test_a_bucket_with_drafts_is_one_program() -> None:
 def test_a_ladder_that_cannot_be(rows: list[int], tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="buckets need rows and at least as many tokens"):
         BucketLadder.build(rows, tokens)
+
+
+def test_what_guesses_may_be_spared_the_steps_that_it_follows() -> None:
+    assert not BucketLadder.build([1, 4], [8], drafts=DraftRoom(3)).blind
+    prompts = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, follows_prompts=True))
+    assert set(prompts.blind) == {replace(b, is_blind=True) for b in prompts.buckets if not b.is_decode}
+    all_ = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, follows_prompts=True, follows_decoding=True))
+    assert set(all_.blind) == {replace(bucket, is_blind=True) for bucket in all_.buckets}
+
+
+@given(ladders_and_plans())
+def test_a_blind_plan_gets_the_blind_twin_of_its_bucket_and_no_other_plan_does(
+    drawn: tuple[BucketLadder, StepPlan],
+) -> None:
+    ladder, plan = drawn
+    ladder = replace(ladder, drafts=DraftRoom(2, follows_prompts=True, follows_decoding=True))
+    seen = ladder.choose(plan, (*ladder.blind, *ladder.buckets))
+    assert seen is not None and not seen.is_blind
+    blind = replace(plan, is_blind=True)
+    assert ladder.choose(blind, (*ladder.buckets, *ladder.blind)) == replace(seen, is_blind=True)
+    assert ladder.choose(blind, ladder.buckets) == seen, "any other will do"
+
+
+def test_what_guesses_sees_the_steps_that_it_guesses_for() -> None:
+    with pytest.raises(ValueError, match="must see the steps"):
+        Bucket(16, 4, num_drafts=3, is_blind=True)

@@ -125,8 +125,8 @@ type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct(
-    "<9I"
-)  # the kind, five numbers of the bucket, the two sizes of the array, and the number of words
+    "<10I"
+)  # the kind, six numbers of the bucket, the two sizes of the array, and the number of words
 _KINDS: tuple[type[Message], ...] = (
     Reset,
     Close,
@@ -150,9 +150,10 @@ def to_bytes(message: Message) -> bytes:
     """Encodes `message` for the wire."""
     bucket: Bucket | None = getattr(message, "bucket", None)
     words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
-    sizes: tuple[int, ...] = (0,) * 5
+    sizes: tuple[int, ...] = (0,) * 6
     if bucket is not None:
-        sizes = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
+        of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
+        sizes = (*of_bucket, bucket.is_blind)
     shape = words.shape if words.ndim == 2 else (0, 0)
     return _HEADER.pack(_KINDS.index(type(message)), *sizes, *shape, words.size) + words.astype("<i4").tobytes()
 
@@ -165,7 +166,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    kind, tokens, rows, width, is_split, num_drafts, first, second, num_words = _HEADER.unpack(header)
+    kind, tokens, rows, width, is_split, num_drafts, is_blind, first, second, num_words = _HEADER.unpack(header)
     payload = stream.read(4 * num_words)
     if len(payload) < 4 * num_words:
         return None
@@ -177,7 +178,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     packed = np.frombuffer(payload, "<i4")
     arguments: dict[str, Any] = {}
     if tokens:
-        arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts)
+        arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, bool(is_blind))
     if num_words:
         arguments["packed"] = packed.reshape(first, second) if first else packed
     return _KINDS[kind](**arguments)

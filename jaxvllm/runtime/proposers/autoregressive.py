@@ -57,7 +57,9 @@ class AutoregressiveProposer:
         tables, kv_pages = state["page_tables"][slots], known.kv_pages
         is_ready = known.room > 0
         if self.follows_all:
+            # Both differ where it did not see every step of a row.
             is_ready &= state[FEATURE_LENGTH.name][slots] == lengths - 1
+            is_ready &= state[DRAFT_LENGTH.name][slots] == lengths - 1
         else:
             kv_pages = self._catch_up(known, is_ready)
 

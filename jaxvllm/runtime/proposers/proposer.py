@@ -88,7 +88,7 @@ class Proposer(Protocol):
 
     @property
     def follows_all(self) -> bool:
-        """Whether it must follow steps without drafts, too. Otherwise it computes later what it missed of these."""
+        """Whether a row has drafts only if all its steps were followed. Otherwise it computes later what it missed."""
 
     @property
     def reads_index(self) -> bool:

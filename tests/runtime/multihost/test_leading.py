@@ -54,6 +54,7 @@ CALLS: tuple[Call, ...] = (
     Admit(np.arange(8 * 5, dtype=np.int32).reshape(8, 5)),
     Step(Bucket(16, 4), np.arange(-3, 37, dtype=np.int32)),
     Step(Bucket(16, 4, width=2, num_drafts=3), np.arange(11, dtype=np.int32)),
+    Step(Bucket(16, 4, is_blind=True), np.arange(12, dtype=np.int32)),
     AdmitRare(np.arange(7, dtype=np.int32)),
     Recall(np.arange(9, dtype=np.int32)),
     Recount(np.arange(8, dtype=np.int32)),
@@ -93,7 +94,7 @@ def test_half_a_call_is_none() -> None:
 
 def test_what_is_no_message_is_an_error() -> None:
     with pytest.raises(ValueError, match="a message of kind 77"):
-        read_message(io.BytesIO(struct.pack("<9I", 77, *[0] * 8)))
+        read_message(io.BytesIO(struct.pack("<10I", 77, *[0] * 9)))
 
 
 def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +283,7 @@ def test_a_step_that_fails_ends_its_process(group: Group) -> None:
 
 
 def test_a_message_that_nobody_knows_ends_the_follower(group: Group) -> None:
-    next(iter(group.leader._wires.values())).sendall(struct.pack("<9I", 77, *[0] * 8))
+    next(iter(group.leader._wires.values())).sendall(struct.pack("<10I", 77, *[0] * 9))
     group.wait_for_ends(2)
     assert any(" cannot follow process 0: a message of kind 77" in reason for reason in group.ended)
 

@@ -1,0 +1,24 @@
+"""Which running requests have drafts: those of whose steps the proposer has seen every one."""
+
+import numpy as np
+
+from jaxvllm.core.slots import SlotIds
+from jaxvllm.core.step_plan import StepPlan
+
+
+class FollowedRows:
+    """What the host knows of that. The device decides for each row; the host needs to know whether asking is of use."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._missed = np.zeros(num_slots, np.bool_)
+
+    def dispatched(self, plan: StepPlan, is_blind: bool) -> None:
+        """Takes in that the step `plan` was dispatched, and whether the proposer sees it."""
+        for admission in plan.admissions:
+            self._missed[admission.slot] = False
+        if is_blind:
+            self._missed[plan.slots] = True
+
+    def share(self, slots: SlotIds) -> float:
+        """The share of `slots` that may have drafts."""
+        return 1 - float(self._missed[slots].mean()) if len(slots) else 1.0
