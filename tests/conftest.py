@@ -1,5 +1,6 @@
 """What every test gets: the CPU backend, strict promotion, and a way to count compilations."""
 
+import ctypes
 import gc
 import os
 import sys
@@ -35,18 +36,25 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 # Linux lets a process have 65,530 mappings, and beyond that XLA crashes where it loads a program. Each program is three
 # of them, and jax remembers those of all tests: there were 45,000 after two thirds of the suite in one of two workers.
 MOST_MAPPINGS = 20_000
-MAPPINGS = Path("/proc/self/maps")
+# One worker had 8 GB at the end, of 24 that the machine has.
+MOST_RESIDENT = 3 * 2**30
+SELF = Path("/proc/self")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_mappings() -> Iterator[None]:
-    """Behind a module, forgets programs that jax has compiled, where they are many."""
+def small_process() -> Iterator[None]:
+    """Behind a module, forgets programs that jax has compiled, and gives back memory, where either is much."""
     yield
-    if "jax" in sys.modules and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    if "jax" not in sys.modules or not SELF.exists():
+        return
+    num_mappings = (SELF / "maps").read_bytes().count(b"\n")
+    resident = int((SELF / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    if num_mappings > MOST_MAPPINGS or resident > MOST_RESIDENT:
         import jax
 
         jax.clear_caches()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass

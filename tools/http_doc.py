@@ -14,7 +14,7 @@ FILE = Path(__file__).parents[1] / "docs/http.md"
 
 def text() -> str:
     """Returns the text of the file, with the endpoints that are off by default. No engine is started."""
-    config = ServerConfig(enable_tokenizer_info_endpoint=True, dev_endpoints=True)
+    config = ServerConfig(enable_tokenizer_info_endpoint=True, enable_elastic_ep=True, dev_endpoints=True)
     return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig()), config)))
 
 

@@ -48,11 +48,12 @@ def create_app(service: Service) -> FastAPI:
         messages,
         tokenization,
         info,
-        elastic,
         sagemaker,
         playground,
     ):
         app.include_router(module.router(service))
+    if service.config.enable_elastic_ep:
+        app.include_router(elastic.router(service))
     if service.config.dev_endpoints:
         app.include_router(development.router(service))
 

@@ -42,6 +42,7 @@ class ServerConfig:
     access_log: bool = False  # log a line for each HTTP request
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
     dev_endpoints: bool = False  # add POST /reset_prefix_cache, which measurements use to empty the cache
+    enable_elastic_ep: bool = False  # add POST /scale_elastic_ep, which changes the number of replicas
     ssl_certfile: str | None = None  # the certificate for https; needs ssl_keyfile
     ssl_keyfile: str | None = None  # the private key of ssl_certfile
 

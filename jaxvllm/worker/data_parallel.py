@@ -16,6 +16,9 @@ from jaxvllm.worker.node_place import NodeDoor, NodePlaces
 from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.ray_place import RayPlaces
 
+# A CPU has no devices that could run out, and more replicas than this only slow each other down.
+MOST_ON_A_CORE = 4
+
 type DeviceKind = Literal["cpu", "gpu", "tpu"]
 # What the kernel shows of each device, and the packages without which JAX does not see it.
 GPU_FILES, GPU_PACKAGES = ("nvidia[0-9]*",), ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -78,6 +81,11 @@ class OneHost(Places):
     def place(self, rank: int) -> LocalPlace:
         """Implements `Places.place`."""
         if self._gpus is None:
+            most = max(self._size, MOST_ON_A_CORE * num_cores())
+            if rank >= most:
+                raise ValueError(
+                    f"this host has {num_cores()} cores, which is enough for {most} engines: ask for fewer"
+                )
             # XLA makes as many threads as there are cores in each process, which would get in each other's way.
             threads = self._threads or str(max(self._model, num_cores() // self._size))
             return LocalPlace({"NPROC": threads})

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,9 @@ from tests.waiting import PATIENCE, wait_until
 
 @pytest.mark.slow
 def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path: Path) -> None:
-    with running(tmp_path / "log", "jaxvllm.serve", *ENGINE, "--data-parallel-size", "2") as server:
+    with running(
+        tmp_path / "log", "jaxvllm.serve", *ENGINE, "--data-parallel-size", "2", "--enable-elastic-ep"
+    ) as server:
         wait_until(lambda: is_ready(server.url), lambda: "the server is not ready")
 
         def metric(name: str) -> dict[str, float]:
@@ -51,10 +54,13 @@ def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path:
 
 
 def test_a_server_with_one_engine_does_not_scale(server) -> None:
-    status, error = server.error("/scale_elastic_ep", new_data_parallel_size=2)
-    assert status == 400 and "fixed" in error["message"]
-    status, error = server.error("/scale_elastic_ep", new_data_parallel_size=0)
-    assert status == 400 and error["param"] == "new_data_parallel_size"
-    headers = {"origin": "http://page.example"}
-    assert server.ask(ServerConfig(), "/scale_elastic_ep", headers=headers, new_data_parallel_size=2).status_code == 403
-    assert server.client.get("/is_scaling_elastic_ep").json() == {"is_scaling_elastic_ep": False}
+    config, headers = ServerConfig(enable_elastic_ep=True), {"origin": "http://page.example"}
+
+    def asked(size: int, **options: Any) -> httpx.Response:
+        return server.ask(config, "/scale_elastic_ep", new_data_parallel_size=size, **options)
+
+    assert asked(2).status_code == 400 and "fixed" in asked(2).json()["error"]["message"]
+    for size in (0, 1025):
+        assert asked(size).status_code == 400 and asked(size).json()["error"]["param"] == "new_data_parallel_size"
+    assert asked(2, headers=headers).status_code == 403
+    assert server.client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code == 404, "not enabled"

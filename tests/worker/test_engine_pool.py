@@ -16,7 +16,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.worker import data_parallel, engine_pool, wire
 from jaxvllm.worker.async_llm import AsyncLLM
-from jaxvllm.worker.data_parallel import OneHost, OneProcess
+from jaxvllm.worker.data_parallel import MOST_ON_A_CORE, OneHost, OneProcess, num_cores
 from jaxvllm.worker.engine_client import EngineState
 from jaxvllm.worker.engine_pool import EnginePool, ScalingError
 from jaxvllm.worker.engine_process import EngineProcess
@@ -286,6 +286,12 @@ def test_the_devices_of_each_engine() -> None:
         places.place(2)
     assert OneHost(2, 1, "cpu", {"NPROC": "3"}).place(0).environment == {"NPROC": "3"}
     assert int(OneHost(1, 8, "cpu", {}).place(0).environment["NPROC"]) >= 8
+    most = MOST_ON_A_CORE * num_cores()
+    for size in (1, most + 2):
+        places = OneHost(size, 1, "cpu", {})
+        places.place(max(size, most) - 1)
+        with pytest.raises(ValueError, match="ask for fewer"):
+            places.place(max(size, most))
 
 
 def test_the_kind_of_device_is_known_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:

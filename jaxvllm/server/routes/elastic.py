@@ -1,4 +1,7 @@
-"""Endpoints that change the number of replicas while the server runs. The names are vLLM's."""
+"""Endpoints that change the number of replicas while the server runs. The names are vLLM's.
+
+The server has them only with --enable-elastic-ep: each replica is a process with a copy of the model.
+"""
 
 import logging
 from typing import Annotated
@@ -14,11 +17,14 @@ from jaxvllm.worker.engine_pool import EnginePool, ScalingError
 
 logger = logging.getLogger(__name__)
 
+# Beyond this a number is a mistake. The places of replicas have limits of their own.
+MOST_REPLICAS = 1024
+
 
 class ScaleRequest(Strict):
     """The number of replicas that there shall be."""
 
-    new_data_parallel_size: Annotated[int, Field(ge=1)]
+    new_data_parallel_size: Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
     # Seconds in which replicas that end may finish their requests; what is left then is computed by the others
     drain_timeout: Annotated[float, Field(gt=0)] = 120
 
@@ -49,7 +55,8 @@ def router(service: Service) -> APIRouter:
 
         New replicas take requests as soon as they are ready. Those that end get no new requests and finish theirs;
         requests that take longer than `drain_timeout` are computed by the other replicas, with the same tokens. It
-        refuses web pages, because any page could make a browser send this request.
+        refuses web pages, because any page could make a browser send this request. The endpoint exists only with
+        `--enable-elastic-ep`.
         """
         if "origin" in request.headers:
             raise ApiError(403, "a web page may not change the number of replicas: use a program such as curl")
@@ -57,6 +64,8 @@ def router(service: Service) -> APIRouter:
             raise ApiError(400, "the number of replicas is fixed with one engine, or with several API processes")
         try:
             await pool.scale(body.new_data_parallel_size, body.drain_timeout)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="new_data_parallel_size") from None
         except ScalingError as error:
             raise ApiError(409, str(error)) from None
         except RuntimeError as error:
