@@ -47,6 +47,7 @@ def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MAX_LAYERS", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "attention"), [(CASE, attend), (CASE, attention_gather.attend), (PROMPT, attention_gather.attend)]
 )
@@ -81,6 +82,7 @@ def test_every_contender_ends_on_the_same_layer(monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_array_equal(whole.outputs, contender(attention_gather.attend).run(CASE, FLOAT32).outputs)
 
 
+@pytest.mark.slow
 def test_a_crash_is_an_outcome() -> None:
     outcomes = dict(measure(CASE, FLOAT32, [contender(attend_never)]))
     assert outcomes["contender"].problem == "RuntimeError: out of luck"

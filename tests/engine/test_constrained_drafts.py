@@ -196,7 +196,7 @@ def itself(tiny_checkpoint: Path, hasty: None) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(params=["told", "itself"])
+@pytest.fixture(params=[pytest.param("told", marks=pytest.mark.slow), "itself"])
 def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
     llm: LLM = request.getfixturevalue(request.param)
     llm.reset_prefix_cache()

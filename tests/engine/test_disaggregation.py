@@ -62,14 +62,14 @@ def full_pages(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[int]:
     return [(len(prompt) - 1) // size * size for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=["1x1", "1x2"])
+@pytest.fixture(scope="module", params=["1x1", pytest.param("1x2", marks=pytest.mark.slow)])
 def producer(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[LLM]:
     with peer(tiny_checkpoint, mesh=request.param) as llm:
         yield llm
         assert_idle(llm)
 
 
-@pytest.fixture(scope="module", params=["1x1", "2x1"])
+@pytest.fixture(scope="module", params=[pytest.param("1x1", marks=pytest.mark.slow), "2x1"])
 def consumer(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[LLM]:
     # Other chunks than the producer's.
     with peer(tiny_checkpoint, mesh=request.param, max_num_batched_tokens=24, token_buckets=(24,)) as llm:
@@ -140,7 +140,7 @@ def test_a_thousand_requests_leave_no_page(producer: LLM, consumer: LLM) -> None
         connector(one)._memory.check_invariants()
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1x1", marks=pytest.mark.slow), "1x2"])
 def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, mesh: str) -> None:
     expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], SEEDED, use_tqdm=False))
     with peer(tiny_checkpoint, mesh=mesh, transport="device") as first:
@@ -155,6 +155,7 @@ def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, 
         assert_idle(first)
 
 
+@pytest.mark.slow
 def test_drafts_go_on_from_pages_of_the_draft_model(tiny_checkpoint: Path) -> None:
     prompts = PROMPTS[:6]
     drafting = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
@@ -175,6 +176,7 @@ def test_only_an_engine_with_peers_takes_such_requests(llm: LLM, producer: LLM) 
     assert llm.engine.check("r", [5, 6], GREEDY, kv_transfer_params=neutral)
 
 
+@pytest.mark.slow
 def test_pages_in_files_outlive_their_engine_and_serve_others(llm: LLM, tiny_checkpoint: Path, tmp_path: Path) -> None:
     expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False))
     config = {"kv_connector": "files", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}

@@ -104,7 +104,7 @@ def assert_same(got: Reader, expected: Reader) -> None:
     assert got.scores.keys() == expected.scores.keys()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_requests_that_move_to_and_fro_are_as_if_they_had_stayed(
     llm: LLM, second: LLM, expected: Reader, seed: int
 ) -> None:

@@ -3,7 +3,7 @@
 A test file a backend makes its class from `AttentionSuite`, so that they run side by side.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,6 +40,22 @@ def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     positional = [arguments.pop(name) for name in ("q", "k", "v", "pages", "layer", "rows")]
     out, pages = attention(call.case, name)(*positional, **arguments)
     return np.asarray(out), np.asarray(pages)
+
+
+# One of each kind. The others, interpreted for GPUs and TPUs, take half of four minutes.
+QUICK = (
+    "decode-mqa",
+    "decode-window",
+    "mixed-any-order",
+    "mixed-window",
+    "decode-sinks",
+    "mixed-int8",
+    "verify-drafts",
+)
+
+
+def marks_of(case: RaggedCase) -> Sequence[pytest.MarkDecorator]:
+    return () if case.name in QUICK else [pytest.mark.slow]
 
 
 DECODE = RaggedCase("decode", 4, 2, 16, 16, 3, (RowCase(1, 300), RowCase(1, 40), RowCase(1, 90)), window=33)
@@ -81,7 +97,7 @@ class AttentionSuite:
     def call(cls, case: RaggedCase, dtype: Any = None) -> Call:
         return make_call(case, dtype or DTYPES[cls.backend], BACKENDS[cls.backend])
 
-    @pytest.fixture(scope="class", params=CASES, ids=str)
+    @pytest.fixture(scope="class", params=[pytest.param(case, marks=marks_of(case)) for case in CASES], ids=str)
     @classmethod
     def result(cls, request: pytest.FixtureRequest) -> Result:
         """Each case computed once for all tests."""
@@ -162,7 +178,7 @@ class AttentionSuite:
         out[tokens] = call.expected[tokens]
         assert call.error(out) < call.tolerance
 
-    @pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
+    @pytest.mark.parametrize("case", [DECODE, pytest.param(MIXED, marks=pytest.mark.slow)], ids=str)
     def test_the_metric_sees_mutations(self, case: RaggedCase) -> None:
         call, backend = self.call(case), self.backend
         window, rows = case.window, call.rows

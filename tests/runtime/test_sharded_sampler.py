@@ -47,7 +47,10 @@ def on_mesh(run: Callable[..., Any], size: int, num_arguments: int) -> Callable[
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1], [Row(temperature=0.0)] * 5], ids=["mixed", "one", "greedy"])
-@pytest.mark.parametrize(("vocab_size", "size"), [(50, 8), (64, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("vocab_size", "size"),
+    [pytest.param(50, 8, marks=pytest.mark.slow), (64, 2), pytest.param(3, 4, marks=pytest.mark.slow)],
+)
 def test_as_on_one_device(vocab_size: int, size: int, rows: list[Row]) -> None:
     random = np.random.default_rng(vocab_size)
     logits = random.standard_normal((len(rows), vocab_size)).astype(np.float32) * 3

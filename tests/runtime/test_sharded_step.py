@@ -70,7 +70,7 @@ def test_a_scan_holds_them_once() -> None:
     assert collectives(compiled_on(4, layout="stacked"))["all-reduce"] == 2 + 1 + OF_MIN_TOKENS
 
 
-@pytest.mark.parametrize("layout", ["separate", "stacked"])
+@pytest.mark.parametrize("layout", [pytest.param("separate", marks=pytest.mark.slow), "stacked"])
 def test_layers_in_periods_send_no_more(layout: Layout) -> None:
     spec = replace(SPEC, num_layers=8, windows=(8, 8, None) * 2 + (8, 8), layer_rope=(0,) * 8)
     assert (
@@ -98,7 +98,7 @@ def test_no_device_has_the_logits_of_the_batch() -> None:
     assert f"f32[{tokens // 4},{vocab}]" in text and f"f32[{tokens},{vocab}]" not in text
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_each_device_updates_its_share_of_the_pages_in_place(size: int) -> None:
     program = compiled_on(size)
     mesh = make_mesh(MeshShape(1, size), jax.devices())

@@ -76,7 +76,7 @@ def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
     return program(bucket, layout).begin
 
 
-@pytest.mark.parametrize("bucket", [DECODE, BURST, DRAFTS, MIXED], ids=repr)
+@pytest.mark.parametrize("bucket", [DECODE, BURST, pytest.param(DRAFTS, marks=pytest.mark.slow), MIXED], ids=repr)
 def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     memory = compiled(bucket, "separate").memory_analysis()
     assert memory.alias_size_in_bytes >= KV_BYTES + STATE_BYTES
@@ -88,7 +88,7 @@ def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     assert rest < 1024 * bucket.num_rows * bucket.row_tokens
 
 
-@pytest.mark.parametrize("bucket", [DRAFTS, MIXED], ids=repr)
+@pytest.mark.parametrize("bucket", [pytest.param(DRAFTS, marks=pytest.mark.slow), MIXED], ids=repr)
 def test_the_index_of_suffixes_is_updated_in_place(bucket: Bucket) -> None:
     # So many slots that the index, 4 MiB, is larger than all temporaries of a step: 2 MiB with drafts, and 3.6 MiB.
     shape, proposer = replace(SHAPE, num_slots=256, has_index=True), SuffixProposer(24, 1.0)
@@ -106,7 +106,7 @@ def test_the_sampler_updates_the_state_in_place() -> None:
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024 * MIXED.num_rows
 
 
-@pytest.mark.parametrize("bucket", [DECODE, BURST, DRAFTS, MIXED], ids=repr)
+@pytest.mark.parametrize("bucket", [DECODE, BURST, pytest.param(DRAFTS, marks=pytest.mark.slow), MIXED], ids=repr)
 def test_no_copy_of_the_pages(bucket: Bucket) -> None:
     assert compiled(bucket, "separate").memory_analysis().temp_size_in_bytes < KV_BYTES / 10
 
