@@ -11,7 +11,8 @@ and the median of all pairs with its quartiles. For one request there is what th
 decode steps, whose number follows from the tokens that a verification yields, and into the rest, which drafts do not
 change. It writes benchmarks/results/speculation-DATE-COMMIT.json.
 
-    python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--rounds 9] [--dtype float32]
+    python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--requests 1,16,64]
+        [--rounds 9] [--dtype float32]
 """
 
 import argparse
@@ -170,12 +171,16 @@ def serve(connection: Connection, dtype: str, options: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--requests", default=",".join(map(str, REQUESTS)))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     device = machine()
     works = [
-        Work(kind, requests, heat) for kind in ("stories", "copies") for requests in REQUESTS for heat in (0.0, 0.7)
+        Work(kind, requests, heat)
+        for kind in ("stories", "copies")
+        for requests in map(int, args.requests.split(","))
+        for heat in (0.0, 0.7)
     ]
     chosen = {"none": {"speculation": False}} | {name: METHODS[name] for name in args.methods.split(",")}
     rows: list[dict[str, Any]] = []
