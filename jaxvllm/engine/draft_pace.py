@@ -39,6 +39,7 @@ class _Measured:
     plain: _Window = field(default_factory=_Window)  # seconds of a step
     drafted: _Window = field(default_factory=_Window)
     tokens: _Window = field(default_factory=_Window)  # of a row in a step with drafts
+    catching_up: float = 0.0  # seconds of a step in the last call that computed what its proposer had missed
     paid: bool | None = None  # what `pays` was when it was measured last; None: never
     pause: int = FIRST_PAUSE
     calls_left: int = 0  # before one of the slower kind is tried
@@ -63,14 +64,17 @@ class _Measured:
             self.tried += self.calls_left < 0 and was_drafted != self.pays
             if self.tried < TRY:
                 return
-        self.calls_left, self.tried = max(self.pause, int(TRY * self._loss / MOST_FOR_TRIES)), 0
+        self.calls_left, self.tried = max(self.pause, int(self._loss / MOST_FOR_TRIES)), 0
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
     @property
     def _loss(self) -> float:
-        """What a call of the slower kind loses, in calls of the quicker one, which would bring its tokens sooner."""
+        """What a try loses, in calls of the quicker kind, which would bring its tokens sooner."""
         plain, drafted = self.plain.middle, self.drafted.middle / self.tokens.middle  # for a token of a row
-        return (plain / drafted - 1) / self.tokens.middle if self.pays else (drafted / plain - 1) * self.tokens.middle
+        if self.pays:
+            return TRY * (plain / drafted - 1) / self.tokens.middle
+        extra = max(self.catching_up - self.drafted.middle, 0.0)
+        return TRY * (drafted / plain - 1) * self.tokens.middle + extra / plain
 
 
 class DraftPace:
@@ -104,10 +108,10 @@ class DraftPace:
 
     def drafted(self, num_rows: int, seconds: float, tokens: float) -> None:
         """Takes in that steps with drafts took `seconds` each, and brought each row `tokens` on average."""
-        if self._catches_up and self._was_plain:
-            self._was_plain = False
-            return
         of = self._of(num_rows)
+        if self._catches_up and self._was_plain:
+            self._was_plain, of.catching_up = False, seconds
+            return
         of.drafted.values.append(seconds)
         of.tokens.values.append(tokens)
         of.measured(was_drafted=True)

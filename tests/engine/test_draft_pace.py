@@ -5,7 +5,7 @@ from itertools import cycle, groupby
 
 import pytest
 
-from jaxvllm.engine.draft_pace import FIRST_PAUSE, LONGEST_PAUSE, TRY, WINDOW, DraftPace
+from jaxvllm.engine.draft_pace import FIRST_PAUSE, LONGEST_PAUSE, MOST_FOR_TRIES, TRY, WINDOW, DraftPace
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,35 @@ def test_tries_cost_little_of_the_time(machine: Machine) -> None:
     best = tokens * min(machine.plain_seconds, machine.drafted_seconds / machine.tokens)
     assert seconds < 1.025 * best
     assert len(set(had_drafts)) == 2, "there were tries"
+
+
+def test_what_guesses_must_see_steps_while_nobody_knows_whether_drafts_pay_and_for_tries() -> None:
+    pace = DraftPace()
+    assert not pace.may_be_blind(4)
+    serve(pace, LOSES, 2 * TRY)
+    for _ in range(FIRST_PAUSE - 1):
+        pace.wants_drafts(4)
+        assert pace.may_be_blind(4) and not pace.may_be_blind(64)
+    for _ in range(3):  # no row that was seen is there yet
+        pace.wants_drafts(4)
+        assert not pace.may_be_blind(4)
+    serve(pace, LOSES, 2 * TRY)
+    assert pace.may_be_blind(4)
+    serve(pace, PAYS, 2 * WINDOW, num_rows=1)
+    assert not pace.may_be_blind(1)
+
+
+def test_what_is_computed_behind_plain_steps_is_a_part_of_a_try() -> None:
+    """A draft model that has seen no prompt computes all of them then."""
+    pace, had_drafts, catching_up = DraftPace(catches_up=True), list[bool](), 0.5
+    for _ in range(8000):
+        had_drafts.append(pace.wants_drafts(4))
+        if not had_drafts[-1]:
+            pace.plain(4, LOSES.plain_seconds)
+        else:
+            pace.drafted(4, LOSES.drafted_seconds if had_drafts[-2] else catching_up, LOSES.tokens)
+    num_tries = len(runs(had_drafts)) // 2
+    assert 2 < num_tries and num_tries * catching_up < 1.5 * MOST_FOR_TRIES * 8000 * LOSES.plain_seconds
 
 
 def test_drafts_that_are_never_right_cost_more_than_nothing() -> None:
