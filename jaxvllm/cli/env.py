@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jaxvllm env",
-        description="Print versions, the machine, the devices that jax finds, the attention backend that `auto` chooses on "
-        "them, environment variables and the size of the cache of compiled programs: what a bug report needs. Keys, "
+        description="Print versions, the machine, the devices of jax, the attention backend that `auto` chooses "
+        "on them, environment variables and the size of the cache of compiled programs: what a bug report needs. Keys, "
         "tokens and passwords are left out.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; memory in bytes")

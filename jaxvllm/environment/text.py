@@ -21,10 +21,8 @@ def _lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "", " ".join(cpu["features"]) or "none of the vector instructions that the kernels use is known"
     yield "memory", _memory(report["memory"])
     for gpu in report["nvidia"]:
-        yield (
-            "NVIDIA",
-            f"{gpu['name']}, {gpu['memory']}, capability {gpu['compute_capability']}, driver {gpu['driver']}",
-        )
+        capability = f"capability {gpu['compute_capability']}"
+        yield "NVIDIA", f"{gpu['name']}, {gpu['memory']}, {capability}, driver {gpu['driver']}"
     yield from _devices(report["devices"])
     installed = [f"{name} {version}" for name, version in report["packages"].items() if version]
     for start in range(0, len(installed), 5):
