@@ -56,7 +56,7 @@ wheel: .venv/.stamp  ## one file that `pip install` takes anywhere, with the emb
 SITE ?= site
 
 docs: .venv/.stamp  ## the documentation as web pages: open site/index.html
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir $(SITE)
 
 aot: .venv/.stamp .aot/.stamp  ## every kernel and the step, compiled for TPUs and GPUs that are not here
 	$(PY) -m tools.aot $(ARGS)
