@@ -18,7 +18,8 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo serve test lint format check aot bench bench-kernels fixtures fixtures-vllm oracle venv constraints clean
+.PHONY: demo serve test lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle venv \
+  constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
 	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
@@ -31,7 +32,7 @@ serve: .venv/.stamp  ## the embedded model over HTTP: open http://127.0.0.1:8000
 # The compilers have wheels for Linux on x86-64 alone; elsewhere the tests that need them are skipped.
 AOT := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.aot/.stamp)
 
-test: .venv/.stamp .clients/.stamp .suites/.stamp $(AOT)  ## the whole suite
+test: .venv/.stamp .wheel/.stamp .clients/.stamp .suites/.stamp $(AOT)  ## the whole suite
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/.stamp
@@ -44,6 +45,18 @@ format: .venv/.stamp
 	$(PY) -m ruff format
 
 check: lint test  ## exactly what CI runs
+
+# Where `make wheel` leaves it.
+DIST ?= dist
+
+wheel: .venv/.stamp  ## one file that `pip install` takes anywhere, with the embedded models in it
+	$(PY) -m hatchling build --target wheel --directory $(DIST)
+
+# Where `make docs` leaves the pages. The variable silences an announcement of mkdocs-material's, not of a defect.
+SITE ?= site
+
+docs: .venv/.stamp  ## the documentation as web pages: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir $(SITE)
 
 aot: .venv/.stamp .aot/.stamp  ## every kernel and the step, compiled for TPUs and GPUs that are not here
 	$(PY) -m tools.aot $(ARGS)
@@ -75,6 +88,13 @@ venv: .venv/.stamp
 	$(UV) pip install --quiet --compile-bytecode --python $(PY) --constraint constraints.txt \
 	  --build-constraints constraints.txt --editable '.[test]'
 	$(PY) -m compileall -q jaxvllm pallas_kernels sharding
+	@touch $@
+
+# What the wheel says that it needs, and no more: the tests install the wheel here, where no clone can be imported.
+.wheel/.stamp: pyproject.toml constraints.txt | .venv/.stamp
+	@test -x .wheel/bin/python || $(UV) venv --quiet --python $(PY) .wheel
+	$(UV) pip install --quiet --python .wheel/bin/python --constraint constraints.txt \
+	  --requirement pyproject.toml --extra cpu pip
 	@touch $@
 
 # An environment of its own: jax would look for these plugins' devices wherever it is imported.
@@ -116,10 +136,11 @@ venv: .venv/.stamp
 	@touch $@
 
 constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, jax held where we measure
-	{ grep '^#' constraints.txt; printf 'hatchling\njax==0.11.2\n' \
+	{ grep '^#' constraints.txt; printf 'hatchling\npip\njax==0.11.2\n' \
 	  | $(UV) pip compile --quiet --upgrade --python $(PY) --extra test --extra aot --no-annotate \
 	    --no-header --no-emit-index-url pyproject.toml -; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .aot .clients .suites .uv .oracle .vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
+	rm -rf .venv .wheel .aot .clients .suites .uv .oracle .vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  reports dist site

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
+    "docs/index.md",
+    "docs/notebooks.md",
     "docs/structure.md",
     "docs/glossary.md",
     "docs/kernels.md",

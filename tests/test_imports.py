@@ -115,6 +115,9 @@ FORBIDDEN = {
     "jaxvllm.worker.command_loop": ABOVE_ENGINE,  # runs in the engine's process
     "jaxvllm.planner": ("jaxvllm.simulator", "jaxvllm.server", "jaxvllm.cli"),
     "jaxvllm.simulator": ("jaxvllm.worker", "jaxvllm.server", "jaxvllm.cli"),
+    # Reports although jax may fail: only the process that it starts imports jax.
+    "jaxvllm.environment": CLIENT,
+    "jaxvllm.environment.devices": ("jaxvllm",),
     "jaxvllm.server": SERVER,
     "jaxvllm.server.http": (
         *DEVICE,

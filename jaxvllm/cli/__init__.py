@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "Complete prompts without a server and print the texts.",
     "plan": "Say what a model needs on TPUs or GPUs, which need not be here.",
     "simulate": "Say in virtual time how a deployment would answer a load.",
+    "env": "Print what a bug report needs: versions, devices, variables.",
     "convert": "Write a checkpoint in a form that several devices load in parts.",
 }
 VERSION = ("-V", "--version", "version")

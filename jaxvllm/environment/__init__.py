@@ -1,0 +1,1 @@
+"""What `jaxvllm env` reports about this machine and its software."""
