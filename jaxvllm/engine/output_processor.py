@@ -4,8 +4,9 @@ Only watched requests (they stream, have stop strings or want log-probabilities)
 are detokenized once, when they end.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 
@@ -497,10 +498,7 @@ class OutputProcessor:
                 token_id,
                 self._spell(token_id),
                 trail.origin(index),
-                tuple(
-                    Candidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
-                    for one, ranked in islice((logprobs or {}).items(), 1 + MAX_CANDIDATES)
-                ),
+                _candidates(logprobs or {}),
             )
             for index, (token_id, logprobs) in enumerate(zip_longest(completion.token_ids, completion.logprobs))
         ]
@@ -520,6 +518,15 @@ class OutputProcessor:
             first_token_seconds=metrics.first_token_seconds,
             total_seconds=metrics.total_seconds,
         )
+
+
+def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[Candidate, ...]:
+    """Returns the chosen token, which is the first of `logprobs`, and the best of those that could have come."""
+    could = (item for index, item in enumerate(logprobs.items()) if not index or item[1].logprob > -math.inf)
+    return tuple(
+        Candidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
+        for one, ranked in islice(could, 1 + MAX_CANDIDATES)
+    )
 
 
 def _draft_spans(request: GenerationRequest) -> DraftSpans | None:
