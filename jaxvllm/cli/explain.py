@@ -6,12 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxvllm.engine.llm import LLM
 
 # A page of text in a terminal: every token of the answer has a place in the report.
 DEFAULTS = {"max_tokens": 32}
@@ -42,11 +45,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="jaxvllm explain",
         usage="%(prog)s PROMPT ... [OPTION ...]",
         description="Complete prompts in one continuous batch, and tell what every step of the engine did for each of "
-        "them: tokens, pages, chunks, queries, candidates, drafts and masks. Without --model, the embedded model is used.",
+        "them: tokens, pages, chunks, queries, candidates, drafts, masks. Without --model, the embedded model is used.",
         epilog=ENGINE_EPILOG,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to complete")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message: use the chat template")
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="each prompt is a user's message, not a text to continue (default: if the model has a chat template)",
+    )
     parser.add_argument("--html", metavar="FILE", help="also draw the report as one HTML file, which loads nothing")
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON, for programs")
     parser.add_argument(
@@ -91,20 +98,37 @@ def _run(args: argparse.Namespace, config: EngineConfig, chosen: dict[str, Any])
     from rich.console import Console
 
     from jaxvllm.engine.llm import LLM
-    from jaxvllm.explainer.report import CANDIDATES, WIDTH, explain
+    from jaxvllm.explainer.report import CANDIDATES, explain
 
     with LLM.from_config(config) as llm:
         if args.warm:
             llm.wait_until_compiled()
         params = replace(llm.get_default_sampling_params(), **chosen)
         prompts = args.prompts
-        if args.chat:
+        if is_chat := _has_template(llm) if args.chat is None else args.chat:
             render = llm.get_tokenizer().apply_chat_template
             prompts = [render([{"role": "user", "content": prompt}]) for prompt in prompts]
         candidates = None if args.no_candidates else CANDIDATES
-        report = explain(llm, prompts, params, candidates=candidates, add_special_tokens=not args.chat)
+        report = explain(llm, prompts, params, candidates=candidates, add_special_tokens=not is_chat)
+        note = _note(llm)
     for name, data in ((args.html, report.html.encode), (args.json, report.to_json)):
         if name is not None:
             Path(name).write_bytes(data())
-    report.print(Console() if sys.stdout.isatty() else Console(width=WIDTH))
+    report.print(Console()) if sys.stdout.isatty() else print(report)
+    if note is not None:
+        print(note)
     return 0
+
+
+def _has_template(llm: "LLM") -> bool:
+    tokenizer = llm.engine.tokenizer
+    return tokenizer is not None and tokenizer.chat_template.source_with_tools is not None
+
+
+def _note(llm: "LLM") -> str | None:
+    """Returns what a reader should know about the buckets of an engine that has just started."""
+    programs = [replica.runner.programs for replica in llm.engine.replicas]
+    number, whole = sum(one.num_compiled for one in programs), sum(len(one.ladder.buckets) for one in programs)
+    if number >= whole:
+        return None
+    return f"At the end {number} of {whole} programs were compiled, so buckets were larger than need be: see --warm."

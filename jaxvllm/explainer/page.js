@@ -61,9 +61,11 @@ root.append(
 if (explanations.length > 1) root.append(...timeline());
 explanations.forEach((explanation, index) => {
   const name = explanations.length > 1 ? `[${index}] ` : "";
+  const drawing = drawn(explanation);
+  drawing.querySelector("details")?.setAttribute("open", "");
   root.append(
     make("h2", {}, name, make("code", {}, promptOf(explanation))),
     make("p", { className: "answer-text" }, texts[index]),
-    drawn(explanation),
+    drawing,
   );
 });

@@ -10,9 +10,7 @@ _PLAYGROUND = _HERE.parent / "server" / "playground"
 _SCRIPTS = (_PLAYGROUND / "dom.js", _PLAYGROUND / "explanation.js", _HERE / "page.js")
 _STYLES = (_HERE / "page.css", _PLAYGROUND / "explanation.css")
 # Nothing is loaded, whatever a model's text says.
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-)
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
 
 def page(data: bytes, fallback: str) -> str:

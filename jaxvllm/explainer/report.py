@@ -39,7 +39,7 @@ class Report:
     def __str__(self) -> str:
         out = io.StringIO()
         self.print(Console(file=out, width=WIDTH, color_system=None))
-        return out.getvalue()
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def print(self, console: Console) -> None:
         """Prints it on a terminal, or wherever `console` writes."""

@@ -13,15 +13,16 @@ from jaxvllm.explainer.timeline import Column, columns, mark, sharings
 
 BAR = 20  # characters of a probability of 1
 MOST_PROMPT_TOKENS = 200  # told one by one; of a longer prompt the middle is left out
+LEAST = 0.001  # the probability of a candidate that is told beside the chosen token
 MOST_RUNS = 4  # places of keys and values that are told of a step
 TOKEN_WIDTH = 14
 _KINDS = {"prefill": ("PREFILL", "bold cyan"), "decode": ("DECODE", "bold green"), "forced": ("FORCED", "bold magenta")}
 _ORIGINS = {"sampled": "", "draft": "accepted draft", "forced": "forced by the grammar", "imported": "elsewhere"}
 _LEGEND = """\
-A step is one run of the model for a batch of requests. Its program was compiled for a bucket: a fixed number of tokens, of which
-padding fills what the batch lacks. A page holds the keys and values of some neighbouring tokens; the page table says which page
-of the pool has which tokens, and the place of a position is: page of the table x tokens in a page + offset in the page.
-The probabilities are the model's, before temperature, top_p and other filters. docs/explain.md explains every word."""
+A step is one run of the model for a batch of requests. Its program was compiled for a bucket, a fixed number of tokens:
+padding fills what the batch lacks. A page holds the keys and values of some neighbouring tokens, and the page table
+says which page of the pool has which tokens. The place of a position is page * page_size + offset in the page.
+Probabilities are the model's, before temperature, top_p and other filters. docs/explain.md explains every word."""
 
 
 def report(explanations: Sequence[Explanation], texts: Sequence[str]) -> Group:
@@ -42,7 +43,7 @@ def _request(explanation: Explanation, text: str, name: str) -> Iterator[Text | 
     shown = "".join(token.text or "" for token in explanation.prompt)
     yield Text.assemble((f"{name}REQUEST ", "bold"), (spelled(_cut(shown, 200)), "cyan"))
     yield _fact("prompt", f"{count(len(explanation.prompt), 'token')}, {_found(explanation)}")
-    yield Padding(_prompt_tokens(explanation), (0, 0, 0, 11))
+    yield Padding(_prompt_tokens(explanation), (0, 0, 0, 11), expand=False)
     ended = {"stop": "the model ended it", "length": "it reached max_tokens", "abort": "it was aborted"}
     reason = ended.get(explanation.finish_reason or "", str(explanation.finish_reason))
     if explanation.stop_reason is not None:
@@ -99,9 +100,7 @@ def _step(explanation: Explanation, step: ExplainedStep) -> Iterator[Text | Padd
     if step.num_allowed is not None:
         yield _fact("mask", f"the grammar allows {step.num_allowed} of {explanation.vocab_size} tokens")
     if step.num_refused:
-        yield _fact(
-            "grammar", f"refuses {count(step.num_refused, 'token')} that came without a mask; it goes on before"
-        )
+        yield _fact("grammar", f"refuses {count(step.num_refused, 'token')} that came without a mask")
     if step.num_drafted:
         yield _fact("drafts", f"{step.num_drafted} guessed, {step.num_accepted} accepted")
     yield from _tokens(explanation, step)
@@ -125,14 +124,15 @@ def _what(explanation: Explanation, step: ExplainedStep) -> str:
     if len(step.decodes) == 1:
         return f"the query is the token at {span}; it sees {count(step.decodes[0].kv_length, 'token')}"
     first, last = step.decodes[0], step.decodes[-1]
-    return f"{len(step.decodes)} decode steps in one program, {span}; they see {first.kv_length} to {last.kv_length} tokens"
+    seen = f"{first.kv_length} to {last.kv_length} tokens"
+    return f"{len(step.decodes)} decode steps in one program, {span}; they see {seen}"
 
 
 def _batch(step: ExplainedStep) -> str:
     batch = step.batch
     chunks = batch.num_rows - batch.num_decode_rows
-    rows = [f"{batch.num_decode_rows} that decode" if batch.num_decode_rows else "", f"{count(chunks, 'chunk')}"]
-    rows = [row for row in rows[: 1 + bool(chunks)] if row]
+    kinds = [(batch.num_decode_rows, "decode"), (chunks, "chunk" if chunks == 1 else "chunks")]
+    rows = [f"{number} {kind}" for number, kind in kinds if number]
     padding = f"{batch.num_padding} padding" if batch.num_padding else "no padding"
     times = f"planned in {milliseconds(batch.host_seconds)}, computed in {milliseconds(batch.device_seconds)}"
     return (
@@ -144,11 +144,11 @@ def _batch(step: ExplainedStep) -> str:
 def _pages(explanation: Explanation, step: ExplainedStep) -> str | None:
     of = "" if explanation.num_groups == 1 else f" (of the first of {explanation.num_groups} groups of layers)"
     if step.admitted is not None:
-        cached = step.admitted.num_cached_tokens // explanation.page_size
-        parts = [f"{listed(step.admitted.pages[:cached])} from the prefix cache" if cached else ""]
-        parts.append(f"{listed(step.admitted.pages[cached:])} new" if step.new_pages else "")
-        again = f"again, after preemption {step.admitted.num_preemptions}: " if step.admitted.num_preemptions else ""
-        return f"{again}slot {step.slot} gets a page table{of}: {', '.join(part for part in parts if part)}"
+        cached, pages = step.admitted.num_cached_tokens // explanation.page_size, step.admitted.pages
+        parts = [f"{listed(pages[:cached])} from the prefix cache"] if cached else []
+        parts += [f"{listed(pages[cached:])} new"] if step.new_pages else []
+        again = f"after preemption {step.admitted.num_preemptions}, " if step.admitted.num_preemptions else ""
+        return f"{again}slot {step.slot} gets a page table{of}: page {' and page '.join(parts)}"
     if step.new_pages:
         return f"opens page {listed(step.new_pages)} as column {step.first_column} of its table{of}"
     return None
@@ -158,9 +158,8 @@ def _places(writes: Sequence[KVWrite], page_size: int) -> str:
     told = []
     for write in writes[:MOST_RUNS]:
         last = write.first_place + write.num_tokens - 1
-        pages = positions(
-            write.first_place // page_size, last // page_size - write.first_place // page_size + 1, "page"
-        )
+        first_page, last_page = write.first_place // page_size, last // page_size
+        pages = positions(first_page, last_page - first_page + 1, "page")
         told.append(
             f"{positions(write.first_position, write.num_tokens)} -> "
             f"{positions(write.first_place, write.num_tokens, 'place')} ({pages})"
@@ -178,8 +177,10 @@ def _tokens(explanation: Explanation, step: ExplainedStep) -> Iterator[Text | Pa
         return
     if len(tokens) == 1 and len(tokens[0].candidates) > 1:
         yield _fact("token", f"{step.first_output}{_by(tokens[0])}")
-        for candidate in tokens[0].candidates[:1] + tokens[0].candidates[1:]:
-            yield _candidate(candidate, is_chosen=candidate is tokens[0].candidates[0])
+        chosen, *others = tokens[0].candidates
+        shown = [chosen, *(other for other in others if math.exp(other.logprob) >= LEAST)]
+        for candidate in sorted(shown, key=lambda one: -one.logprob):
+            yield _candidate(candidate, is_chosen=candidate is chosen)
         return
     for index, token in enumerate(tokens, step.first_output):
         yield _token(index, token)
@@ -191,10 +192,11 @@ def _by(token: OutputToken) -> str:
 
 def _candidate(candidate: Candidate, is_chosen: bool) -> Text:
     style = "bold green" if is_chosen else "dim"
+    sign = "> " if is_chosen else "  "
     share = math.exp(candidate.logprob)
     bar = "#" * round(BAR * share)
     return Text.assemble(
-        " " * 11,
+        f"{'':9}{sign}",
         (padded(spelled(candidate.text), TOKEN_WIDTH) + f"{percent(candidate.logprob):>7}  ", style),
         (bar, "green" if is_chosen else "dim"),
     )
@@ -206,7 +208,8 @@ def _token(index: int, token: OutputToken) -> Text:
     if token.candidates:
         chosen, *others = token.candidates
         line.append(f"{percent(chosen.logprob):>7}")
-        near = ", ".join(f"{spelled(other.text)} {percent(other.logprob)}" for other in others[:3])
+        likely = [other for other in others[:3] if math.exp(other.logprob) >= LEAST]
+        near = ", ".join(f"{spelled(other.text)} {percent(other.logprob)}" for other in likely)
         line.append(f"   else {near}" if near else "", style="dim")
     line.append(_by(token).replace(", ", "   ", 1), style="magenta")
     return line
@@ -218,8 +221,8 @@ def _token(index: int, token: OutputToken) -> Text:
 def _timeline(explanations: Sequence[Explanation], width: int = 16) -> Iterator[Text | Padding]:
     yield Text("THE BATCH AT WORK", style="bold")
     yield Text(
-        "  Pn: a chunk of n prompt tokens; n: so many new tokens; ndm: m of them were drafts; Fn: n tokens of a grammar; "
-        "x: for nothing; . waits",
+        "  Pn: a chunk of n prompt tokens; n: so many new tokens, ndm: of which m were drafts;\n"
+        "  Fn: n tokens that a grammar forced; x: computed for nothing; .: waits",
         style="dim",
     )
     found = columns(explanations)
@@ -256,11 +259,8 @@ def _block(explanations: Sequence[Explanation], shown: Sequence[Column], found: 
             if step is not None:
                 line.append(f"{mark(step):>6}", style=_KINDS[step.kind][1])
             else:
-                waits = (
-                    bool(own)
-                    and place < own[-1]
-                    and (not has_replicas or column.batch.replica == _replica(explanation))
-                )
+                is_here = not has_replicas or column.batch.replica == _replica(explanation)
+                waits = bool(own) and place < own[-1] and is_here
                 line.append(f"{'.' if waits else '':>6}", style="dim")
         yield line
     for name, values in (
@@ -282,7 +282,7 @@ def _prompt(explanation: Explanation) -> str:
 
 
 def _fact(name: str, text: str, style: str = "") -> Padding:
-    return Padding(Text.assemble((padded(name, 9), "dim"), (text, style), overflow="fold"), (0, 0, 0, 2))
+    return Padding(Text.assemble((padded(name, 9), "dim"), (text, style), overflow="fold"), (0, 0, 0, 2), expand=False)
 
 
 def spelled(text: str | None) -> str:

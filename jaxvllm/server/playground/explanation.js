@@ -11,7 +11,8 @@ const ENDS = { stop: "the model ended it", length: "it reached max_tokens", abor
 /** Returns the drawing of one `explanation`. */
 export function drawn(explanation) {
   const element = make("section", { className: "explanation" });
-  const steps = explanation.steps.map((step) => stepElement(explanation, step));
+  const longest = Math.max(...explanation.steps.map((step) => step.kv_length));
+  const steps = explanation.steps.map((step) => stepElement(explanation, step, longest));
   element.append(
     make("p", { className: "facts" }, overview(explanation)),
     make("h4", {}, "Prompt"),
@@ -117,14 +118,19 @@ function pageTable({ steps, page_size: size, num_groups: groups, prompt, tokens 
 
 // ---- steps ----
 
-function stepElement(explanation, step) {
+// `longest`: the tokens that the last step sees.
+function stepElement(explanation, step, longest) {
   const head = make("summary", {});
+  const seen = make("span", { className: "seen", title: `${count(step.kv_length, "token")} seen, ${step.query_length} of them computed now` });
+  seen.style.setProperty("--from", (step.start / longest).toFixed(4));
+  seen.style.setProperty("--to", (step.kv_length / longest).toFixed(4));
   const tokens = explanation.tokens.slice(step.first_output, step.first_output + step.num_tokens);
   head.append(
     make("span", { className: "number" }, `step ${step.batch.number}`),
     make("b", { className: step.is_dropped ? "dropped" : step.kind }, KINDS[step.kind]),
     make("span", { className: "what" }, what(explanation, step)),
-    make("span", { className: "yields" }, tokens.map(({ text }) => visible(text)).join(" ")),
+    seen,
+    make("span", { className: "yields" }, tokens.map(told).join(" ")),
   );
   const list = make("dl", {});
   for (const [name, text] of facts(explanation, step)) list.append(make("dt", {}, name), make("dd", {}, text));
@@ -175,6 +181,9 @@ function facts({ page_size: size, vocab_size: vocabulary }, step) {
 
 const place = ({ first_position: at, num_tokens: number, first_place: first }, size) =>
   `${positions(at, number)} → ${positions(first, number, "place")} (page ${Math.floor(first / size)}, offset ${first % size})`;
+
+// A token, with its probability if that is known.
+const told = ({ text, candidates: [chosen] }) => visible(text) + (chosen ? ` ${percent(chosen.logprob)}` : "");
 
 // The tokens of a step in its bucket, as a bar.
 function batchBar({ num_tokens: tokens, num_decode_rows: rows, bucket_tokens: bucket }) {
