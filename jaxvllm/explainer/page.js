@@ -3,7 +3,7 @@
 import { make } from "./dom.js";
 import { count, drawn, visible } from "./explanation.js";
 
-const report = JSON.parse(document.getElementById("data").textContent);
+const { report, notes } = JSON.parse(document.getElementById("data").textContent);
 const { explanations, texts, model } = report;
 const promptOf = ({ prompt }) => prompt.map(({ text }) => text ?? "?").join("");
 const key = ({ batch }) => `${batch.replica}:${batch.number}`;
@@ -50,7 +50,7 @@ function timeline() {
   );
   const legend =
     "A column is a step of the engine. Pn: a chunk of n prompt tokens; n: so many new tokens; Fn: n tokens that a grammar forced; ×: computed for nothing; ·: waits.";
-  return [make("h2", {}, "The batch at work"), make("div", { className: "timeline" }, table), make("p", { className: "note" }, legend)];
+  return [make("h2", {}, "The batch at work"), make("div", { className: "timeline" }, table), make("p", { className: "note" }, legend), ...notes.map((note) => make("p", {}, note))];
 }
 
 const root = document.getElementById("report");

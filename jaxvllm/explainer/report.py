@@ -15,6 +15,7 @@ from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.explainer import text
 from jaxvllm.explainer.page import page
+from jaxvllm.explainer.timeline import notes
 
 if TYPE_CHECKING:
     from jaxvllm.engine.llm import LLM
@@ -48,7 +49,8 @@ class Report:
     @cached_property
     def html(self) -> str:
         """The report as one HTML page, which loads nothing."""
-        return page(self.to_json(), fallback=str(self))
+        shown = {"report": self, "notes": notes(self.explanations)}
+        return page(msgspec.json.encode(shown), fallback=str(self))
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: the page in a frame of its own."""

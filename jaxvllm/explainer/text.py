@@ -9,13 +9,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 from jaxvllm.core.explanation import Candidate, ExplainedStep, Explanation, KVWrite, OutputToken
-from jaxvllm.explainer.timeline import Column, columns, mark, sharings
+from jaxvllm.explainer.timeline import Column, columns, mark, notes
+from jaxvllm.explainer.words import count, listed, milliseconds, padded, percent, positions, spelled
 
 BAR = 20  # characters of a probability of 1
 MOST_PROMPT_TOKENS = 200  # told one by one; of a longer prompt the middle is left out
 LEAST = 0.001  # the probability of a candidate that is told beside the chosen token
 MOST_RUNS = 4  # places of keys and values that are told of a step
 TOKEN_WIDTH = 14
+PROMPT_WIDTH = 110  # of the lines with the prompt's tokens
 _KINDS = {"prefill": ("PREFILL", "bold cyan"), "decode": ("DECODE", "bold green"), "forced": ("FORCED", "bold magenta")}
 _ORIGINS = {"sampled": "", "draft": "accepted draft", "forced": "forced by the grammar", "imported": "elsewhere"}
 _LEGEND = """\
@@ -43,7 +45,7 @@ def _request(explanation: Explanation, text: str, name: str) -> Iterator[Text | 
     shown = "".join(token.text or "" for token in explanation.prompt)
     yield Text.assemble((f"{name}REQUEST ", "bold"), (spelled(_cut(shown, 200)), "cyan"))
     yield _fact("prompt", f"{count(len(explanation.prompt), 'token')}, {_found(explanation)}")
-    yield Padding(_prompt_tokens(explanation), (0, 0, 0, 11), expand=False)
+    yield from _prompt_tokens(explanation)
     ended = {"stop": "the model ended it", "length": "it reached max_tokens", "abort": "it was aborted"}
     reason = ended.get(explanation.finish_reason or "", str(explanation.finish_reason))
     if explanation.stop_reason is not None:
@@ -74,18 +76,23 @@ def _times(explanation: Explanation) -> str:
     return ", ".join(f"{milliseconds(seconds)} {words}" for seconds, words in told if seconds is not None)
 
 
-def _prompt_tokens(explanation: Explanation) -> Text:
+def _prompt_tokens(explanation: Explanation) -> Iterator[Text]:
+    """Yields lines that break between tokens."""
     prompt, cached = explanation.prompt, explanation.num_cached_tokens
     half = MOST_PROMPT_TOKENS // 2
-    line = Text(overflow="fold")
+    line = Text(" " * 11)
     for position, token in enumerate(prompt):
         if len(prompt) > MOST_PROMPT_TOKENS and half <= position < len(prompt) - half:
             if position == half:
                 line.append(f"... {len(prompt) - 2 * half} more ...  ", style="dim")
             continue
-        line.append(spelled(token.text), style="cyan dim" if position < cached else "cyan")
-        line.append(f":{token.token_id}  ", style="dim")
-    return line
+        word, number = spelled(token.text), f":{token.token_id}  "
+        if cell_len(line.plain) + cell_len(word + number) > PROMPT_WIDTH:
+            yield line
+            line = Text(" " * 11)
+        line.append(word, style="cyan dim" if position < cached else "cyan")
+        line.append(number, style="dim")
+    yield line
 
 
 def _step(explanation: Explanation, step: ExplainedStep) -> Iterator[Text | Padding]:
@@ -230,19 +237,7 @@ def _timeline(explanations: Sequence[Explanation], width: int = 16) -> Iterator[
         yield Text()
         yield from _block(explanations, found[first : first + width], found)
     yield Text()
-    for sharing in sharings(explanations):
-        by = " and ".join(f"[{source}]" for source in sharing.sources) or "earlier requests"
-        yield Text(
-            f"  [{sharing.index}] found {count(sharing.num_tokens, 'token')} in the prefix cache: "
-            f"page {listed(sharing.pages)}, computed by {by}"
-        )
-    for index, explanation in enumerate(explanations):
-        for step in explanation.steps:
-            if step.admitted is not None and step.admitted.num_preemptions:
-                yield Text(
-                    f"  [{index}] had been preempted before step {step.batch.number}: it lost its slot and its pages, "
-                    f"and found {step.admitted.num_cached_tokens} of its tokens in the prefix cache"
-                )
+    yield from (Text(f"  {note}") for note in notes(explanations))
     yield Text()
 
 
@@ -283,48 +278,6 @@ def _prompt(explanation: Explanation) -> str:
 
 def _fact(name: str, text: str, style: str = "") -> Padding:
     return Padding(Text.assemble((padded(name, 9), "dim"), (text, style), overflow="fold"), (0, 0, 0, 2), expand=False)
-
-
-def spelled(text: str | None) -> str:
-    """Returns a text between quotes, with nothing in it that a terminal would obey."""
-    return "?" if text is None else repr(text)
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Returns page numbers, neighbours as a range."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def positions(first: int, number: int, word: str = "position") -> str:
-    """Returns a range in words."""
-    return f"{word} {first}" if number == 1 else f"{word}s {first}-{first + number - 1}"
-
-
-def count(number: int, word: str) -> str:
-    """Returns a number of things."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def percent(logprob: float) -> str:
-    """Returns the probability of a log-probability."""
-    share = 100 * math.exp(logprob)
-    return f"{share:.1f}%" if share >= 0.05 else "<0.1%"
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns a time with two digits, or all whole ones."""
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
-
-
-def padded(text: str, width: int) -> str:
-    """Fills a text up to so many cells, and leaves at least one space behind it."""
-    return text + " " * max(width - cell_len(text), 1)
 
 
 def _cut(text: str, length: int) -> str:

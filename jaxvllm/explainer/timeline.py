@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxvllm.core.explanation import Batch, ExplainedStep, Explanation
+from jaxvllm.explainer.words import count, listed
 
 
 @dataclass(frozen=True)
@@ -24,28 +25,26 @@ def columns(explanations: Sequence[Explanation]) -> list[Column]:
     return [Column(next(iter(found.values())).batch, found) for _, found in sorted(steps.items())]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """Pages that a request found in the prefix cache when it left the queue."""
-
-    index: int  # of the request
-    num_tokens: int
-    pages: tuple[int, ...]
-    sources: tuple[int, ...]  # indices of the requests that computed them; none: others did, before
-
-
-def sharings(explanations: Sequence[Explanation]) -> list[Sharing]:
-    """Returns what the requests found in the prefix cache, in the order of the steps."""
+def notes(explanations: Sequence[Explanation]) -> list[str]:
+    """Returns, in the order of the steps, who found whose pages in the prefix cache, and who was preempted."""
     written: dict[tuple[int, int], int] = {}  # who wrote a page of a replica last
     found = []
     for column in columns(explanations):
         for index, step in column.steps.items():
-            size = explanations[index].page_size
-            if step.admitted is not None and step.admitted.num_cached_tokens:
-                pages = step.admitted.pages[: step.admitted.num_cached_tokens // size]
-                sources = {written.get((column.batch.replica, page)) for page in pages} - {None}
-                others = tuple(sorted(one for one in sources if one is not None))
-                found.append(Sharing(index, step.admitted.num_cached_tokens, pages, others))
+            if step.admitted is None:
+                continue
+            num_cached, size = step.admitted.num_cached_tokens, explanations[index].page_size
+            pages = step.admitted.pages[: num_cached // size]
+            if step.admitted.num_preemptions:
+                found.append(
+                    f"[{index}] had lost its slot and its pages before step {column.batch.number}: it was preempted"
+                )
+            if pages:
+                sources = sorted({written.get((column.batch.replica, page), -1) for page in pages})
+                by = " and ".join("earlier requests" if source < 0 else f"[{source}]" for source in sources)
+                which = f"{'page' if len(pages) == 1 else 'pages'} {listed(pages)}"
+                tokens = count(num_cached, "token")
+                found.append(f"[{index}] found {tokens} in the prefix cache: {which}, written by {by}")
         for index, step in column.steps.items():
             size = explanations[index].page_size
             for write in step.writes:

@@ -68,7 +68,7 @@ function promptTokens({ prompt, steps }) {
 function answerTokens({ prompt, tokens, steps }, elements) {
   const chips = tokens.map((token, index) => {
     const at = steps.findIndex((step) => index >= step.first_output && index < step.first_output + step.num_tokens);
-    const chip = make("button", { className: `chip ${token.origin}`, type: "button" }, visible(token.text));
+    const chip = make("button", { className: `chip from-${token.origin}`, type: "button" }, visible(token.text));
     const [chosen] = token.candidates;
     const told = [`token ${token.token_id} at position ${prompt.length + index}`, ORIGINS[token.origin], chosen && percent(chosen.logprob)];
     chip.title = told.filter(Boolean).join(", ");
@@ -158,10 +158,11 @@ function what({ prompt }, step) {
 function facts({ page_size: size, vocab_size: vocabulary }, step) {
   const { batch, admitted, writes } = step;
   const chunks = batch.num_rows - batch.num_decode_rows;
-  const rows = `${count(batch.num_rows, "row")}: ${batch.num_decode_rows} that decode, ${count(chunks, "chunk")} of known tokens`;
+  const kinds = [batch.num_decode_rows && `${batch.num_decode_rows} decode`, chunks && count(chunks, "chunk")].filter(Boolean);
   const padding = batch.bucket_tokens - batch.num_tokens;
+  const tokens = `${count(batch.num_tokens, "token")} in a bucket of ${batch.bucket_tokens} (${padding || "no"} padding)`;
   const found = [
-    ["batch", `${rows}; ${count(batch.num_tokens, "token")} in a bucket of ${batch.bucket_tokens}, so ${padding} are padding`],
+    ["batch", `${count(batch.num_rows, "row")} (${kinds.join(", ")}): ${tokens}`],
     ["time", `planned in ${ms(batch.host_seconds)}, computed in ${ms(batch.device_seconds)}`],
   ];
   if (admitted) {
