@@ -56,6 +56,7 @@ SERVER = (
     "jaxvllm.cli",
 )
 ABOVE_ENGINE = (
+    "jaxvllm.explainer",
     "jaxvllm.planner",
     "jaxvllm.simulator",
     "jaxvllm.server",
@@ -115,6 +116,7 @@ FORBIDDEN = {
     "jaxvllm.worker.command_loop": ABOVE_ENGINE,  # runs in the engine's process
     "jaxvllm.planner": ("jaxvllm.simulator", "jaxvllm.server", "jaxvllm.cli"),
     "jaxvllm.simulator": ("jaxvllm.worker", "jaxvllm.server", "jaxvllm.cli"),
+    "jaxvllm.explainer": (*DEVICE, "jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
     "jaxvllm.server": SERVER,
     "jaxvllm.server.http": (
         *DEVICE,
