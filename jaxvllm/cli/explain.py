@@ -67,11 +67,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="ask for no log-probabilities, which rule out that a grammar forces several tokens at once",
     )
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="compile every program first: until then steps run in larger buckets than a warm engine has for them",
-    )
     title = "sampling (the model's generation_config.json overrides these defaults)"
     add_flags(parser, SamplingParams, title, _HIDDEN_SAMPLING, DEFAULTS)
     add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
@@ -101,8 +96,6 @@ def _run(args: argparse.Namespace, config: EngineConfig, chosen: dict[str, Any])
     from jaxvllm.explainer.report import CANDIDATES, explain
 
     with LLM.from_config(config) as llm:
-        if args.warm:
-            llm.wait_until_compiled()
         params = replace(llm.get_default_sampling_params(), **chosen)
         prompts = args.prompts
         if is_chat := _has_template(llm) if args.chat is None else args.chat:
@@ -131,4 +124,4 @@ def _note(llm: "LLM") -> str | None:
     number, whole = sum(one.num_compiled for one in programs), sum(len(one.ladder.buckets) for one in programs)
     if number >= whole:
         return None
-    return f"At the end {number} of {whole} programs were compiled, so buckets were larger than need be: see --warm."
+    return f"At the end {number} of {whole} programs were compiled, so buckets were larger than need be: see --warm-up."

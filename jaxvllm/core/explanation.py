@@ -4,7 +4,7 @@ It tells the steps that really ran. Of other requests in the same steps it has c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # The steps that one completion keeps. Of a longer one the first are told, and how many more there were. A step takes
@@ -123,7 +123,9 @@ class ExplainedStep:
     num_accepted: int = 0
     num_allowed: int | None = None  # tokens of the vocabulary that the grammar's mask left; None: there was no mask
     num_refused: int = 0  # tokens that were sampled without a mask, and that the grammar then refused
-    is_dropped: bool = False  # its output was ignored: the row had been preempted or sent back meanwhile
+    # Its output was ignored: meanwhile the row had been preempted, or sent back, or a grammar had forced other tokens.
+    # In the last case the keys and values of the last known token stay, and `writes` has them.
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Trail:
     steps: list[ExplainedStep] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # of the output tokens behind those
     num_left_out: int = 0
+    num_computed: int = 0  # positions whose keys and values the steps so far have left
 
     @property
     def num_tokens(self) -> int:
@@ -170,10 +173,21 @@ class Trail:
     def add(self, step: ExplainedStep, origins: Sequence[Origin]) -> None:
         """Adds a step, and the origins of the tokens that it made known."""
         self.origins += origins
+        if not step.is_dropped:
+            self.num_computed = step.kv_length
         if len(self.steps) < MAX_STEPS:
             self.steps.append(step)
         else:
             self.num_left_out += 1
+
+    def keep_dropped(self, writes: tuple[KVWrite, ...]) -> None:
+        """Takes note that the step added last, whose output was ignored, has left these keys and values."""
+        if self.num_left_out or not self.steps or not self.steps[-1].is_dropped:
+            return
+        first, length = writes[0].first_position, sum(write.num_tokens for write in writes)
+        self.steps[-1] = replace(
+            self.steps[-1], start=first, query_length=length, kv_length=first + length, writes=writes
+        )
 
     def origin(self, index: int) -> Origin:
         """Returns where output token `index` came from."""

@@ -43,7 +43,7 @@ class _Row:
     num_allowed: int | None = None
     is_dropped: bool = False
     num_forced: int = 0
-    page_table: Ints | None = None  # of a decoding row
+    page_table: Ints | None = None  # of a decoding row, and of one with forced tokens
 
 
 class StepNotes:
@@ -72,6 +72,7 @@ class StepNotes:
             row.num_forced = int(slots.num_unreported[row.slot])
             if row.kind == "decode":  # only now the host knows where it was
                 row.start = int(slots.num_known[row.slot]) - 1
+            if row.kind != "prefill":
                 row.page_table = group.table[row.slot].copy()
 
     def updated(
@@ -110,6 +111,10 @@ class StepNotes:
                 row.query_length = max(len(origins), 1)
                 assert row.page_table is not None
                 row.writes = _writes(row.page_table, row.start, row.query_length, row.trail.page_size)
+            if row.kind == "forced" and row.start > row.trail.num_computed:
+                assert row.page_table is not None
+                missing = row.start - row.trail.num_computed
+                row.trail.keep_dropped(_writes(row.page_table, row.trail.num_computed, missing, row.trail.page_size))
         step = ExplainedStep(
             kind=row.kind,
             batch=batch,

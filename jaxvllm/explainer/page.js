@@ -49,7 +49,7 @@ function timeline() {
     make("tfoot", {}, make("tr", {}, make("th", { scope: "row" }, "how full its bucket is"), ...fills)),
   );
   const legend =
-    "A column is a step of the engine. Pn: a chunk of n prompt tokens; n: so many new tokens; Fn: n tokens that a grammar forced; ×: computed for nothing; ·: waits.";
+    "A column is a step of the engine. Pn: a chunk of n prompt tokens; n: so many new tokens; Fn: n tokens that a grammar forced; ×: its output is ignored; ·: waits.";
   return [make("h2", {}, "The batch at work"), make("div", { className: "timeline" }, table), make("p", { className: "note" }, legend), ...notes.map((note) => make("p", {}, note))];
 }
 

@@ -101,9 +101,8 @@ def _step(explanation: Explanation, step: ExplainedStep) -> Iterator[Text | Padd
     yield _fact("batch", _batch(step))
     if (pages := _pages(explanation, step)) is not None:
         yield _fact("pages", pages)
-    if step.is_dropped:
-        return
-    yield _fact("KV", _places(step.writes, explanation.page_size))
+    if step.writes:
+        yield _fact("KV", _places(step.writes, explanation.page_size))
     if step.num_allowed is not None:
         yield _fact("mask", f"the grammar allows {step.num_allowed} of {explanation.vocab_size} tokens")
     if step.num_refused:
@@ -115,6 +114,8 @@ def _step(explanation: Explanation, step: ExplainedStep) -> Iterator[Text | Padd
 
 def _what(explanation: Explanation, step: ExplainedStep) -> str:
     span = positions(step.start, step.query_length)
+    if step.is_dropped and step.writes:
+        return f"its token is ignored, since the grammar forces what comes there; its keys and values stay, {span}"
     if step.is_dropped:
         return "computed for nothing: its row was preempted, or sent back to an earlier token, meanwhile"
     if step.kind == "prefill":
@@ -124,7 +125,8 @@ def _what(explanation: Explanation, step: ExplainedStep) -> str:
         part = "the whole prompt" if whole and step.query_length == known else f"{step.query_length} {of}"
         return f"{part}, {span}; the last query sees {count(step.kv_length, 'token')}"
     if step.kind == "forced":
-        num_forced = max(step.num_tokens - 1, 0)
+        came = explanation.tokens[step.first_output : step.first_output + step.num_tokens]
+        num_forced = sum(token.origin == "forced" for token in came)
         if not num_forced:
             return f"the last token again, {span}, since the grammar refused what came behind it"
         return f"{count(num_forced, 'token')} that the grammar leaves no choice about, computed at once, {span}"
@@ -229,7 +231,7 @@ def _timeline(explanations: Sequence[Explanation], width: int = 16) -> Iterator[
     yield Text("THE BATCH AT WORK", style="bold")
     yield Text(
         "  Pn: a chunk of n prompt tokens; n: so many new tokens, ndm: of which m were drafts;\n"
-        "  Fn: n tokens that a grammar forced; x: computed for nothing; .: waits",
+        "  Fn: n tokens that a grammar forced; x: ignored; .: waits",
         style="dim",
     )
     found = columns(explanations)

@@ -97,12 +97,19 @@ def assert_recounted(prompt: Sequence[int], completion: CompletionOutput) -> Non
             assert list(step.admitted.pages[at // size :]) == list(step.new_pages)
         table |= dict(enumerate(step.new_pages, step.first_column))
         if step.is_dropped:
-            continue
-        assert (step.start, step.first_output) == (at, num_tokens)
+            assert not step.num_tokens
+            if not step.writes:
+                continue
+            assert step.start == at  # its keys and values are used
+            at = step.kv_length
+        assert step.first_output == num_tokens
+        assert step.is_dropped or step.start == at
         assert step.kv_length == step.start + step.query_length
         written = places(step.writes)
         assert [position for position, _ in written] == list(range(step.start, step.kv_length))
         assert all(place == table[position // size] * size + position % size for position, place in written)
+        if step.is_dropped:
+            continue
         came = origins[num_tokens : num_tokens + step.num_tokens]
         if step.kind == "decode":
             assert sum(one.num_tokens for one in step.decodes) == step.num_tokens
@@ -117,7 +124,8 @@ def assert_recounted(prompt: Sequence[int], completion: CompletionOutput) -> Non
         num_tokens += step.num_tokens
     if not explanation.num_steps_left_out:
         assert num_tokens == len(tokens)
-        assert at == len(prompt) + len(tokens) - 1  # nothing computes the last token
+        # Nothing computes the last token, unless it was forced and nothing came behind it.
+        assert at == len(prompt) + len(tokens) - (origins[-1:] != ["forced"])
     if completion.logprobs is not None:
         for token, ranked in zip(explanation.tokens, completion.logprobs, strict=True):
             assert token.candidates[0].token_id == token.token_id

@@ -84,8 +84,15 @@ def test_masks_leave_what_the_grammar_allows(llm: LLM, logprobs: int | None) -> 
     assert num_masks
     origins = [token.origin for token in explanation.tokens]
     assert ("forced" in origins) == (logprobs is None)  # a token that is told with candidates is sampled
-    forced = [step for step in explanation.steps if step.kind == "forced" and step.num_tokens > 1]
-    assert sum(step.num_tokens - 1 for step in forced) <= origins.count("forced")
+
+
+def test_what_is_in_flight_when_tokens_are_forced_is_kept_or_ignored(llm: LLM) -> None:
+    forms = [StructuredOutputsParams(regex=regex) for regex in ("[0-9]{3}-abcdefgh", "[a-c]{2}(xyz|xyzzy)[0-9]+")]
+    params = [replace(GREEDY, structured_outputs=form) for form in forms]
+    outputs = explained(llm, [[5, 6, 7], [8, 9]], params)
+    steps = [step for [one] in outputs for step in explanation_of(one).steps]
+    assert any(step.is_dropped and step.writes for step in steps)
+    assert any(step.num_refused for step in steps)
 
 
 def test_stops_scores_and_aborts_are_explained(llm: LLM) -> None:

@@ -214,6 +214,7 @@ def test_an_answer_is_explained_on_a_click(tab: Browser, fake: Fake, mode: str) 
     assert "Token probabilities" in tab.text(".explanation .facts:last-child")
     tab.click(".turn:last-child .explain")
     assert tab.run("return document.querySelector('.explanation')") is None
+    tab.click("#clear")
     ask(tab, "break")  # which has no end to explain
     wait_for_answer(tab)
     assert tab.run("return document.querySelector('.turn:last-child .explain').hidden")

@@ -139,16 +139,18 @@ function stepElement(explanation, step, longest) {
   return make("details", { className: "step" }, head, body);
 }
 
-function what({ prompt }, step) {
+function what({ prompt, tokens }, step) {
   const { kind, start, query_length: length, decodes, num_tokens: yielded, kv_length: seen } = step;
+  if (step.is_dropped && step.writes.length) return "its token is ignored, since the grammar forces what comes there; its keys and values stay";
   if (step.is_dropped) return "for nothing: its row was preempted, or sent back to an earlier token, meanwhile";
   if (kind === "prefill") {
     const whole = step.admitted && length === prompt.length;
     return `${whole ? "the whole prompt" : count(length, "known token")}, ${positions(start, length)}; the last one sees ${seen}`;
   }
   if (kind === "forced") {
-    if (yielded < 2) return `the last token again, ${positions(start, length)}: the grammar refused what came behind it`;
-    return `${count(yielded - 1, "token")} that the grammar leaves no choice about, at once`;
+    const forced = tokens.slice(step.first_output, step.first_output + yielded).filter(({ origin }) => origin === "forced");
+    if (!forced.length) return `the last token again, ${positions(start, length)}: the grammar refused what came behind it`;
+    return `${count(forced.length, "token")} that the grammar leaves no choice about, at once`;
   }
   const [first] = decodes;
   if (decodes.length === 1) return `query at ${positions(start, 1)}, sees ${count(first.kv_length, "token")}`;
