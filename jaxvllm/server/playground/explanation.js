@@ -153,8 +153,9 @@ function what({ prompt, tokens }, step) {
     return `${count(forced.length, "token")} that the grammar leaves no choice about, at once`;
   }
   const [first] = decodes;
-  if (decodes.length === 1) return `query at ${positions(start, 1)}, sees ${count(first.kv_length, "token")}`;
-  return `${decodes.length} decode steps in one program, ${positions(start, length)}; they see ${first.kv_length} to ${decodes.at(-1).kv_length} tokens`;
+  const refused = step.num_refused ? "; the grammar refuses what came" : "";
+  if (decodes.length === 1) return `query at ${positions(start, 1)}, sees ${count(first.kv_length, "token")}${refused}`;
+  return `${decodes.length} decode steps in one program, ${positions(start, length)}; they see ${first.kv_length} to ${decodes.at(-1).kv_length} tokens${refused}`;
 }
 
 function facts({ page_size: size, vocab_size: vocabulary }, step) {
