@@ -23,6 +23,7 @@ DOCUMENTS = (
     "docs/offline.md",
     "docs/sampling.md",
     "docs/structured.md",
+    "docs/explain.md",
     "docs/comparison.md",
     "docs/metrics.md",
     "docs/routing.md",

@@ -56,6 +56,7 @@ SERVER = (
     "jaxvllm.cli",
 )
 ABOVE_ENGINE = (
+    "jaxvllm.explainer",
     "jaxvllm.planner",
     "jaxvllm.simulator",
     "jaxvllm.server",
@@ -118,6 +119,7 @@ FORBIDDEN = {
     # Reports although jax may fail: only the process that it starts imports jax.
     "jaxvllm.environment": CLIENT,
     "jaxvllm.environment.devices": ("jaxvllm",),
+    "jaxvllm.explainer": (*DEVICE, "jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
     "jaxvllm.server": SERVER,
     "jaxvllm.server.http": (
         *DEVICE,

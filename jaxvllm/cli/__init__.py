@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": "Measure a running server, or an engine: its latency, throughput, start and kernels.",
     "run-batch": "Answer an OpenAI batch file with a running server.",
     "generate": "Complete prompts without a server and print the texts.",
+    "explain": "Complete prompts, and tell step by step what the engine did.",
     "plan": "Say what a model needs on TPUs or GPUs, which need not be here.",
     "simulate": "Say in virtual time how a deployment would answer a load.",
     "env": "Print what a bug report needs: versions, devices, variables.",

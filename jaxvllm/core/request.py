@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import BeamSearch, BeamSearchParams
+from jaxvllm.core.explanation import Trail
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ class GenerationRequest:
     kv_transfer_params: Mapping[str, Any] | None = None
     wants_draft_spans: bool = False  # outputs that are deltas tell which parts of their text were accepted drafts
     session_id: str | None = None  # equal in the requests of a conversation, which session affinity keeps together
+    wants_explanation: bool = False  # the last output of each completion tells what each step did for it
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
@@ -94,6 +96,7 @@ class RequestOptions(TypedDict, total=False):
     kv_transfer_params: Mapping[str, Any] | None
     wants_draft_spans: bool
     session_id: str | None
+    wants_explanation: bool
 
 
 @dataclass(frozen=True, order=True)
@@ -151,6 +154,7 @@ class Request:
     num_preemptions: int = 0
     asked_for_pages: int | None = None  # how often it had been preempted when it was last asked for pages elsewhere
     num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
+    trail: Trail | None = None  # its steps so far; None: nobody wants them explained
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:

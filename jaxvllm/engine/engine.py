@@ -13,6 +13,7 @@ import numpy as np
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.explanation import Trail
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
@@ -394,4 +395,8 @@ class Engine:
         )
         if state is not None:
             state.restore(request)
+        if sequence.wants_explanation:
+            cache = self.replicas[0].scheduler.cache
+            num_imported = len(request.output_token_ids) - request.num_unreported
+            request.trail = Trail(cache.page_size, len(cache.groups), self.vocab_size, num_imported)
         return request

@@ -4,14 +4,17 @@ Only watched requests (they stream, have stop strings or want log-probabilities)
 are detokenized once, when they end.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Beam, Candidates
+from jaxvllm.core.explanation import MAX_CANDIDATES, Candidate, Explanation, OutputToken, PromptToken, Trail
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
@@ -33,6 +36,7 @@ def is_watched(request: GenerationRequest) -> bool:
         or params.wants_logprobs
         or params.best_of is not None
         or params.output_kind != RequestOutputKind.FINAL_ONLY
+        or request.wants_explanation
     )
 
 
@@ -52,6 +56,7 @@ class _Completion:
     has_news: bool = False  # whether there is something that no delta has contained yet
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    trail: Trail | None = None  # once it has ended, if it is to be explained
 
     @property
     def num_new(self) -> int:
@@ -236,6 +241,7 @@ class OutputProcessor:
             match = self._take_token(group, emitted, end, output)
             if match is not None:
                 self._stop_at(group.completions[request_id], match)
+                group.completions[request_id].trail = emitted.request.trail
                 stopped[request_id] = emitted.request
         for end in update.finished:
             request_id = end.request.request_id
@@ -362,6 +368,7 @@ class OutputProcessor:
     def _finish(self, group: _Group, completion: _Completion, end: Finished) -> None:
         if completion.finish_reason is not None:  # a stop string was complete with the last token
             return
+        completion.trail = end.request.trail
         if group.params.scores_only:  # the token that was sampled after the prompt is never reported
             completion.finish_reason = FinishReason.ABORT if end.reason is FinishReason.ABORT else FinishReason.LENGTH
             return
@@ -482,7 +489,44 @@ class OutputProcessor:
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
             draft_spans=None if completion.spans is None else completion.spans.split(text),
+            explanation=None if completion.trail is None else self._explanation(group, completion, completion.trail),
         )
+
+    def _explanation(self, group: _Group, completion: _Completion, trail: Trail) -> Explanation:
+        tokens = [
+            OutputToken(
+                token_id,
+                self._spell(token_id),
+                trail.origin(index),
+                _candidates(logprobs or {}),
+            )
+            for index, (token_id, logprobs) in enumerate(zip_longest(completion.token_ids, completion.logprobs))
+        ]
+        metrics = group.metrics
+        return Explanation(
+            request_id=group.request.request_id,
+            prompt=tuple(PromptToken(one, self._spell(one)) for one in group.request.prompt.token_list),
+            tokens=tuple(tokens),
+            steps=tuple(trail.steps),
+            num_steps_left_out=trail.num_left_out,
+            page_size=trail.page_size,
+            num_groups=trail.num_groups,
+            vocab_size=trail.vocab_size,
+            finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
+            stop_reason=completion.stop_reason,
+            queued_seconds=metrics.queued_seconds,
+            first_token_seconds=metrics.first_token_seconds,
+            total_seconds=metrics.total_seconds,
+        )
+
+
+def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[Candidate, ...]:
+    """Returns the chosen token, which is the first of `logprobs`, and the best of those that could have come."""
+    could = (item for index, item in enumerate(logprobs.items()) if not index or item[1].logprob > -math.inf)
+    return tuple(
+        Candidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
+        for one, ranked in islice(could, 1 + MAX_CANDIDATES)
+    )
 
 
 def _draft_spans(request: GenerationRequest) -> DraftSpans | None:

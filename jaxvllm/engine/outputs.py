@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, overload
 
+from jaxvllm.core.explanation import Explanation
+
 type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
 
 
@@ -77,6 +79,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     # The text in parts, each with whether it was accepted drafts. None unless the request wants them, and gets deltas.
     draft_spans: list[tuple[str, bool]] | None = None
+    explanation: Explanation | None = None  # what each step did for it. Only at its end, if the request wants it.
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -20,6 +20,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.repetition_watch import RepetitionWatch
 from jaxvllm.engine.stats import StepReport
+from jaxvllm.engine.step_recorder import StepNotes, StepRecorder
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.runner import Held, InFlight, Runner
 
@@ -37,6 +38,7 @@ class _Launched:
     """A step under way, and when it could begin."""
 
     step: InFlight
+    notes: StepNotes | None  # for explanations; None: nobody in it wants one
     host_seconds: float
     at: float
 
@@ -46,6 +48,7 @@ class _Held:
     """A step that waits for masks."""
 
     step: Held
+    notes: StepNotes | None
     host_seconds: float
 
 
@@ -88,6 +91,7 @@ class Replica:
         self._draft_pace = DraftPace(runner.proposer_catches_up)
         self._followed = FollowedRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
+        self._recorder = StepRecorder(index)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._last_end = 0.0
 
@@ -124,14 +128,15 @@ class Replica:
             outputs.scheduled(plan)
             if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan):
                 plan = replace(plan, is_blind=True)
+            notes = self._recorder.begin(plan, self.scheduler)
             step = self.runner.dispatch(plan)
             self._followed.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
             if isinstance(step, Held):
-                self._held = _Held(step, time.monotonic() - start)
+                self._held = _Held(step, notes, time.monotonic() - start)
                 self._supply()
             else:
-                self._launch(step, time.monotonic() - start)
+                self._launch(step, notes, time.monotonic() - start)
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
         self.publish()
 
@@ -175,7 +180,12 @@ class Replica:
         output = self.runner.collect(launched.step)
         start = time.monotonic()
         device_seconds, self._last_end = start - max(launched.at, self._last_end), start
+        notes = launched.notes
+        if notes is not None:
+            notes.arrived(self.scheduler)
         update = self.scheduler.update(plan, output)
+        if notes is not None:
+            notes.updated(output, update, launched.step.bucket, device_seconds, launched.host_seconds)
         self.runner.fork(update.forks)
         self._supply()
         processed = outputs.process(update, output)
@@ -224,8 +234,8 @@ class Replica:
     def _num_under_way(self) -> int:
         return len(self._in_flight) + (self._held is not None)
 
-    def _launch(self, step: InFlight, host_seconds: float) -> None:
-        self._in_flight.append(_Launched(step, host_seconds, time.monotonic()))
+    def _launch(self, step: InFlight, notes: StepNotes | None, host_seconds: float) -> None:
+        self._in_flight.append(_Launched(step, notes, host_seconds, time.monotonic()))
 
     def _supply(self) -> None:
         """Gives the step that is held back its masks, if there is one and every token before it is known."""
@@ -233,8 +243,11 @@ class Replica:
             return
         held, self._held = self._held, None
         start = time.monotonic()
-        step = self.runner.supply(held.step, self.scheduler.masks(held.step.plan, self.runner.mask_words))
-        self._launch(step, held.host_seconds + time.monotonic() - start)
+        masks = self.scheduler.masks(held.step.plan, self.runner.mask_words)
+        if held.notes is not None:
+            held.notes.masked(masks)
+        step = self.runner.supply(held.step, masks)
+        self._launch(step, held.notes, held.host_seconds + time.monotonic() - start)
 
     def take_reports(self) -> list[StepReport]:
         """The steps that were read since the last call, at most the `MAX_REPORTS` latest."""

@@ -50,7 +50,7 @@ class RequestRules:
             )
         self._check_token_ids(request.params)
         if request.beam_search is not None:
-            self._check_beams()
+            self._check_beams(request)
         self._check_transfer(request)
         if request.session_id is not None and not isinstance(request.session_id, str):
             raise ParameterError(f"session_id must be a string, not {request.session_id!r}", "session_id")
@@ -76,7 +76,9 @@ class RequestRules:
         if request.params.num_sequences > 1 or request.beam_search is not None:
             raise ParameterError(f"{name} is for requests with n=1: leave one of them out", name)
 
-    def _check_beams(self) -> None:
+    def _check_beams(self, request: GenerationRequest) -> None:
+        if request.wants_explanation:
+            raise ParameterError("a beam search cannot be explained: leave explain or the search out", "explain")
         if self.logprobs_mode != "raw_logprobs":
             raise ParameterError(
                 f"a beam search needs logprobs_mode raw_logprobs, and this engine has {self.logprobs_mode}: leave "

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
+from jaxvllm.core import explanation
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.exchange import EVENT_STREAM
 from jaxvllm.server.protocol.chat_completions import ChatChunk
@@ -160,8 +161,8 @@ def _shown(value: Any) -> str:
 def _notes(name: str) -> dict[str, str]:
     """Returns the comments beside a model's fields by field, so that the reference need not repeat them."""
     notes: dict[str, str] = {}
-    for model in _models(BaseModel):
-        if model.__name__ == name and model.__module__.startswith("jaxvllm."):
+    for model in (*_models(BaseModel), *vars(explanation).values()):
+        if isinstance(model, type) and model.__name__ == name and model.__module__.startswith("jaxvllm."):
             owners = [owner for owner in reversed(model.__mro__) if owner.__module__.startswith("jaxvllm.")]
             for owner in (SamplingParams, *owners) if issubclass(model, SamplingFields) else owners:
                 notes |= dict(re.findall(r"^    (\w+): [^#\n]*  # (?!type: )(.+)$", inspect.getsource(owner), re.M))

@@ -20,6 +20,7 @@ from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
 from jaxvllm.text.draft_spans import DraftSpans
+from tests.engine.explained import explained, explanation_of
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
 
 PROMPTS = [*random_prompts(8, longest=30, seed=5), *([3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4)]
@@ -132,6 +133,18 @@ def assert_marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             assert of_one == [False, *[True, True, True, False] * 9, True, True, False]
 
 
+def assert_explained(llm: LLM) -> None:
+    """Asserts that explanations tell of every draft where all of them are right."""
+    [replica] = llm.engine.replicas
+    replica.num_accepted[:] = 0
+    outputs = explained(
+        llm, PROMPTS, [replace(GREEDY, max_tokens=40, logprobs=i % 3 or None) for i in range(len(PROMPTS))]
+    )
+    told = [explanation_of(one) for [one] in outputs]
+    assert sum(step.num_accepted for one in told for step in one.steps) == replica.num_accepted.sum() > 0
+    assert sum(token.origin == "draft" for one in told for token in one.tokens) == replica.num_accepted.sum()
+
+
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "right", "wrong", "beyond the vocabulary", "negative"])
 def test_everything_is_as_without_drafts(
     kind: str, tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
@@ -151,6 +164,7 @@ def test_everything_is_as_without_drafts(
             llm.generate(PROMPTS, replace(GREEDY, max_tokens=40), use_tqdm=False)
             assert (accepted == drafted).all()
             assert_marked(llm, monkeypatch)
+            assert_explained(llm)
         elif kind in own:
             replica.num_drafted[:] = replica.num_accepted[:] = 0
             llm.generate(PROMPTS[8:], replace(GREEDY, max_tokens=40), use_tqdm=False)  # they repeat themselves

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 import jaxvllm.server
 from tests.asgi import in_thread
+from tests.explainer.reports import hostile_report
 
 FILES = Path(jaxvllm.server.__file__).parent / "playground"
 # Half a character each, a leading space that the answer lacks, and an end that has no text.
@@ -160,7 +162,10 @@ class Fake:
                     yield 'event: error\ndata: {"error": {"message": "the engine ended", "code": 500}}\n\n'
                     ended = True
                     return
-            yield chunk({"finish_reason": "length", "delta": {}, "text": ""})
+            end = {"finish_reason": "length", "delta": {}, "text": ""}
+            if body.get("explain"):
+                end["explanation"] = json.loads(msgspec.json.encode(hostile_report().explanations[1]))
+            yield chunk(end)
             yield chunk(None)
             yield "data: [DONE]\n\n"
             ended = True

@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.explainer.reports import hostile_report
 from tests.server.playground_fake import CONTEXT, FILES, KEY, TEXT, Fake, fake_server
 from tests.waiting import wait_until
 from tools import chromium
@@ -74,6 +76,7 @@ def test_an_answer_streams_with_its_numbers(tab: Browser, fake: Fake) -> None:
     assert fake.bodies == [
         {
             "model": "demo",
+            "explain": True,
             "messages": [{"role": "user", "content": "hello"}],
             "temperature": 0.25,
             "top_p": 1,
@@ -186,6 +189,49 @@ def test_tokens_show_their_alternatives(tab: Browser, fake: Fake, mode: str) -> 
     tab.press("ArrowRight")
     assert tab.run("return document.activeElement.textContent") == " upon"
     assert not tab.run("return document.querySelector('#alternatives').hidden")
+
+
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_an_answer_is_explained_on_a_click(tab: Browser, fake: Fake, mode: str) -> None:
+    tab.click(f"[value={mode}] + span")
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    assert fake.bodies[-1]["explain"] is True
+    assert tab.run("return document.querySelector('.explanation')") is None
+    tab.click(".turn:last-child .explain")
+    kinds = tab.run("return [...document.querySelectorAll('.explanation .step summary b')].map(b => b.textContent)")
+    assert kinds == ["Prefill", "Decode", "Forced"]
+    pages = tab.run("return [...document.querySelectorAll('.explanation .page b')].map(b => b.textContent)")
+    assert pages == ["3", "5"]
+    chips = tab.run("return [...document.querySelectorAll('.explanation button.chip')].map(b => b.textContent)")
+    assert chips[0].startswith("</script><script>") and chips[1:] == ["⏎", "?"]
+    tab.click(".explanation button.chip:nth-child(2)")  # opens the step that it came from
+    opened = tab.run("return [...document.querySelectorAll('.step')].map(step => step.open)")
+    assert opened == [False, False, True]
+    facts = tab.text(".step[open] dl")
+    assert "1 chunk): 2 tokens in a bucket of 16 (14 padding)" in facts and "refuses 1 token" in facts
+    assert tab.run("return document.title") == "demo · jaxvllm"
+    assert "Token probabilities" in tab.text(".explanation .facts:last-child")
+    tab.click(".turn:last-child .explain")
+    assert tab.run("return document.querySelector('.explanation')") is None
+    tab.click("#clear")
+    ask(tab, "break")  # which has no end to explain
+    wait_for_answer(tab)
+    assert tab.run("return document.querySelector('.turn:last-child .explain').hidden")
+
+
+def test_a_report_is_drawn_by_the_same_modules(tab: Browser, fake: Fake, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(hostile_report().html, encoding="utf-8")
+    tab.open(path.as_uri())
+    tab.wait("document.querySelectorAll('.explanation').length === 2")
+    cells = tab.run("return [...document.querySelectorAll('.timeline tbody td')].map(cell => cell.textContent)")
+    assert cells == ["P5", "2", "", "", "·", "P1", "×", "F2"]
+    assert "written by [0]" in tab.text("#report")
+    assert tab.run("return document.title") == "One request, step by step"
+    candidates = tab.run("return [...document.querySelectorAll('.candidates .line.chosen')].map(l => l.textContent)")
+    assert candidates == ["␣b60.7%"]
+    assert tab.run("return document.querySelectorAll('img, iframe, link').length") == 0
 
 
 MARKED = "[...document.querySelectorAll('.turn:last-child .draft')].map(mark => mark.textContent)"

@@ -25,7 +25,7 @@ from jaxvllm.worker.command_loop import MAX_BREAKS, CommandLoop
 from jaxvllm.worker.preparing import Preparing
 from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
 
-STATS = EngineStats(*range(16))
+STATS = EngineStats(*range(20))
 
 
 class Socket:

@@ -10,6 +10,7 @@ const TOO_LONG = "context_length_exceeded"; // the server's code for a prompt th
 
 export class Answer {
   text = "";
+  explanation = null; // what the engine did for it, once it has ended by itself
   error = null; // what ended the answer early, unless the reader did
   body = make("div", { className: "answer" });
   stats = make("span", { className: "stats" });
@@ -69,6 +70,7 @@ export class Answer {
           times.last = performance.now();
           if (times.first === null) [times.first, firstCount] = [times.last, chunk.usage?.completion_tokens ?? 1];
         }
+        this.explanation = choice.explanation ?? this.explanation;
         this.text += piece;
         this.#written.update(this.text);
         drafts?.add(spans);

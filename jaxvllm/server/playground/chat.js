@@ -127,7 +127,7 @@ export class Conversation {
    */
   async say(prompt, { id, contextLength }, signal, instead) {
     if (instead) this.#drop(this.#turns.indexOf(instead), this.#turns.length);
-    const body = { model: id, ...this.#settings.sampling(), ...this.#mode.body(this.#turns, prompt, this.#settings) };
+    const body = { model: id, explain: true, ...this.#settings.sampling(), ...this.#mode.body(this.#turns, prompt, this.#settings) };
     const marks = this.#settings.drafts;
     if (marks) body.stream_options = { include_draft_spans: true };
     const answer = new Answer(this.#text());

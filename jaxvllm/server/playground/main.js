@@ -79,6 +79,7 @@ async function copyFrom(button, text) {
 const ACTIONS = {
   retry: (turn) => say(turn.prompt, turn),
   edit: (turn) => turn.edit(),
+  explain: (turn) => turn.explain(),
   copy: (turn, button) => copyFrom(button, turn.answer.text),
   "copy-code": (turn, button) => copyFrom(button, button.closest(".code").querySelector("code").textContent),
   "drop-oldest": () => run((model, signal) => conversation().dropOldest(model, signal)),

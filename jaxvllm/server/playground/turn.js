@@ -1,6 +1,7 @@
 // One turn of a conversation on the page: the reader's text, the answer, and the buttons for both.
 
 import { button, make } from "./dom.js";
+import { drawn } from "./explanation.js";
 
 /** Text that is shown unchanged. */
 export class PlainText {
@@ -22,6 +23,8 @@ export class Turn {
   answer;
   #asked;
   #copy = button("copy", "Copy");
+  #explain = button("explain", "Explain");
+  #explanation = null; // its drawing, while it is shown
 
   /** With `editBeside`, the button that edits the prompt is beside it, otherwise below the answer. */
   constructor(prompt, answer, editBeside) {
@@ -29,10 +32,12 @@ export class Turn {
     this.answer = answer;
     this.#asked = make("div", { className: "asked" }, prompt);
     const question = make("div", { className: "question" }, this.#asked);
-    const foot = make("footer", {}, answer.stats, make("div", {}, this.#copy, button("retry", "Retry")));
-    (editBeside ? this.#asked : this.#copy).before(button("edit", "Edit"));
+    const foot = make("footer", {}, answer.stats, make("div", {}, this.#explain, this.#copy, button("retry", "Retry")));
+    (editBeside ? this.#asked : this.#explain).before(button("edit", "Edit"));
     this.element.append(question, answer.body, foot);
     this.#copy.hidden = !answer.text;
+    this.#explain.hidden = true;
+    this.#explain.ariaExpanded = "false";
   }
 
   get saved() {
@@ -42,7 +47,23 @@ export class Turn {
   /** Shows that the answer has ended. `offer` is a list of buttons for a context that is full. */
   end(offer) {
     this.#copy.hidden = !this.answer.text;
+    this.#explain.hidden = !this.answer.explanation;
     if (offer.length) this.element.append(make("p", { className: "offer" }, "The model's context is full.", ...offer));
+  }
+
+  /** Shows what the engine did for the answer, or hides it again. */
+  explain() {
+    const shown = this.#explanation;
+    shown?.remove();
+    this.#explanation = shown ? null : drawn(this.answer.explanation);
+    this.#explain.ariaExpanded = String(!shown);
+    if (shown) return;
+    if (!this.answer.explanation.tokens.some(({ candidates }) => candidates.length)) {
+      const hint = "With “Token probabilities” switched on, the next answers show what else could have come, too.";
+      this.#explanation.append(make("p", { className: "facts" }, hint));
+    }
+    this.element.append(this.#explanation);
+    this.#explanation.scrollIntoView({ block: "nearest" });
   }
 
   /** Lets the reader change the prompt in a form, which a button or Escape cancels. */

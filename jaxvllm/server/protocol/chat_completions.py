@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.explanation import Explanation
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     MAX_TOOLS,
+    CompletionFields,
     DraftSpan,
     EngineFields,
     FunctionName,
@@ -18,13 +20,13 @@ from jaxvllm.server.protocol.fields import (
     ReasoningEffort,
     Reply,
     SamplingFields,
-    ScoringFields,
     Strict,
     Strings,
     TemplateVariables,
     Usage,
     draft_spans_of,
     effort_variables,
+    explanation_of,
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
@@ -77,7 +79,7 @@ class NamedToolChoice(Strict):
     function: FunctionChoice
 
 
-class ChatRequest(EngineFields, SamplingFields, ScoringFields):
+class ChatRequest(EngineFields, SamplingFields, CompletionFields):
     """A conversation to continue."""
 
     # `jaxvllm.text.chat_messages` checks the messages: templates read more fields of them than could be listed here.
@@ -226,6 +228,7 @@ class ChatChoice(Reply):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    explanation: Explanation | None = None  # if the request has `explain`
 
 
 class ChatResponse(Reply):
@@ -281,6 +284,7 @@ class ChatChunkChoice(Reply):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     draft_spans: list[DraftSpan] | None = None  # of the chunk's text before reasoning and calls are told apart
+    explanation: Explanation | None = None  # in the choice's last chunk, if the request has `explain`
 
 
 class ChatChunk(Reply):
@@ -311,7 +315,7 @@ def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -
     }
     if request.return_token_ids:
         made["token_ids"] = completion.token_ids
-    return made | draft_spans_of(completion)
+    return made | draft_spans_of(completion) | explanation_of(completion)
 
 
 def message_of(request: ChatRequest, answer: AssistantMessage, echo: str) -> dict[str, Any]:

@@ -5,14 +5,15 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.explanation import Explanation
 from jaxvllm.server.protocol.fields import (
     ALL_LOGPROBS,
+    CompletionFields,
     DraftSpan,
     EngineFields,
     FinishReason,
     Reply,
     SamplingFields,
-    ScoringFields,
     Strings,
     Tokens,
     Usage,
@@ -28,7 +29,7 @@ type OnePrompt = str | list[int]
 type Prompts = Annotated[list[Tokens], FailFast()]
 
 
-class CompletionRequest(EngineFields, SamplingFields, ScoringFields):
+class CompletionRequest(EngineFields, SamplingFields, CompletionFields):
     """A text to continue, or several, each as text or as token ids."""
 
     prompt: str | Strings | Tokens | Prompts
@@ -93,6 +94,7 @@ class CompletionChoice(Reply):
     prompt_logprobs: PromptLogprobList | None = None
     token_ids: list[int] | None = None
     draft_spans: list[DraftSpan] | None = None  # of this chunk's text, without an echoed prompt
+    explanation: Explanation | None = None  # at the end, if the request has `explain`
 
 
 class CompletionResponse(Reply):

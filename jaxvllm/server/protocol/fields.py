@@ -259,6 +259,7 @@ class EngineFields(Strict):
         params: SamplingParams,
         beams: BeamSearchParams | None = None,
         wants_draft_spans: bool = False,
+        wants_explanation: bool = False,
     ) -> GenerationRequest:
         """Makes the engine's request for one prompt of this HTTP request."""
         salted = replace(prompt, cache_salt=self.cache_salt)
@@ -268,7 +269,15 @@ class EngineFields(Strict):
         if beams is not None:
             params = beams.sampling_params(params)
         return GenerationRequest(
-            request_id, salted, params, self.priority, beams, transfer, wants_draft_spans, session_id=self.session_id
+            request_id,
+            salted,
+            params,
+            self.priority,
+            beams,
+            transfer,
+            wants_draft_spans,
+            session_id=self.session_id,
+            wants_explanation=wants_explanation,
         )
 
 
@@ -301,10 +310,11 @@ class RequestFields(Strict):
             raise ParameterError("stream_options needs stream: true", "stream_options")
 
 
-class ScoringFields(RequestFields):
-    """The fields of a request that may also score its prompt."""
+class CompletionFields(RequestFields):
+    """The fields of a request that may also score its prompt, and have its answer explained."""
 
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None  # best of each prompt token; -1: all; not in a stream
+    explain: bool = False  # each choice ends with `explanation`: what each step of the engine did for it
 
     def check_stream(self) -> None:
         super().check_stream()
@@ -330,6 +340,11 @@ def draft_spans_of(completion: CompletionOutput) -> dict[str, Any]:
     if completion.draft_spans is None:
         return {}
     return {"draft_spans": [{"text": text, "accepted": accepted} for text, accepted in completion.draft_spans]}
+
+
+def explanation_of(completion: CompletionOutput) -> dict[str, Any]:
+    """Returns the field `explanation` of a choice that has ended, or none if the request does not want it."""
+    return {} if completion.explanation is None else {"explanation": completion.explanation}
 
 
 class PromptTokensDetails(Reply):

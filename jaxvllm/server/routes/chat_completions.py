@@ -57,7 +57,7 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     room = service.reader.max_model_len - len(prompt.token_ids)
     beams = body.beams(params, room if body.limit is None else body.limit)
     with_spans = body.streaming.include_draft_spans
-    asked = body.request(engine_id, prompt, params, beams, with_spans)
+    asked = body.request(engine_id, prompt, params, beams, with_spans, body.explain)
     exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
     with form_given_as(body.form_field):
         return await respond(request, service, [asked], exchange.whole, exchange.events)

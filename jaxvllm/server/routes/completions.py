@@ -15,7 +15,14 @@ from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
-from jaxvllm.server.protocol.fields import draft_spans_of, params_of, transfer_params_of, usage, usage_of
+from jaxvllm.server.protocol.fields import (
+    draft_spans_of,
+    explanation_of,
+    params_of,
+    transfer_params_of,
+    usage,
+    usage_of,
+)
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
@@ -54,7 +61,10 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
     beams = body.beams(params, body.limit)
     with_spans = body.streaming.include_draft_spans
-    asked = [body.request(name, prompt, params, beams, with_spans) for name, prompt in zip(ids, prompts, strict=True)]
+    asked = [
+        body.request(name, prompt, params, beams, with_spans, body.explain)
+        for name, prompt in zip(ids, prompts, strict=True)
+    ]
     exchange = _Exchange(service, body, model, asked, answer_id)
     with form_given_as(body.form_field):
         return await respond(request, service, asked, exchange.whole, exchange.events)
@@ -150,7 +160,7 @@ class _Exchange:
         }
         if body.return_token_ids:
             made["token_ids"] = completion.token_ids
-        return made | draft_spans_of(completion)
+        return made | draft_spans_of(completion) | explanation_of(completion)
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Returns the fields about the prompt, which a choice has once."""
