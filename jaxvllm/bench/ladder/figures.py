@@ -12,6 +12,8 @@ from jaxvllm.bench.ladder.rung import Rung
 
 # A change that is smaller, or smaller than the runs of either rung differ, is none.
 LEAST_CHANGE = 1.1
+# From so many runs on, the lowest and the highest of a rung do not count: something else had the machine, or nothing.
+ENOUGH_TO_TRIM = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Figure:
     scale: float  # of what is shown
     is_better_high: bool
     of: Callable[[Run], float | None]  # None: the run has none
+    least: float = 0.0  # a difference that is smaller means nothing
 
     def text(self, value: float | None) -> str:
         """Returns a value as it is shown, with its unit."""
@@ -43,13 +46,13 @@ FIRST_TOKEN = Figure(
 GAP = Figure("itl_seconds", "time between tokens", "ms", 1e3, False, lambda run: _mean(run.gaps))
 LONG_GAP = Figure(
     "itl_p99_seconds",
-    "the longest 1% of these",
+    "... 99th percentile",
     "ms",
     1e3,
     False,
     lambda run: float(np.percentile(run.gaps, 99)) if run.gaps else 0.0,
 )
-WASTED = Figure("wasted_kv", "KV memory wasted", "%", 100, False, lambda run: run.wasted)
+WASTED = Figure("wasted_kv", "KV memory wasted", "%", 100, False, lambda run: run.wasted, least=0.1)
 STEPS = Figure("planned_steps", "steps planned", "", 1, False, lambda run: float(run.num_calls))
 FIGURES = (TOKENS_PER_SECOND, FIRST_TOKEN, GAP, LONG_GAP, WASTED, STEPS)
 
@@ -98,6 +101,13 @@ class Measured:
         """Returns the figure of each run, or nothing where runs have none."""
         return [value for value in map(figure.of, self.runs) if value is not None]
 
+    def range(self, figure: Figure) -> tuple[float, float] | None:
+        """Returns between which values the runs are; of many runs, all but the lowest and the highest."""
+        values = sorted(self.values(figure))
+        if len(values) >= ENOUGH_TO_TRIM:
+            values = values[1:-1]
+        return (values[0], values[-1]) if values else None
+
     def value(self, figure: Figure) -> float | None:
         """Returns the median of the runs."""
         values = self.values(figure)
@@ -110,16 +120,14 @@ class Measured:
     def change(self, below: "Measured", figure: Figure) -> Change | None:
         """Returns how the figure changed from the rung `below`; None where one of them has none.
 
-        It is a change if all runs of one rung are beyond all of the other, and the medians differ by a tenth.
+        It is a change if the ranges of the two do not meet, and the medians differ by a tenth.
         """
-        here, there = self.values(figure), below.values(figure)
-        if not here or not there:
-            return None
-        value, before = median(here), median(there)
-        if not value or not before:
+        here, there = self.range(figure), below.range(figure)
+        value, before = self.value(figure), below.value(figure)
+        if here is None or there is None or not value or not before:
             return None
         factor = value / before
-        is_clear = max(factor, 1 / factor) >= LEAST_CHANGE and (min(here) > max(there) or max(here) < min(there))
-        if not is_clear:
+        is_clear = max(factor, 1 / factor) >= LEAST_CHANGE and abs(value - before) >= figure.least
+        if not is_clear or (here[0] <= there[1] and there[0] <= here[1]):
             return Change(factor, Verdict.SAME)
         return Change(factor, Verdict.BETTER if (factor > 1) == figure.is_better_high else Verdict.WORSE)

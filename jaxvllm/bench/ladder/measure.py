@@ -1,9 +1,12 @@
 """Measures the rungs, all with the same requests, and refuses figures of a rung whose tokens are other ones."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+
+import jax
 
 from jaxvllm.bench.ladder.drivers import Apart, Driver, Recomputing, Serving
 from jaxvllm.bench.ladder.figures import Measured
@@ -29,7 +32,7 @@ class LadderOptions:
 
     requests: int = 24  # half of them are there from the start
     arrivals: float = 0.25  # seconds within which the other half comes
-    rounds: int = 3  # runs of each rung that count; one that takes more than 6 seconds counts once
+    rounds: int = 5  # runs of each rung that count; one that takes more than 6 seconds counts once
     seed: int = 0  # of the requests, and of what is drawn in each of them
 
     def __post_init__(self) -> None:
@@ -47,6 +50,7 @@ class Ladder:
     """The rungs that were measured, from the lowest to the highest, and the load."""
 
     options: LadderOptions
+    device: str  # where it was measured
     num_prompt_tokens: int
     num_output_tokens: int
     rungs: tuple[Measured, ...]
@@ -121,12 +125,19 @@ def measure_ladder(
     assert expected is not None, "there is a rung and a round"
     return Ladder(
         options,
+        device_name(),
         workload.num_prompt_tokens,
         sum(map(len, expected[1].tokens)),
         tuple(Measured(rung, tuple(counted[rung.name])) for rung in rungs),
         start_seconds,
         time.perf_counter() - start,
     )
+
+
+def device_name() -> str:
+    """Returns what a reader must know of the machine."""
+    device = jax.devices()[0]
+    return f"a CPU with {os.process_cpu_count()} cores" if device.platform == "cpu" else device.device_kind
 
 
 def check_tokens(first: str, expected: Run, rung: str, run: Run) -> None:

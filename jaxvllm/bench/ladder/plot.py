@@ -10,10 +10,16 @@ from jaxvllm.bench.ladder.figures import FIGURES, Change, Figure, Verdict
 from jaxvllm.bench.ladder.measure import Ladder
 from jaxvllm.bench.ladder.report import heading, slow
 
-_COLORS = {Verdict.BETTER: "#2e8b57", Verdict.WORSE: "#d1495b", Verdict.SAME: "#9aa5b1", None: "#4269d0"}
-# A bar this many times as long as the next one is cut, or the others could not be told apart.
+_COLORS = {Verdict.BETTER: "#2e8b57", Verdict.WORSE: "#d1495b", Verdict.SAME: "#9aa5b1", None: "#5b7083"}
+_QUIET = "#6b7280"
+# A bar that would be so many times as long as the next one is cut, or the others could not be told apart.
 _CUT = 3.0
-_TEXT_WIDTH = 4.6  # of the column with the ideas, in widths of a panel's
+_INCHES_OF_ROW = 1.05
+_INCHES_OF_HEAD = 1.75
+_INCHES_OF_FOOT = 0.25
+_PANEL = 1.75  # the width of a panel, where that of the column with the ideas is 6
+_LEFT = 0.012
+_WRAP = {"idea": 88, "limits": 100}  # characters of a line
 
 
 def check_plot(path: Path) -> None:
@@ -31,18 +37,18 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     num_rungs = len(ladder.rungs)
-    canvas = Canvas(figsize=(22, 2.1 + 0.92 * num_rungs))
+    height = _INCHES_OF_HEAD + _INCHES_OF_ROW * num_rungs + _INCHES_OF_FOOT
+    canvas = Canvas(figsize=(22, height))
     FigureCanvasAgg(canvas)
-    height = 2.1 + 0.92 * num_rungs
     grid = canvas.add_gridspec(
         1,
         1 + len(FIGURES),
-        width_ratios=[_TEXT_WIDTH, *[1.75] * len(FIGURES)],
-        left=0.012,
-        right=0.995,
-        top=1 - 1.5 / height,
-        bottom=0.35 / height,
-        wspace=0.1,
+        width_ratios=[6, *[_PANEL] * len(FIGURES)],
+        left=_LEFT,
+        right=1 - _LEFT / 2,
+        top=1 - _INCHES_OF_HEAD / height,
+        bottom=_INCHES_OF_FOOT / height,
+        wspace=0.06,
     )
     axes = [canvas.add_subplot(place) for place in grid]
     for one in axes:
@@ -50,21 +56,27 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
         one.set_axis_off()
         for row in range(0, num_rungs, 2):
             one.axhspan(row - 0.5, row + 0.5, color="#f4f6f8", zorder=0)
+    _write_head(canvas, ladder, height)
     _write_ideas(axes[0], ladder)
     for one, figure in zip(axes[1:], FIGURES, strict=True):
         _draw_bars(one, ladder, figure)
-    canvas.text(0.012, 1 - 0.32 / height, "The ladder: what each idea of LLM serving buys", fontsize=19, weight="bold", va="center")
-    canvas.text(0.012, 1 - 0.68 / height, f"{heading(ladder)}.", fontsize=11.5, va="center", color="#333333")
-    legend = (
-        ("green: better than the rung above", Verdict.BETTER),
-        ("red: worse", Verdict.WORSE),
-        ("grey ≈: no difference that these runs can tell", Verdict.SAME),
-    )
-    at = 0.012
-    for text, verdict in legend:
-        canvas.text(at, 1 - 1.0 / height, text, fontsize=11.5, va="center", color=_COLORS[verdict], weight="bold")
-        at += 0.0062 * len(text)
     canvas.savefig(path, dpi=100)
+
+
+def _write_head(canvas: Any, ladder: Ladder, height: float) -> None:
+    def write(x: float, inches: float, text: str, **style: Any) -> None:
+        canvas.text(x, 1 - inches / height, text, va="center", **style)
+
+    write(_LEFT, 0.32, "The ladder: what each idea of LLM serving buys", fontsize=19, weight="bold")
+    write(_LEFT, 0.68, heading(ladder), fontsize=12)
+    legend: tuple[tuple[float, str, Verdict | None], ...] = (
+        (0.0, "Beside the rung above:", None),
+        (0.115, "green is better,", Verdict.BETTER),
+        (0.19, "red is worse,", Verdict.WORSE),
+        (0.25, "grey ≈ is no difference that these runs can tell", Verdict.SAME),
+    )
+    for x, text, verdict in legend:
+        write(_LEFT + x, 0.99, text, fontsize=12, color=_COLORS[verdict], weight="bold")
 
 
 def _write_ideas(axes: Any, ladder: Ladder) -> None:
@@ -72,13 +84,14 @@ def _write_ideas(axes: Any, ladder: Ladder) -> None:
     few = dict(slow(ladder))
     for row, measured in enumerate(ladder.rungs):
         rung = measured.rung
-        axes.text(0.012, row - 0.28, f"{row + 1}  {rung.title}", fontsize=13, weight="bold", va="center")
-        axes.text(0.99, row - 0.28, rung.source, fontsize=9.5, va="center", ha="right", color="#777777")
-        text = "\n".join(textwrap.wrap(rung.idea, 92))
-        axes.text(0.037, row - 0.02, text, fontsize=10.5, va="center")
-        if rung.name in few:
-            why = "\n".join(textwrap.wrap(few[rung.name], 108))
-            axes.text(0.037, row + 0.26, why, fontsize=9.5, va="center", color="#777777", style="italic")
+        axes.text(0.04, row - 0.27, f"{row + 1}", fontsize=13, weight="bold", va="center", ha="right", color=_QUIET)
+        axes.text(0.055, row - 0.27, rung.title, fontsize=13, weight="bold", va="center")
+        axes.text(0.985, row - 0.27, rung.source, fontsize=10, va="center", ha="right", color=_QUIET)
+        idea = textwrap.fill(rung.idea, _WRAP["idea"])
+        limits = textwrap.fill(few.get(rung.name, ""), _WRAP["limits"])
+        axes.text(0.055, row - 0.08, idea, fontsize=11, va="top")
+        below = row + 0.14 + 0.17 * idea.count("\n")
+        axes.text(0.055, below, limits, fontsize=9.5, va="top", color=_QUIET, style="italic")
 
 
 def _draw_bars(axes: Any, ladder: Ladder, figure: Figure) -> None:
@@ -89,20 +102,22 @@ def _draw_bars(axes: Any, ladder: Ladder, figure: Figure) -> None:
         change: Change | None = measured.change(ladder.rungs[row - 1], figure) if row else None
         color = _COLORS[None if change is None else change.verdict]
         if value is None:
-            axes.text(0, row, "keeps none", fontsize=10.5, va="center", color="#777777")
+            axes.text(0, row, "none is kept", fontsize=10.5, va="center", color=_QUIET)
             continue
         shown = min(value, longest)
         axes.barh(row, shown, height=0.5, color=color, zorder=2)
         if value > longest:  # two white strokes: it goes on
-            for at in (0.90, 0.94):
-                axes.plot([at * longest, (at + 0.03) * longest], [row + 0.3, row - 0.3], color="white", linewidth=2.5, zorder=3)
+            for at in (0.88, 0.94):
+                stroke = [at * longest, (at + 0.03) * longest]
+                axes.plot(stroke, [row + 0.3, row - 0.3], color="white", linewidth=2.5, zorder=3)
         label = f" {figure.text(value)}"
         axes.text(shown, row - (0.13 if change else 0), label, fontsize=10.5, va="center", zorder=4)
         if change is not None:
-            axes.text(shown, row + 0.17, f" {change.text}", fontsize=11, va="center", color=color, weight="bold", zorder=4)
+            style = dict(fontsize=12, va="center", color=color, weight="bold", zorder=4)
+            axes.text(shown, row + 0.17, f" {change.text}", **style)
+    axes.text(0, -0.8, figure.label, fontsize=12, weight="bold", va="center")
     better = "more is better" if figure.is_better_high else "less is better"
-    axes.text(0, -0.78, figure.label, fontsize=12, weight="bold", va="center")
-    axes.text(0, -0.58, better, fontsize=9.5, va="center", color="#777777")
+    axes.text(0, -0.62, better, fontsize=10, va="center", color=_QUIET)
 
 
 def bar_limit(values: Sequence[float]) -> float:

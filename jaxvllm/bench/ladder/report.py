@@ -13,10 +13,9 @@ _COLUMN = 16
 
 def heading(ladder: Ladder) -> str:
     """Returns what was done, in a line."""
-    options = ladder.options
     return (
-        f"The same {options.requests} requests ({ladder.num_prompt_tokens:,} prompt tokens, "
-        f"{ladder.num_output_tokens:,} output tokens) on every rung; every rung gave the same tokens"
+        f"The same {ladder.options.requests} requests on every rung, {ladder.num_prompt_tokens:,} prompt tokens and "
+        f"{ladder.num_output_tokens:,} output tokens, on {ladder.device}. Every rung gave the same tokens."
     )
 
 
@@ -36,8 +35,10 @@ def lines(ladder: Ladder) -> list[str]:
         "",
         *table,
         "",
-        "× and ÷: beside the rung above; ≈: the runs do not tell a difference. TTFT, ITL: means. steps: that the host planned.",
-        "at once: the most requests that ran. KV wasted: the share of the memory that requests had and no token was in.",
+        "× and ÷: beside the rung above; ≈: the runs do not tell a difference. Figures are medians of runs.",
+        "TTFT: time to first token, mean. ITL: time between tokens, mean and 99th percentile.",
+        "KV wasted: the share of the KV memory that requests had taken and that held no token. steps: planned by the host.",
+        "at once: the most requests that ran.",
         "",
         *(f"{measured.rung.name:{width}}  {measured.rung.idea} ({measured.rung.source})" for measured in ladder.rungs),
         "",
@@ -58,6 +59,7 @@ def record(ladder: Ladder) -> dict[str, Any]:
     """Returns all figures of all runs for JSON, in tokens, seconds and shares of 1."""
     return {
         "options": asdict(ladder.options),
+        "measured_on": ladder.device,
         "num_prompt_tokens": ladder.num_prompt_tokens,
         "num_output_tokens": ladder.num_output_tokens,
         "identical_tokens": True,  # or there would be no record
@@ -69,6 +71,8 @@ def record(ladder: Ladder) -> dict[str, Any]:
                 "idea": measured.rung.idea,
                 "source": measured.rung.source,
                 "engine": dict(measured.rung.options),
+                "step_token_budget_is_that_of_chunks": measured.rung.has_chunks,
+                "way": measured.rung.way.value,
                 **{figure.name: measured.value(figure) for figure in FIGURES},
                 "device_steps": [run.num_steps for run in measured.runs],
                 "most_running": measured.most_running,

@@ -79,7 +79,7 @@ RUNGS = (
         "no-cache",
         "No KV cache",
         "Each new token is computed from the whole text so far.",
-        "how a model is written down",
+        "a model as it is trained",
         "",
         way=Way.RECOMPUTING,
     ),
