@@ -18,9 +18,6 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
 from jaxvllm.engine.engine import Engine
 
-# A run that takes longer needs neither a run before it, to warm up, nor others, to tell it from noise.
-LONG_SECONDS = 6.0
-
 
 class DifferentTokens(Exception):
     """A rung has given other tokens than the first one."""
@@ -32,7 +29,7 @@ class LadderOptions:
 
     requests: int = 24  # half of them are there from the start
     arrivals: float = 0.25  # seconds within which the other half comes
-    rounds: int = 5  # runs of each rung that count; one that takes more than 6 seconds counts once
+    rounds: int = 5  # runs of each rung that count; without a KV cache there is one
     seed: int = 0  # of the requests, and of what is drawn in each of them
 
     def __post_init__(self) -> None:
@@ -96,7 +93,7 @@ def measure_ladder(
 ) -> Ladder:
     """Measures `rungs`, round after round, so that what else the machine does meets all of them.
 
-    The first run of a rung warms up and does not count, unless it is long. `tell` gets a line now and then.
+    The first run of a rung warms up and does not count, unless it is the only one. `tell` gets a line now and then.
     Raises DifferentTokens when a run has other tokens than the first run of all.
     """
     start = time.perf_counter()
@@ -114,14 +111,13 @@ def measure_ladder(
         for number in range(options.rounds + 1):
             tell(f"round {number} of {options.rounds}" if number else "warming up")
             for rung in rungs if number % 2 == 0 else rungs[::-1]:
-                runs = counted[rung.name]
-                if any(run.seconds > LONG_SECONDS for run in runs):
+                if rung.runs_once and counted[rung.name]:
                     continue
                 run = drivers[rung.name].run(workload)
                 expected = expected or (rung.name, run)
                 check_tokens(*expected, rung.name, run)
-                if number or run.seconds > LONG_SECONDS:
-                    runs.append(run)
+                if number or rung.runs_once:
+                    counted[rung.name].append(run)
     assert expected is not None, "there is a rung and a round"
     return Ladder(
         options,

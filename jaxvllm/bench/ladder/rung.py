@@ -29,6 +29,11 @@ class Rung:
     has_chunks: bool = False  # whether a step's token budget is that of chunks, and not that of whole prompts
     way: Way = Way.SERVING
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether one run tells enough: it takes so long that neither a first call nor noise matters."""
+        return self.way is Way.RECOMPUTING
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -86,7 +91,7 @@ RUNGS = (
     Rung(
         "static",
         "KV cache, static batches",
-        "Keys and values of earlier tokens are kept, so a step computes one token of each request.",
+        "Keys and values of earlier tokens are kept, so a step computes one token a request.",
         "FasterTransformer and others",
         "",
     ),
@@ -117,9 +122,9 @@ RUNGS = (
     Rung(
         "chunked",
         "Chunked prefill",
-        "A step computes at most 160 tokens: the next one of each answer, then a piece of a prompt.",
+        "A step has few tokens: the next one of each answer, then a piece of a prompt.",
         "Sarathi-Serve, 2024",
-        "It makes the longest gaps shorter, not the whole work: the pieces of a prompt take more steps.",
+        "It makes the longest gaps shorter, not the work: the pieces of a prompt take more steps.",
         _PAGED,
         has_chunks=True,
     ),
@@ -155,14 +160,14 @@ RUNGS = (
         "Speculation",
         "A small head guesses three tokens, and the model checks all of them in one step.",
         "Leviathan et al., 2022; EAGLE-3, 2025",
-        "Guesses cost computation, which a CPU with many rows has none to spare of: drafts pay for few requests.",
+        "Guesses cost computation, so on a CPU they pay only while few requests run.",
         _SPECULATION,
         has_chunks=True,
     ),
     Rung(
         "apart",
         "Prefill and decode apart",
-        "One engine computes the prompts, and requests move with their KV to a second engine for the answers.",
+        "One engine computes prompts; requests move with their KV to a second one for answers.",
         "DistServe, Splitwise, 2024",
         "It is for two machines. Here both engines share one, and moving costs time: nothing can be won.",
         _SPECULATION,
