@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,7 @@ def test_each_rung_adds_one_idea() -> None:
     ]
     configs = [Sizes().config(rung) for rung in RUNGS]
     names = [field.name for field in fields(EngineConfig)]
-    for below, above, wanted in zip(configs, configs[1:], expected, strict=True):
+    for (below, above), wanted in zip(pairwise(configs), expected, strict=True):
         assert {name for name in names if getattr(below, name) != getattr(above, name)} == wanted
     assert [rung.way for rung in RUNGS].count(RUNGS[1].way) == len(RUNGS) - 2
     assert len({rung.name for rung in RUNGS}) == len(RUNGS)

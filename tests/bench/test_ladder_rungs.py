@@ -18,6 +18,8 @@ from jaxvllm.bench.ladder.run import Run
 from jaxvllm.bench.ladder.rung import RUNGS, Rung, Sizes, chosen_rungs
 from jaxvllm.bench.ladder.workload import Workload
 from jaxvllm.config import EngineConfig
+from jaxvllm.engine.burst_pace import BurstPace
+from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.engine import Engine
 
 OPTIONS = LadderOptions(requests=3, arrivals=0.05, rounds=1)
@@ -46,10 +48,31 @@ def sizes(tmp_path_factory: pytest.TempPathFactory) -> SmallSizes:
     return SmallSizes(cache=str(tmp_path_factory.mktemp("programs")))
 
 
+class Eager(DraftPace):
+    """Always wants drafts, whatever they cost on this machine."""
+
+    def wants_drafts(self, num_rows: int) -> bool:
+        return True
+
+
+class PacedEngines(Engines):
+    """The speed of this machine decides nothing: there are bursts and drafts wherever there may be some."""
+
+    def get(self, config: EngineConfig, copy: int = 0) -> Engine:
+        engine = super().get(config, copy)
+        pace = BurstPace(max_seconds=1e9)
+        for num_rows in range(1, 5):
+            pace.measured(num_rows, 1, 1e-3)
+        for replica in engine.replicas:
+            replica._pace = replica._drafted_pace = pace
+            replica._draft_pace = Eager()
+        return engine
+
+
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
     with ExitStack() as stack:
-        yield Engines(stack)
+        yield PacedEngines(stack)
 
 
 @pytest.fixture(scope="module")

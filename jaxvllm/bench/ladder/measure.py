@@ -133,7 +133,7 @@ def measure_ladder(
 def device_name() -> str:
     """Returns what a reader must know of the machine."""
     device = jax.devices()[0]
-    return f"a CPU with {os.process_cpu_count()} cores" if device.platform == "cpu" else device.device_kind
+    return f"a CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
 
 
 def check_tokens(first: str, expected: Run, rung: str, run: Run) -> None:

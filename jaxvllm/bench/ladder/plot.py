@@ -50,7 +50,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
         bottom=_INCHES_OF_FOOT / height,
         wspace=0.06,
     )
-    axes = [canvas.add_subplot(place) for place in grid]
+    axes = [canvas.add_subplot(grid[0, column]) for column in range(1 + len(FIGURES))]
     for one in axes:
         one.set_ylim(num_rungs - 0.5, -0.5)
         one.set_axis_off()

@@ -52,7 +52,7 @@ class Sizes:
         """Returns the config of an engine for `rung`."""
         budget = self.chunk_tokens if rung.has_chunks else self.whole_tokens
         return EngineConfig(
-            **_WITHOUT_ANY_IDEA | rung.options,
+            **{**_WITHOUT_ANY_IDEA, **rung.options},
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             num_pages=self.num_pages,
