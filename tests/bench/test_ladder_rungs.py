@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxvllm.bench.ladder import drivers
 from jaxvllm.bench.ladder.drivers import Apart, Recomputing, Serving
 from jaxvllm.bench.ladder.figures import FIGURES, WASTED
 from jaxvllm.bench.ladder.measure import DifferentTokens, Engines, Ladder, LadderOptions, make_driver, measure_ladder
@@ -18,6 +17,7 @@ from jaxvllm.bench.ladder.run import Run
 from jaxvllm.bench.ladder.rung import RUNGS, Rung, Sizes, chosen_rungs
 from jaxvllm.bench.ladder.workload import Workload
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.engine import Engine
@@ -192,19 +192,15 @@ def test_a_rung_with_other_tokens_is_an_error(
         measured(sizes, monkeypatch, engines, [])
 
 
-def test_a_request_that_comes_late_counts_from_its_arrival(
-    sizes: SmallSizes, engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the engine was busy and took it later."""
-    engine: Engine = engines.get(sizes.config(BY_NAME["paged"]))
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None
-    workload = Workload.draw(tokenizer, 2, 0, 0.01)
-    slept: list[float] = []
-    monkeypatch.setattr(drivers.time, "sleep", slept.append)
-    run = Serving(engine).run(workload)
-    assert [answer.arrival for answer in run.answers] == [0.0, 0.01]
-    assert all(answer.times[0] > answer.arrival for answer in run.answers)
+@pytest.mark.parametrize(("name", "plans_ahead"), [("chunked", False), ("v1", True)])
+def test_the_host_plans_ahead_where_it_may(name: str, plans_ahead: bool, sizes: SmallSizes, engines: Engines) -> None:
+    engine = engines.get(sizes.config(BY_NAME[name]))
+    engine.submit(engine.check("0", [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
+    was_busy = []
+    while engine.has_work:
+        engine.step()
+        was_busy.append(engine.replicas[0].is_busy)
+    assert len(was_busy) == 20 and any(was_busy) == plans_ahead
 
 
 @pytest.mark.slow
