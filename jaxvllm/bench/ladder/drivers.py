@@ -90,16 +90,19 @@ class Arrivals:
             yield self._chats.pop()
 
 
-def request(engine: Engine, chat: Chat, number: int, output: Sequence[int] = (), **params: int) -> GenerationRequest:
+def request(
+    engine: Engine, chat: Chat, number: int, output: Sequence[int] = (), max_tokens: int | None = None
+) -> GenerationRequest:
     """Returns the request for a chat, checked, which may have some of its `output` in its prompt already."""
-    sampling = SamplingParams(
+    params = SamplingParams(
         temperature=TEMPERATURE,
         seed=chat.seed,
-        max_tokens=params.get("max_tokens"),
+        max_tokens=max_tokens,  # None: as many as the model's length allows
+        min_tokens=0 if output else 1,  # an answer without a token would have no time to its first one
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    return engine.check(str(number), [*chat.prompt_token_ids, *output], sampling)
+    return engine.check(str(number), [*chat.prompt_token_ids, *output], params)
 
 
 class Serving:

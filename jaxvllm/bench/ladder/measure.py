@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -61,16 +61,21 @@ class Engines:
     def __init__(self, stack: ExitStack) -> None:
         """`stack` closes them."""
         self._stack = stack
-        self._open: dict[tuple[EngineConfig, int], Engine] = {}
+        self._open: dict[EngineConfig, Engine] = {}
 
-    def get(self, config: EngineConfig, copy: int = 0) -> Engine:
-        """Returns the engine of `config` with this number, with all programs compiled."""
-        if (config, copy) not in self._open:
+    def get(self, config: EngineConfig) -> Engine:
+        """Returns the engine of `config`, with all programs compiled."""
+        if config not in self._open:
             # Requests come at any moment, as in a server: a burst may make them wait no longer than there.
             engine = self._stack.enter_context(closing(Engine(config, SERVING_SECONDS)))
             engine.wait_until_compiled()
-            self._open[config, copy] = engine
-        return self._open[config, copy]
+            self._open[config] = engine
+        return self._open[config]
+
+
+def prefill_config(config: EngineConfig) -> EngineConfig:
+    """Returns the config of an engine that computes prompts for one of `config`, and no token behind the first."""
+    return replace(config, async_scheduling=False, max_decode_burst=1, speculation=False, speculative_config=None)
 
 
 def make_driver(rung: Rung, sizes: Sizes, engines: Engines) -> Driver:
@@ -85,7 +90,7 @@ def make_driver(rung: Rung, sizes: Sizes, engines: Engines) -> Driver:
         case Way.SERVING:
             return Serving(engine)
         case Way.APART:
-            return Apart(prefill=engines.get(config, copy=1), decode=engine)
+            return Apart(prefill=engines.get(prefill_config(config)), decode=engine)
 
 
 def measure_ladder(
