@@ -74,8 +74,12 @@ class Engines:
 
 
 def prefill_config(config: EngineConfig) -> EngineConfig:
-    """Returns the config of an engine that computes prompts for one of `config`, and no token behind the first."""
-    return replace(config, async_scheduling=False, max_decode_burst=1, speculation=False, speculative_config=None)
+    """Returns the config of an engine that computes prompts for one of `config`, and no token behind the first.
+
+    One that planned ahead would have begun with the second token when the first is read. Drafts stay on, because their
+    KV travels too.
+    """
+    return replace(config, async_scheduling=False)
 
 
 def make_driver(rung: Rung, sizes: Sizes, engines: Engines) -> Driver:

@@ -42,7 +42,7 @@ def lines(ladder: Ladder) -> list[str]:
         "",
         *(f"{measured.rung.name:{width}}  {measured.rung.idea} ({measured.rung.source})" for measured in ladder.rungs),
         "",
-        *(f"{name:{width}}  no faster here. {why}" for name, why in slow(ladder)),
+        *(f"{name:{width}}  not clearly faster here. {why}" for name, why in slow(ladder)),
         f"{ladder.seconds:.0f} s in all, {ladder.start_seconds:.0f} s of them to compile or load programs.",
     ]
 
