@@ -46,6 +46,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_utilization: float = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens
+    async_scheduling: bool = True  # the host plans a step while the devices compute the one before it
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
     # Tells routers what each replica has cached, as JSON: {"enable_kv_cache_events": true}. None: nobody is told.

@@ -16,6 +16,7 @@ DOCUMENTS = (
     "docs/structure.md",
     "docs/glossary.md",
     "docs/kernels.md",
+    "docs/ladder.md",
     "docs/scaling.md",
     "docs/simulator.md",
     "docs/startup.md",

@@ -140,6 +140,7 @@ FORBIDDEN = {
     "jaxvllm.client": (*CLIENT, "jaxvllm.bench"),
     "jaxvllm.bench": CLIENT,
     "jaxvllm.bench.offline": ("jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
+    "jaxvllm.bench.ladder": ("jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
     "jaxvllm.bench.kernels": ("jaxvllm.engine", "jaxvllm.worker", "jaxvllm.server", "jaxvllm.client", "jaxvllm.cli"),
     "jaxvllm.bench.__main__": (),  # is the command
     "pallas_kernels": ("jaxvllm", "sharding"),

@@ -24,7 +24,7 @@ from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.output_processor import OutputProcessor, is_watched
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
-from jaxvllm.engine.replica import Replica
+from jaxvllm.engine.replica import DEPTH, DEPTH_IN_TURNS, Replica
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.startup import StartupReport
@@ -74,9 +74,10 @@ class Engine:
         self._connector = parts.connector
         self._page_format = parts.page_format
         publishers = self._publishers or (None,) * len(parts.runners)
+        depth = DEPTH if config.async_scheduling else DEPTH_IN_TURNS
         of_replicas = zip(parts.runners, parts.traffic, publishers, strict=True)
         self.replicas = tuple(
-            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher)
+            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher, depth)
             for i, (runner, traffic, publisher) in enumerate(of_replicas)
         )
         self.outputs = self._make_outputs()

@@ -25,8 +25,9 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.runner import Held, InFlight, Runner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
-# while the host reads step N and plans step N + 2.
+# while the host reads step N and plans step N + 2. With one, each waits for the other.
 DEPTH = 2
+DEPTH_IN_TURNS = 1
 # Steps have drafts where more than this share of their rows may have some.
 LEAST_FOLLOWED = 0.5
 # Kept for who asks. Nobody does of an `LLM`.
@@ -63,9 +64,14 @@ class Replica:
         burst_seconds: float,
         traffic: PageTraffic | None = None,
         publisher: KVEventPublisher | None = None,
+        depth: int = DEPTH,
     ):
-        """`burst_seconds`: how long decode steps that are one program may take. `traffic`: of pages from elsewhere."""
+        """`burst_seconds`: how long decode steps that are one program may take. `traffic`: of pages from elsewhere.
+
+        `depth`: steps on the device before the host must have read the oldest's output.
+        """
         self.index = index
+        self._depth = depth
         self._publisher = publisher
         self.scheduler = make_scheduler(None if publisher is None else publisher.log)
         self.runner = runner
@@ -115,8 +121,8 @@ class Replica:
         return self._in_flight[0].step.is_ready
 
     def dispatch(self, outputs: OutputProcessor) -> None:
-        """Starts the next step, if there is one to compute and fewer than `DEPTH` are under way."""
-        if self._num_under_way == DEPTH:
+        """Starts the next step, if there is one to compute and fewer than `depth` are under way."""
+        if self._num_under_way == self._depth:
             return
         start = time.monotonic()
         programs = self.runner.programs
@@ -137,7 +143,7 @@ class Replica:
                 self._supply()
             else:
                 self._launch(step, notes, time.monotonic() - start)
-        self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == DEPTH)
+        self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == self._depth)
         self.publish()
 
     def _move_pages(self) -> None:

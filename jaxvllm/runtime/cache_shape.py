@@ -133,6 +133,14 @@ class CacheShape:
     def with_pages(self, num_pages: int) -> "CacheShape":
         return replace(self, num_pages=num_pages)
 
+    def of_programs(self, spec: ModelSpec) -> "CacheShape":
+        """Returns the shape as a step knows it.
+
+        Only windows make `step_tokens` matter. Where there are none, engines with different token budgets share the
+        programs of the buckets that they have in common.
+        """
+        return self if any(group.window for group in self.groups(spec)) else replace(self, step_tokens=1)
+
     def _structs(self, spec: ModelSpec, part: ModelSpec, backend: Backend) -> list[jax.ShapeDtypeStruct]:
         """Returns the pages of the layers and heads of `part`, which a `Spread` made of `spec`."""
         groups, sizes, K, D = self.groups(part), self.group_sizes(spec), part.num_kv_heads, part.head_size

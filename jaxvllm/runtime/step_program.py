@@ -228,7 +228,7 @@ class StepCompiler:
     ) -> jax.stages.Compiled:
         axis, stages = ModelAxis(self.mesh.shape[MODEL]), StageAxis(self.mesh.shape[STAGE])
         pipeline = Pipeline(stages, step_overhead(on_cpu=self.mesh.devices.flat[0].platform == "cpu"))
-        model = StepModel(self.spec, self.shape, self.backend, axis, self.sampling, pipeline)
+        model = StepModel(self.spec, self.shape.of_programs(self.spec), self.backend, axis, self.sampling, pipeline)
         on_parts = out_specs if self.mesh.size > 1 else None
         return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))
 

@@ -77,3 +77,11 @@ def test_more_pages_take_more_memory() -> None:
     spec = spec_of(64, 64, None)
     sizes = [SHAPE.with_pages(count).device_bytes(Spread(spec), REFERENCE) for count in range(2, 600)]
     assert sizes == sorted(sizes)
+
+
+def test_programs_depend_on_the_token_budget_only_where_there_are_windows() -> None:
+    other = replace(SHAPE, step_tokens=2048)
+    alike, windowed = spec_of(None, None), spec_of(64, None)
+    assert SHAPE.of_programs(alike) == other.of_programs(alike)
+    assert SHAPE.of_programs(alike).group_sizes(alike) == SHAPE.group_sizes(alike)
+    assert SHAPE.of_programs(windowed) == SHAPE != other.of_programs(windowed)

@@ -17,6 +17,7 @@ COMMANDS = {
     "sweep": "a running server under several loads: a JSON line each, and a picture of latency over throughput",
     "latency": "one batch of requests in this process, run again and again",
     "throughput": "many requests in this process, all there from the start",
+    "ladder": "the same requests without a KV cache, with one, and with each idea since: a table and a picture",
     "startup": "from the start of a process to its first token, without and with a cache of compiled programs",
     "steps": "the steps of an engine in this process, for jaxvllm simulate --table",
     "auto-tune": "search max_num_seqs, the token budget and P:D for the most requests within limits, by simulation",
