@@ -122,6 +122,17 @@ def test_bring_your_own_checkpoint() -> None:
     assert "model.layers.1.mlp.up_proj.weight" in text
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernel_environment")
+def test_ladder() -> None:
+    text = run("ladder")
+    assert "Every rung gave the same tokens." in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("static ", "bursts "))}
+    # Bursts came on top of five other rungs, and need fewer steps than a batch that waits for its last request.
+    assert rows.keys() == {"static", "bursts"}
+    assert "jaxvllm bench" not in text
+
+
 def test_every_notebook_is_run_here() -> None:
     assert {f"test_{path.stem}" for path in NOTEBOOKS} <= globals().keys()
 
