@@ -29,7 +29,7 @@ class LadderOptions:
 
     requests: int = 24  # half of them are there from the start
     arrivals: float = 0.25  # seconds within which the other half comes
-    rounds: int = 5  # runs of each rung that count; without a KV cache there is one
+    rounds: int = 4  # runs of each rung that count; without a KV cache there is one
     seed: int = 0  # of the requests, and of what is drawn in each of them
 
     def __post_init__(self) -> None:
