@@ -43,10 +43,10 @@ class Sizes:
     max_num_seqs: int = 32  # requests at once, if their KV finds room
     num_pages: int = 385  # with the trash page: 6 requests of full length
     whole_tokens: int = 2048  # the budget of steps that take prompts whole
-    chunk_tokens: int = 160  # the budget of steps that take prompts in chunks
+    chunk_tokens: int = 192  # the budget of steps that take prompts in chunks
     row_buckets: tuple[int, ...] = (8, 16, 32)
-    # A prompt of the usual length fits into 160, and a long one into 640, so that steps are not cut in between.
-    token_buckets: tuple[int, ...] = (64, 160, 640, 1280, 2048)
+    # A prompt of the usual length and the next tokens of all answers fit into 192, and a long prompt into 640.
+    token_buckets: tuple[int, ...] = (64, 192, 640, 1280, 2048)
 
     def config(self, rung: Rung) -> EngineConfig:
         """Returns the config of an engine for `rung`."""
