@@ -132,11 +132,13 @@ class Replica:
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
-            if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan):
+            has_blind = bool(programs.ladder.blind)
+            if has_blind and not plan.num_drafts and self._may_be_blind(plan):
                 plan = replace(plan, is_blind=True)
             notes = self._recorder.begin(plan, self.scheduler)
             step = self.runner.dispatch(plan)
-            self._followed.dispatched(plan, step.bucket.is_blind)
+            if has_blind:
+                self._followed.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
             if isinstance(step, Held):
                 self._held = _Held(step, notes, time.monotonic() - start)
@@ -168,7 +170,7 @@ class Replica:
     @property
     def _has_followed_rows(self) -> bool:
         """Whether drafts are possible for so many rows that the others do not decide what they bring."""
-        if not self.runner.proposer_follows_all:
+        if not self.runner.programs.ladder.drafts.follows_decoding:
             return True
         return self._followed.share(self.scheduler.slots.decoding()) > LEAST_FOLLOWED
 

@@ -137,10 +137,8 @@ class Runner:
         `yields` see `Programs`.
         """
         self.shape = shape
-        # Whether a step with drafts takes longer behind steps without, and whether a row has drafts only where all its
-        # steps were followed.
+        # Whether a step with drafts takes longer behind steps without.
         self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.follows_all
-        self.proposer_follows_all = proposer is not None and proposer.follows_all
         self._leader = leader
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)

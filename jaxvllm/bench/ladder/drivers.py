@@ -105,6 +105,21 @@ def request(
     return engine.check(str(number), [*chat.prompt_token_ids, *output], params)
 
 
+def step_or_wait(
+    engine: Engine, requests: Sequence[GenerationRequest], meter: Meter, arrivals: Arrivals, transcript: Transcript
+) -> list[RequestOutput]:
+    """Gives the engine the requests that have come, and returns what its next step yields; if it has none, it waits."""
+    for number, _ in arrivals.until(transcript.now):
+        engine.submit(requests[number])
+    if not engine.has_work:
+        time.sleep(IDLE_SECONDS)
+        return []
+    outputs = meter.step()
+    for output in outputs:
+        transcript.add(int(output.request_id), output.outputs[0].token_ids)
+    return outputs
+
+
 class Serving:
     """Hands the chats to one engine as they come, and lets it do the rest."""
 
@@ -118,13 +133,7 @@ class Serving:
         requests = [request(engine, chat, number) for number, chat in enumerate(workload.chats)]
         meter, arrivals, transcript = Meter(engine), Arrivals(workload), Transcript(workload)
         while engine.has_work or not arrivals.are_over:
-            for number, _ in arrivals.until(transcript.now):
-                engine.submit(requests[number])
-            if not engine.has_work:
-                time.sleep(IDLE_SECONDS)
-                continue
-            for output in meter.step():
-                transcript.add(int(output.request_id), output.outputs[0].token_ids)
+            step_or_wait(engine, requests, meter, arrivals, transcript)
         kv = meter.kv
         return Run(transcript.answers(), meter.num_calls, meter.num_steps, kv.wasted, kv.most_running)
 
@@ -211,13 +220,7 @@ class Apart:
         engine, arrivals = self._prefill, Arrivals(workload)
         requests = [request(engine, chat, number) for number, chat in enumerate(workload.chats)]
         while (engine.has_work or not arrivals.are_over) and not moving.is_broken:
-            for number, _ in arrivals.until(transcript.now):
-                engine.submit(requests[number])
-            if not engine.has_work:
-                time.sleep(IDLE_SECONDS)
-                continue
-            for output in meter.step():
-                transcript.add(int(output.request_id), output.outputs[0].token_ids)
+            for output in step_or_wait(engine, requests, meter, arrivals, transcript):
                 if not output.finished:
                     moving.requests.put(engine.export_request(output.request_id))
         moving.is_over.set()
