@@ -1,9 +1,9 @@
 """Compares the simulator with a real engine, on the same loads.
 
-First the steps of an engine are measured (`measure_steps`), then the engine answers Poisson loads in real time, at a
-share of the requests that it completes in a second when all come at once. The simulator answers the same loads, with
-the same arrivals and lengths, by the table. This prints both figures of each load and writes
-benchmarks/results/simulator-DATE-COMMIT.json.
+An engine answers Poisson loads in real time, at a share of the requests that it completes in a second when all come at
+once. Before each round of all loads its steps are measured (`measure_steps`), so that a machine that is slower for a
+while is so for both. The simulator answers the same loads, with the same arrivals and lengths, by the table of all
+measurements. This prints both figures of each load and writes benchmarks/results/simulator-DATE-COMMIT.json.
 
     python -m benchmarks.simulator [--small] [--seconds 40] [--shares 0.3 0.6 0.9] [--num-prompts 150]
 
@@ -34,7 +34,7 @@ from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.known_models import find_config
 from jaxvllm.simulator.engine_run import run_on_engine
 from jaxvllm.simulator.engine_setup import EngineSetup
-from jaxvllm.simulator.measuring import measure_steps
+from jaxvllm.simulator.measuring import StepMeasurement, measure_steps
 from jaxvllm.simulator.roofline_cost import RooflineCost
 from jaxvllm.simulator.simulation import Pool, Simulation
 from jaxvllm.simulator.workload import PrefixWorkload, RandomWorkload, Workload
@@ -72,7 +72,7 @@ def loads(rates: Sequence[float], count: int) -> dict[str, Workload]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="model S of benchmarks/cpu.py, not the demo model")
-    parser.add_argument("--seconds", type=float, default=40.0, help="time to measure steps")
+    parser.add_argument("--seconds", type=float, default=40.0, help="time to measure steps, in all rounds")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="of the throughput")
     parser.add_argument("--num-prompts", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=2, help="real runs of each load")
@@ -119,16 +119,18 @@ def compare(config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:
     setup = EngineSetup.of_deployment(config, Deployment.of_config(config, hf_config, "cpu"))
     engine = Engine(config, SERVING_SECONDS)
     try:
-        table = measure_steps(engine, args.seconds, config.model, "cpu")
         everything = RandomWorkload(Traffic(args.num_prompts, math.inf), Random(100, 64, 0.8), seed=3)
         most = run_on_engine(engine, everything).ledger.summary([99.0]).request_throughput
         workloads = {"all at once": everything} | loads([share * most for share in args.shares], args.num_prompts)
         real: dict[str, list[dict[str, float]]] = {name: [] for name in workloads}
+        measured = StepMeasurement()
         for _ in range(args.rounds):
+            measure_steps(engine, args.seconds / args.rounds, measured)
             for name, workload in workloads.items():
                 real[name].append(figures(run_on_engine(engine, workload).ledger.summary([99.0])))
     finally:
         engine.close()
+    table = measured.table(config.model, "cpu")
     simulation = Simulation(Pool(setup, table))
     results = {}
     for name, workload in workloads.items():

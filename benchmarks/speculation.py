@@ -1,8 +1,8 @@
 """Measures speculative decoding: each proposer beside none, on the demo model and prompts that it never saw.
 
 The prompts are of held-out documents, of two kinds: `stories`, whose text is new, and `copies`, whose answers repeat
-the prompt (JSON from a text, questions about a story). 1, 16 or 64 of them are there at once, and answers end where the
-model ends them. `default` is an engine without any option, and `none` one with --no-speculation.
+the prompt (JSON from a text, questions about a story). 1, 4, 16 or 64 of them are there at once, and answers end where
+the model ends them. `default` is an engine without any option, and `none` one with --no-speculation.
 
 Each engine has a process of its own, which sleeps while another is measured. All of them answer the same prompts one
 after the other, round by round. This prints output tokens a second, and the ratio to the engine without drafts: of the
@@ -11,7 +11,7 @@ and the median of all pairs with its quartiles. For one request there is what th
 decode steps, whose number follows from the tokens that a verification yields, and into the rest, which drafts do not
 change. It writes benchmarks/results/speculation-DATE-COMMIT.json.
 
-    python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--requests 1,16,64]
+    python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--requests 1,4,16,64]
         [--rounds 9] [--dtype float32]
 """
 
@@ -42,9 +42,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"speculative_config": {"method": "medusa", "model": "demo-medusa", "num_speculative_tokens": 3}},
 }
 COPIES = ("json", "story_questions")
-REQUESTS = (1, 16, 64)
+REQUESTS = (1, 4, 16, 64)
 # So many prompts are answered in a round, however many of them are there at once.
-PROMPTS = {1: 8, 16: 32, 64: 64}
+PROMPTS = {1: 8, 4: 16, 16: 32, 64: 64}
 MAX_TOKENS = 160
 
 

@@ -156,16 +156,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
 
     def _check_stages(self) -> None:
-        """Raises NotImplementedError for options that need all layers of the model on the same devices."""
+        """Raises NotImplementedError for options that do not work in stages."""
         if (drafting := self.drafting) is not None and drafting.method not in ("ngram", "suffix"):
             raise NotImplementedError(
-                f"mesh {self.mesh} divides the layers among stages, and drafts of a model or head need all layers: use "
-                "the method ngram or suffix, or a mesh of DxM"
-            )
-        if self.kv_transfer_config is not None:
-            raise NotImplementedError(
-                f"mesh {self.mesh} divides the layers among stages, and kv_transfer_config carries pages of all of "
-                "them: leave it out, or use a mesh of DxM"
+                f"mesh {self.mesh} divides the layers among stages, and drafts of a model or head are not supported "
+                "there: use the method ngram or suffix, or a mesh of DxM"
             )
 
     @property

@@ -72,20 +72,22 @@ class StepModel:
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
         """What the engine runs of it.
 
-        A decode step, several in one program, several with drafts of n-grams, of suffixes and of an EAGLE-3 head, the
-        first half of one whose rows wait for masks, the halves of a step with prompts, which a head may follow or an
-        index of suffixes learn, and the forks of beam search.
+        A decode step, several in one program, several with drafts of n-grams, with so few that rows divide them, with
+        drafts of suffixes and of an EAGLE-3 head, the first half of one whose rows wait for masks, the halves of a step
+        with prompts, which a head may follow or an index of suffixes learn, and the forks of beam search.
         """
         rows = 8
 
+        drafted = Bucket(rows * (1 + DRAFTS), rows, width=EngineConfig.max_decode_burst, num_drafts=DRAFTS)
+
         def drafts(step: StepCompiler) -> jax.stages.Compiled:
-            bucket = Bucket(rows * (1 + DRAFTS), rows, width=EngineConfig.max_decode_burst, num_drafts=DRAFTS)
-            return step.compile_begin(bucket)
+            return step.compile_begin(drafted)
 
         return {
             "decode": lambda step: step.compile_begin(Bucket(rows, rows)),
             "burst": lambda step: step.compile_begin(Bucket(rows, rows, width=EngineConfig.max_decode_burst)),
             "drafts": drafts,
+            "drafts-divided": lambda step: step.compile_begin(replace(drafted, num_tokens=2 * rows)),
             "suffix": lambda step: drafts(self.with_suffixes(step)),
             "suffix-learns": lambda step: self.with_suffixes(step).compile_begin(Bucket(self.mixed_tokens, rows)),
             "eagle3": lambda step: drafts(self.with_eagle3(step)),
@@ -266,6 +268,7 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
     page_size, spec = 16, model.spec
     max_pages = spec.max_position // page_size
     shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=DTYPE, step_tokens=model.mixed_tokens)
+    shape = replace(shape, has_drafts=True)
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
         K, D = spec.num_kv_heads // mesh.model, spec.head_size

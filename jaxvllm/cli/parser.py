@@ -26,7 +26,10 @@ _LONG_NAME = re.compile(r"^--[A-Za-z][\w-]*(?==|$)")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that knows options of vLLM. Options may be written with underscores instead of dashes."""
+    """An argument parser that knows options of vLLM, and short names of them that it has under the long name alone.
+
+    Options may be written with underscores instead of dashes.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._read(args), namespace)
@@ -42,12 +45,19 @@ class Parser(argparse.ArgumentParser):
         """Returns the arguments with dashes in the names of options. Ends the program when an option is unknown."""
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
-        words[:end] = [_LONG_NAME.sub(lambda name: name[0].replace("_", "-"), word) for word in words[:end]]
+        words[:end] = [_LONG_NAME.sub(lambda name: name[0].replace("_", "-"), self._long(word)) for word in words[:end]]
         # If the parser has subcommands, an option that it does not know may belong to one of them.
         problems = list(self._problems(words[:end])) if self._subparsers is None else []
         if problems:
             self.error(f"\n{self.prog}: ".join(problems))
         return words
+
+    def _long(self, word: str) -> str:
+        """Returns `word` with the long name of vLLM's short one, if this parser has that option."""
+        name, equals, value = word.partition("=")
+        if name not in SHORT_NAMES or (flag := flag_of(SHORT_NAMES[name])) not in self._option_string_actions:
+            return word
+        return f"{flag}{equals}{value}"
 
     def _problems(self, words: Sequence[str]) -> Iterator[str]:
         """Yields, for each unknown option, a message that says what to do instead."""

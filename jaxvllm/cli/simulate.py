@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxvllm.cli.bench.data import fit_to_model
 from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.cli.flags import add_flags, given, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
@@ -91,8 +92,8 @@ def add_deployment_flags(parser: argparse.ArgumentParser, has_pools: bool = True
     group.add_argument("--kv-latency-ms", type=float, metavar="MS", help="that a transfer takes beside (default: 1)")
 
 
-def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of every load."""
+def add_workload_flags(parser: argparse.ArgumentParser, has_rate: bool = True) -> None:
+    """Adds the flags of every load, with the rate of its arrivals unless a search finds it."""
     from jaxvllm.bench.samples import PrefixRepetition, Random
     from jaxvllm.bench.traffic import Traffic
     from jaxvllm.simulator.workload import Conversations
@@ -103,14 +104,17 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="a recorded load: .jsonl (Mooncake) or .csv (BurstGPT, Azure)"
     )
     group.add_argument("--load-seed", type=int, default=0, metavar="N", help="seed of the load (default: %(default)s)")
-    add_flags(parser, Traffic, "load: arrivals", skip=("max_concurrency",))
+    add_flags(parser, Traffic, "load: arrivals", skip=("max_concurrency", *(() if has_rate else ("request_rate",))))
     add_flags(parser, Random, "load: random")
     add_flags(parser, PrefixRepetition, "load: prefix_repetition")
     add_flags(parser, Conversations, "load: conversations")
 
 
-def chosen_workload(args: argparse.Namespace) -> "Workload":
-    """Returns the load that the flags describe. Raises ValueError when they contradict each other."""
+def chosen_workload(args: argparse.Namespace, most: int, command: str) -> "Workload":
+    """Returns the load that the flags describe. The lengths that are not given shrink to a model of `most` tokens.
+
+    Raises ValueError when the flags contradict each other, or give lengths that do not fit.
+    """
     from jaxvllm.bench.samples import PrefixRepetition, Random
     from jaxvllm.bench.traffic import Traffic
     from jaxvllm.simulator.trace import TraceWorkload
@@ -122,17 +126,24 @@ def chosen_workload(args: argparse.Namespace) -> "Workload":
     traffic = Traffic(**given(args, Traffic))
     match args.load:
         case "prefix_repetition":
-            return PrefixWorkload(traffic, PrefixRepetition(**given(args, PrefixRepetition)), args.load_seed)
+            chosen = given(args, PrefixRepetition)
+            prefixes: Any = fit_to_model(PrefixRepetition(**chosen), chosen, most, most, command)
+            return PrefixWorkload(traffic, prefixes, args.load_seed)
         case "conversations":
             return ConversationWorkload(traffic, Conversations(**given(args, Conversations)), args.load_seed)
-    return RandomWorkload(traffic, Random(**given(args, Random)), args.load_seed)
+    chosen = given(args, Random)
+    lengths: Any = fit_to_model(Random(**chosen), chosen, most, most, command)
+    return RandomWorkload(traffic, lengths, args.load_seed)
 
 
 def chosen_config(args: argparse.Namespace, table: "MeasuredCost | None") -> EngineConfig:
-    """Returns the engine's options. A table knows its model."""
+    """Returns the engine's options. A table knows its model. Raises ValueError for another one."""
     options = with_model(given(args, EngineConfig), args.model_name)
-    if table is not None and table.model:
-        options = {"model": table.model} | options
+    if table is not None and table.model and options.setdefault("model", table.model) != table.model:
+        raise ValueError(
+            f"--table {args.table} has the step times of {table.model}, not of {options['model']}: leave out the "
+            f"model, or measure that one: jaxvllm bench steps --model {options['model']} --output-json FILE.json"
+        )
     return EngineConfig.from_options(**options)
 
 
@@ -169,21 +180,19 @@ class Devices:
             {field: value * scales[field] for field, value in links.items() if value is not None},
         )
 
-    def limits(self, config: EngineConfig) -> tuple[int, int]:
-        """Returns the requests and the tokens of a step that the engine would choose, or that the config says."""
+    def deployment(self, config: EngineConfig) -> "Deployment":
+        """Returns the model on these devices, with the limits that the engine would choose, or that the config says."""
         from jaxvllm.planner.deployment import Deployment
 
-        deployment = Deployment.of_config(config, self.hf_config, self.name)
-        return deployment.max_num_seqs, deployment.max_num_batched_tokens
+        return Deployment.of_config(config, self.hf_config, self.name)
 
     def simulation(self, config: EngineConfig, pools: tuple[int, int] | None) -> "Simulation":
         """Returns the deployment with these options. Raises ValueError when it is impossible."""
-        from jaxvllm.planner.deployment import Deployment
         from jaxvllm.simulator.engine_setup import EngineSetup
         from jaxvllm.simulator.simulation import Pool, Simulation
         from jaxvllm.simulator.transfer import Transfer
 
-        deployment = Deployment.of_config(config, self.hf_config, self.name)
+        deployment = self.deployment(config)
         if deployment.stages > 1:
             raise NotImplementedError(f"mesh {config.mesh} has stages, which are not simulated: use a mesh of DxM")
         setup = EngineSetup.of_deployment(config, deployment)
@@ -204,13 +213,18 @@ class Devices:
 
 def _pools(args: argparse.Namespace) -> tuple[int, int] | None:
     if args.pools is None:
-        if args.kv_bandwidth is not None or args.kv_latency_ms is not None:
-            raise ValueError("--kv-bandwidth and --kv-latency-ms are of --pools P+D, which is not given")
+        check_no_links(args, "--pools P+D")
         return None
     pools = _POOLS.fullmatch(args.pools)
     if pools is None:
         raise ValueError(f"--pools must be P+D, such as 2+6, not {args.pools}")
     return int(pools[1]), int(pools[2])
+
+
+def check_no_links(args: argparse.Namespace, pools: str) -> None:
+    """Raises ValueError for flags of what is between pools. `pools` is the flag that would make some."""
+    if args.kv_bandwidth is not None or args.kv_latency_ms is not None:
+        raise ValueError(f"--kv-bandwidth and --kv-latency-ms are of {pools}, which is not given")
 
 
 def read_table(path: Path | None) -> "MeasuredCost | None":
@@ -228,10 +242,12 @@ def _run(args: argparse.Namespace) -> int:
 
         check_plot(args.plot)
     figures = Figures.of_flags(args)
-    workload = chosen_workload(args)
     table = read_table(args.table)
     config = chosen_config(args, table)
-    result = Devices.of_flags(args, config, table).simulation(config, _pools(args)).run(workload)
+    devices = Devices.of_flags(args, config, table)
+    workload = chosen_workload(args, devices.deployment(config).max_model_len, "simulate")
+    result = devices.simulation(config, _pools(args)).run(workload)
+    result.check_served()
     run = result.run(figures.names, figures.percentiles, figures.goodput)
     if args.json:
         pools = {pool.name: pool.record() for pool in result.pools}

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.request import FinishReason, Request
-from jaxvllm.core.slots import SlotIds, SlotTable
+from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import Finished, Ints, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -63,19 +63,24 @@ class ConstrainedRows:
 
         That is 1 if one of them waits for a mask or starts again, and never more than one of them may get.
         """
-        if self.waits(decode).any():
+        if not len(decode) or some(self.waits(decode)):
             return 1
-        return int(self.most(decode, width).max(initial=1))
+        return int(self.most(decode, width).max())
 
     def waits(self, decode: SlotIds) -> NDArray[np.bool_]:
         """Which of the slots `decode` wait for a mask in their next step, or start again, bool[len(decode)]."""
-        waits: NDArray[np.bool_] = (self._num_guesses[decode] == 0) | self._starts_again[decode]
-        return waits & self._slots.is_constrained[decode]
+        waits: NDArray[np.bool_] = self._slots.is_constrained[decode]
+        if some(waits):
+            waits &= (self._num_guesses[decode] == 0) | self._starts_again[decode]
+        return waits
 
     def most(self, decode: SlotIds, width: int) -> Ints:
         """How many tokens, `width` at most, each of `decode` may get in a step: a constrained one what it guesses."""
+        most = np.full(len(decode), width, np.int32)
         is_constrained = self._slots.is_constrained[decode]
-        return np.where(is_constrained, np.clip(self._num_guesses[decode], 1, width), np.int32(width))
+        if some(is_constrained):
+            most[is_constrained] = np.clip(self._num_guesses[decode[is_constrained]], 1, width)
+        return most
 
     def forced(self, at: SlotIds, room: int) -> dict[int, list[int]]:
         """The tokens behind the known ones of the constrained slots `at` that are to be computed at once, by slot.
@@ -124,13 +129,13 @@ class ConstrainedRows:
         self._slots.append_forced(slot, tokens)
         advance(self._tenant(slot), tokens)
 
-    def masked(self, rows: Ints, num_decode: int, max_new: Ints) -> NDArray[np.bool_] | None:
+    def masked(self, rows: SlotIds, num_decode: int, max_new: Ints) -> NDArray[np.bool_] | None:
         """Which `rows` of a plan, decode rows first, wait for a mask, bool[R]. None: none of them does."""
-        waits = self._slots.is_constrained[rows] & (max_new > 0)
-        if not waits.any():
+        if not some(self._slots.is_constrained):
             return None
+        waits = self._slots.is_constrained[rows] & (max_new > 0)
         waits[:num_decode] &= self._num_guesses[rows[:num_decode]] == 0
-        return waits if waits.any() else None
+        return waits if some(waits) else None
 
     def masks(self, plan: StepPlan, num_words: int) -> tuple[list[tuple[int, Ints]], list[Finished]]:
         """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].

@@ -104,30 +104,29 @@ class FullGroup:
         if count <= 0:
             return PageEntries.none()
         pages = self.pool.allocate(count)
-        columns = np.arange(held, held + count, dtype=np.int32)
-        self.table[slot, columns] = pages
+        self.table[slot, held : held + count] = pages
         self.end[slot] = held + count
-        return PageEntries(np.full(count, slot, np.int32), columns, pages)
+        return PageEntries(np.full(count, slot, np.int32), np.arange(held, held + count, dtype=np.int32), pages)
 
     def grow(self, slots: SlotIds, ends: Ints) -> PageEntries | None:
         """Gives each of `slots` the pages for its first `ends[i]` tokens. None when there are not enough."""
         size = self.pool.page_size
         held = self.end[slots]
-        opens = ends > held * size
-        if not opens.any():
+        opens = (ends > held * size).nonzero()[0]
+        if not len(opens):
             return PageEntries.none()
-        at, held = slots[opens].astype(np.int32), held[opens]
+        at, held = slots[opens], held[opens]
         counts = -(-ends[opens] // size) - held
         if not self._has_room(at, counts):
             return None
-        total = int(counts.sum())
-        columns = (np.repeat(held, counts) + np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)).astype(
-            np.int32
-        )
-        entries = PageEntries(np.repeat(at, counts), columns, self.pool.allocate(total))
-        self.table[entries.slots, columns] = entries.pages
         self.end[at] = held + counts
-        return entries
+        total = int(counts.sum())
+        if total > len(at):  # else it is one page each, as in nearly every step
+            first = np.cumsum(counts) - counts
+            at, held = at.repeat(counts), (held - first).repeat(counts) + np.arange(total)
+        pages = self.pool.allocate(total)
+        self.table[at, held] = pages
+        return PageEntries(at.astype(np.int32), held.astype(np.int32), pages)
 
     def undo(self, entries: PageEntries) -> None:
         """Takes back what `grow` gave."""
@@ -396,7 +395,7 @@ class KVCache:
 
     def cover(self, slot: int, num_tokens: int) -> tuple[PageEntries, ...]:
         """Gives `slot` the pages that its next chunk lacks, which ends behind `num_tokens` tokens."""
-        return tuple(group.cover(slot, num_tokens) for group in self.groups)
+        return tuple([group.cover(slot, num_tokens) for group in self.groups])
 
     def grow(self, slots: SlotIds, ends: Ints) -> tuple[PageEntries, ...] | None:
         """Gives each of `slots` the pages for its first `ends[i]` tokens. None when there are not enough."""
@@ -497,7 +496,7 @@ class KVCache:
     def tables(self, slot: int) -> Ints:
         """A copy of the page tables of `slot`, up to the last column of any group: i32[groups, columns]."""
         count = max(int(group.end[slot]) for group in self.groups)
-        return np.stack([group.table[slot, :count] for group in self.groups])
+        return np.array([group.table[slot, :count] for group in self.groups])
 
     def pages(self, slot: int, first: int, count: int) -> tuple[Ints, ...]:
         """Copies of `count` columns of the page tables of `slot` from column `first` on: i32[count] of each group."""

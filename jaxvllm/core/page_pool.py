@@ -35,8 +35,10 @@ def extend_page_hashes(
     start of the prompt on. `salt` seeds the chain: requests with different salts never share a page.
     """
     parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"salt:" + salt.encode()).digest()
-    for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
-        parent = hashlib.sha256(parent + token_ids[start : start + page_size].tobytes()).digest()
+    tokens = token_ids[len(hashes) * page_size :].tobytes()
+    page_bytes = page_size * token_ids.itemsize
+    for end in range(page_bytes, len(tokens) + 1, page_bytes):
+        parent = hashlib.sha256(parent + tokens[end - page_bytes : end]).digest()
         hashes.append(parent)
     return hashes
 
@@ -65,7 +67,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, TRASH_PAGE, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_of_hash: dict[bytes, int] = {}
-        self._hash_of_page: dict[int, bytes] = {}
+        self._hash_of_page: list[bytes | None] = [None] * num_pages
 
     @property
     def num_available(self) -> int:
@@ -92,14 +94,16 @@ class PagePool:
 
     def is_findable(self, page: int) -> bool:
         """Whether `match` can return `page`."""
-        return page in self._hash_of_page
+        return self._hash_of_page[page] is not None
 
     def num_cached(self, pages: Iterable[int]) -> int:
         """How many of `pages` nobody owns: sharing them takes that many from `num_available`."""
-        return sum(page in self._cached for page in pages)
+        return sum([page in self._cached for page in pages])
 
     def share(self, pages: Sequence[int]) -> None:
         """Adds one owner to each of `pages`, which come from `match` or have an owner."""
+        if not pages:
+            return
         for page in pages:
             self._cached.pop(page, None)
         self.ref_counts[list(pages)] += 1
@@ -110,13 +114,8 @@ class PagePool:
         split = max(len(self._free) - count, 0)
         taken = self._free[split:]
         del self._free[split:]
-        while len(taken) < count:
-            page, _ = self._cached.popitem(last=False)
-            digest = self._hash_of_page.pop(page)
-            del self._page_of_hash[digest]
-            if self._on_eviction is not None:
-                self._on_eviction(digest)
-            taken.append(page)
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
         pages = np.array(taken, np.int32)
         self.ref_counts[pages] = 1
         return pages
@@ -130,28 +129,42 @@ class PagePool:
         new: list[int] = []
         if not self.enable_prefix_caching:
             return new
+        page_of_hash, hash_of_page = self._page_of_hash, self._hash_of_page
         for place, (page, digest) in enumerate(zip(pages, hashes, strict=True)):
-            if digest not in self._page_of_hash and page not in self._hash_of_page:
-                self._page_of_hash[digest] = page
-                self._hash_of_page[page] = digest
+            if hash_of_page[page] is None and page_of_hash.setdefault(digest, page) == page:
+                hash_of_page[page] = digest
                 new.append(place)
         return new
 
     def release(self, pages: Pages) -> None:
         """Takes one owner from each of `pages` (in request order). The tail becomes evictable before the head."""
         self.ref_counts[pages] -= 1
+        hash_of_page = self._hash_of_page
         for page in pages[self.ref_counts[pages] == 0][::-1].tolist():
-            if page in self._hash_of_page:
-                self._cached[page] = None
-            else:
+            if hash_of_page[page] is None:
                 self._free.append(page)
+            else:
+                self._cached[page] = None
 
     def reset_prefix_cache(self) -> None:
         """Forgets every prefix (for example after a change of weights). Owned pages stay owned."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._page_of_hash.clear()
-        self._hash_of_page.clear()
+        self._hash_of_page = [None] * self.num_pages
+
+    def _evict(self, count: int) -> list[int]:
+        """Takes the `count` pages of the least recently used prefixes."""
+        popitem, hash_of_page, page_of_hash = self._cached.popitem, self._hash_of_page, self._page_of_hash
+        pages = [popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            digest = hash_of_page[page]
+            assert digest is not None, "a cached page has no hash"
+            hash_of_page[page] = None
+            del page_of_hash[digest]
+            if self._on_eviction is not None:
+                self._on_eviction(digest)
+        return pages
 
     def check_invariants(self, owners: Iterable[Pages]) -> None:
         """Asserts that `owners`, the page lists of all running requests, account for every page exactly."""
@@ -166,6 +179,7 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not (owned & free or owned & cached or free & cached), "a page is in two places"
         assert len(owned) + len(free) + len(cached) == self.num_pages - 1, "a page leaked"
-        assert cached <= self._hash_of_page.keys(), "a cached page has no hash"
-        assert not free & self._hash_of_page.keys(), "a free page still has a hash"
-        assert {page: digest for digest, page in self._page_of_hash.items()} == self._hash_of_page
+        hashes = {page: digest for page, digest in enumerate(self._hash_of_page) if digest is not None}
+        assert cached <= hashes.keys(), "a cached page has no hash"
+        assert not free & hashes.keys(), "a free page still has a hash"
+        assert {page: digest for digest, page in self._page_of_hash.items()} == hashes

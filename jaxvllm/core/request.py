@@ -250,4 +250,6 @@ class Request:
 
     def hashes(self, page_size: int) -> list[bytes]:
         """Returns the hash chain of all full pages of `token_ids()`. Each page is hashed once in a request's life."""
-        return extend_page_hashes(self.page_hashes, self.token_ids(), page_size, self.asked.prompt.cache_salt)
+        if len(self.page_hashes) < self.num_tokens // page_size:
+            extend_page_hashes(self.page_hashes, self.token_ids(), page_size, self.asked.prompt.cache_salt)
+        return self.page_hashes

@@ -22,7 +22,7 @@ from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.page_loads import PageLoad, PageLoads, PageSave, PageSource
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.request import FinishReason, QueueKey, Request
-from jaxvllm.core.slots import SlotIds, SlotTable
+from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
     NOT_SCORED,
     SCORE_BATCH,
@@ -107,9 +107,7 @@ class Scheduler:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens of the running requests' prompts that no step so far computes."""
-        slots = self.slots
-        prefilling = slots.prefilling()
-        return int((slots.prefill_len[prefilling] - slots.num_computed[prefilling]).sum())
+        return self._num_uncomputed(self.slots.prefilling())
 
     @property
     def num_running(self) -> int:
@@ -187,7 +185,8 @@ class Scheduler:
         decoding = self.slots.decoding()
         decode = self._next_rows(decoding)
         leaves_out = len(decode) < len(decoding)
-        constrained = decode[self.slots.is_constrained[decode]]
+        is_constrained = self.slots.is_constrained
+        constrained = decode[is_constrained[decode]] if some(is_constrained) else decode[:0]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
         widest = (1, 0) if forced else self._widest(decode, num_steps, num_drafts)
         # Waiting requests get pages before those that only a wide step needs.
@@ -206,9 +205,11 @@ class Scheduler:
         num_decode_tokens = len(decode) + self._constrained.num_extra(forced)
         budget = most - (num_decode_tokens if mixes else 0)
         if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
+            running = self.slots.prefilling()
             if sizes is not None:
-                budget = self._fit(sizes, budget, num_decode_tokens if mixes else 0, len(decode) if mixes else 0)
-            budget = self._continue_prefills(chunks, opened, budget)
+                rows = (num_decode_tokens, len(decode)) if mixes else (0, 0)
+                budget = self._fit(sizes, budget, running, *rows)
+            budget = self._continue_prefills(chunks, opened, running, budget)
             if not preempts:
                 # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
                 self._admit(chunks, admissions, budget, room)
@@ -257,12 +258,12 @@ class Scheduler:
         Where a prompt is computed, or somebody wants more of each token, that is one token.
         """
         slots = self.slots
-        if num_steps == 1 + num_drafts == 1 or self._beams or slots.wants_distributions[decode].any():
+        if self._waiting_ids:  # for a slot or pages, which this step may free
+            num_steps = 1
+        if num_steps == 1 + num_drafts == 1 or self._beams or some(slots.wants_distributions[decode]):
             return 1, 0
         if len(slots.prefilling()):
             return 1, 0
-        if self._waiting_ids:  # for a slot or pages, which this step may free
-            num_steps = 1
         width = self._constrained.width(decode, num_steps * (1 + num_drafts))
         if width <= num_drafts:  # not even one step with all of its drafts
             return min(width, num_steps), 0
@@ -274,16 +275,17 @@ class Scheduler:
         A row that yielded fewer tokens than it might have is that much shorter than `schedule` took it for.
         """
         slots = self.slots
-        is_present = slots.epoch[plan.slots] == plan.epochs
+        of_rows = plan.slots.astype(np.intp)  # numpy would do it again wherever the slots are an index
+        is_present = slots.epoch[of_rows] == plan.epochs
         scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
-        rows = np.flatnonzero(is_present & plan.samples)
-        at = plan.slots[rows]
+        rows = (is_present & plan.samples).nonzero()[0]
+        at = of_rows[rows]
         tokens, counts = output.tokens[rows], output.counts[rows]  # copies
         refused: dict[int, Finished] = {}
-        if is_constrained := bool(slots.is_constrained[at].any()):
+        if is_constrained := some(slots.is_constrained):
             refused = self._constrained.take(plan, rows, at, tokens, counts)
         missing = plan.max_new[rows] - counts
-        if missing.any():
+        if np.count_nonzero(missing):
             slots.num_tokens[at] -= missing
             slots.num_computed[at] -= missing
         num_outputs = slots.num_known[at] - slots.num_prompt[at]
@@ -293,8 +295,8 @@ class Scheduler:
         # The device ends a row behind its first stop id, so only the last token can be one.
         last = tokens[:, 0] if plan.width == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
         yields = counts > 0
-        stops = (slots.stop_ids[at] == last[:, None]).any(axis=1) & yields
-        if stops.any():
+        stops = slots.stops(at, last) & yields
+        if some(stops):
             stops &= num_outputs + counts > slots.min_tokens[at]
             # The device computes no KV of a stop token, although a step in flight was planned to.
             slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
@@ -306,14 +308,14 @@ class Scheduler:
         if refused:  # a request may end behind forced tokens
             reports = yields.copy()
             reports[list(refused)] = True
-        num_forced = np.where(reports, slots.num_unreported[at], 0)
-        started = tuple(self._tenant(slot) for slot in at[reports & (num_outputs == num_forced)])
-        emitted = tuple(self._emitted(rows, at, tokens, counts, num_forced)) if slots.watched[at].any() else ()
-        if num_forced.any():
+        num_forced = slots.num_unreported[at] * reports
+        started = tuple([self._tenant(slot) for slot in at[reports & (num_outputs == num_forced)].tolist()])
+        emitted = tuple(self._emitted(rows, at, tokens, counts, num_forced)) if some(slots.watched) else ()
+        if np.count_nonzero(num_forced):
             slots.num_unreported[at[reports]] = 0
         finished = [
             _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
-            for i in np.flatnonzero(ends | repeats)
+            for i in (ends | repeats).nonzero()[0]
         ]
         finished += [end for index, end in refused.items() if not (ends | repeats)[index]]
         for end in finished:
@@ -366,6 +368,8 @@ class Scheduler:
         Where the last token of a row `ends` it anyhow, that is its end.
         """
         repeats = np.zeros(len(at), np.bool_)
+        if not some(self.slots.detects_repetition):
+            return repeats
         for index in np.flatnonzero(self.slots.detects_repetition[at]):
             request, count = self._tenant(at[index]), int(counts[index])
             assert request.repetition is not None
@@ -464,18 +468,22 @@ class Scheduler:
         self._enqueue(request, watched)
         return request
 
+    def preempt_all(self) -> None:
+        """Returns all running requests to the queue, without their pages. Their tokens stay the same."""
+        while self._slot_of:
+            self._preempt_last()
+
     # Prefill: chunks of running prompts first, then new requests in queue order.
 
-    def _fit(self, sizes: StepSizes, budget: int, num_decode_tokens: int, num_decode: int) -> int:
+    def _fit(self, sizes: StepSizes, budget: int, prefilling: SlotIds, num_decode_tokens: int, num_decode: int) -> int:
         """The budget, or less where a smaller step and another one are quicker than one that is mostly padding.
 
         Prompts that are cached in part, or find no pages, need less than is counted here: then the cut is none. Where
         more wait than there are slots, the count is a guess.
         """
-        slots = self.slots
-        num_tokens = self.num_uncomputed_tokens
-        num_rows = num_decode + len(slots.prefilling())
-        most_rows = num_rows + slots.num_free
+        num_tokens = self._num_uncomputed(prefilling)
+        num_rows = num_decode + len(prefilling)
+        most_rows = num_rows + self.slots.num_free
         for _, request, _ in self._waiting:
             if num_tokens >= budget or num_rows == most_rows:
                 break
@@ -487,8 +495,11 @@ class Scheduler:
         cut = sizes.prompt_tokens(num_decode_tokens, num_tokens, num_rows)
         return cut if cut < num_tokens else budget
 
-    def _continue_prefills(self, chunks: list[_Chunk], opened: list[Opened], budget: int) -> int:
-        for slot in sorted(self.slots.prefilling().tolist(), key=lambda slot: self._tenant(slot).key):
+    def _num_uncomputed(self, prefilling: SlotIds) -> int:
+        return int((self.slots.prefill_len[prefilling] - self.slots.num_computed[prefilling]).sum())
+
+    def _continue_prefills(self, chunks: list[_Chunk], opened: list[Opened], prefilling: SlotIds, budget: int) -> int:
+        for slot in sorted(prefilling.tolist(), key=lambda slot: self._tenant(slot).key):
             if budget == 0:
                 break
             chunk = self._next_chunk(slot, budget, chunks)
@@ -651,10 +662,10 @@ class Scheduler:
     ) -> StepPlan:
         slots = self.slots
         num_decode, num_rows = len(decode), len(decode) + len(chunks)
-        rows = np.concatenate([decode, np.array([chunk.slot for chunk in chunks], np.int64)]).astype(np.int32)
+        rows = np.concatenate([decode, [chunk.slot for chunk in chunks]], dtype=np.intp) if chunks else decode
         starts = slots.num_computed[rows]
         lengths = np.ones(num_rows, np.int32)
-        max_new = np.ones(num_rows, np.int32)
+        max_new = lengths.copy()
         if width > 1:
             most = self._constrained.most(decode, width)
             max_new[:num_decode] = np.minimum(most, slots.limit[decode] - slots.num_tokens[decode])
@@ -667,10 +678,10 @@ class Scheduler:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
                 if self._tenant(chunk.slot).wants_wide_scores:
                     wide_rows.append(row)
-        distributions = slots.wants_distributions[rows]
+        distributions = slots.wants_distributions[rows] if some(slots.wants_distributions) else None
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
-            slots=rows,
+            slots=rows.astype(np.int32),
             epochs=slots.epoch[rows],
             starts=starts,
             lengths=lengths,
@@ -679,11 +690,11 @@ class Scheduler:
             num_decode=num_decode,
             token_ids=np.concatenate(inputs) if inputs else np.empty(0, np.int32),
             next_tokens=next_tokens,
-            wants_logprobs=bool(slots.wants_logprobs[rows].any()),
+            wants_logprobs=some(slots.wants_logprobs) and some(slots.wants_logprobs[rows]),
             width=width,
             num_drafts=num_drafts,
             masked=self._constrained.masked(rows, num_decode, max_new),
-            distributions=distributions & (max_new > 0) if distributions.any() else None,
+            distributions=None if distributions is None or not some(distributions) else distributions & (max_new > 0),
             wide_scores=np.isin(np.arange(num_rows), wide_rows) if wide_rows else None,
             admissions=tuple(admissions),
         )

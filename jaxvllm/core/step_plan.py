@@ -194,6 +194,18 @@ class StepOutput:
     drafts: DraftCounts | None = None  # of the plan's rows, if it has drafts
     were_drafts: NDArray[np.bool_] | None = None  # bool[R, W]: tokens that were accepted drafts; None: no token was
 
+    @property
+    def num_steps(self) -> Ints:
+        """i32[R]: decode steps in which each row took part.
+
+        Each yields accepted drafts and a token behind them, but for a row's last one, which may end with a draft.
+        """
+        if self.were_drafts is None:
+            return self.counts
+        last = np.take_along_axis(self.were_drafts, np.maximum(self.counts - 1, 0)[:, None], axis=1)[:, 0]
+        steps: Ints = self.counts - self.were_drafts.sum(axis=1, dtype=np.int32) + last
+        return steps
+
 
 @dataclass(frozen=True)
 class Emitted:

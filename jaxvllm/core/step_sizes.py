@@ -46,4 +46,4 @@ class StepSizes:
 
     def _padded(self, num_tokens: int, num_rows: int) -> int | None:
         """Returns the tokens of the smallest size that holds so many tokens and rows; None if there is none."""
-        return min((tokens for tokens, rows in self.sizes if tokens >= num_tokens and rows >= num_rows), default=None)
+        return min([tokens for tokens, rows in self.sizes if tokens >= num_tokens and rows >= num_rows], default=None)

@@ -1,6 +1,7 @@
-"""Whether decode steps should have drafts: what they bring and cost is measured while the engine serves."""
+"""How many drafts decode steps should have, if any: what they bring and cost is measured while the engine serves."""
 
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -9,11 +10,16 @@ from statistics import fmean
 WINDOW = 8
 # A kind that is slower is tried so many calls on end, after a pause of other calls, since what the rows write changes,
 # and so does the machine's time. Each try that changes nothing makes the pause twice as long, and it is as long as it
-# takes for tries to cost no more than this share of the time.
+# takes for all tries to cost no more than this share of the time.
 TRY = 4
 FIRST_PAUSE = 16
 LONGEST_PAUSE = 512
 MOST_FOR_TRIES = 0.02
+# So long is the pause of a kind that would not pay if all of its drafts were right: only the machine can change that.
+HOPELESS_PAUSE = 8192
+# Drafts must be so much quicker than none. Medians of eight calls differ by that much where nothing differs: n-grams in
+# text that hardly repeats itself were chosen half of the time, and cost 10%.
+LEAST_GAIN = 1.1
 
 
 @dataclass
@@ -26,6 +32,11 @@ class _Window:
     def is_known(self) -> bool:
         return len(self.values) >= TRY
 
+    def forget_all_but(self, count: int) -> None:
+        """Keeps the newest `count` values."""
+        while len(self.values) > count:
+            self.values.popleft()
+
     @property
     def middle(self) -> float:
         quarter = len(self.values) // 4
@@ -33,88 +44,163 @@ class _Window:
 
 
 @dataclass
-class _Measured:
-    """What decode steps of some number of rows took and brought."""
+class _Kind:
+    """What decode steps with some number of drafts, or none, took and brought, and when they are tried again."""
 
-    plain: _Window = field(default_factory=_Window)  # seconds of a step
-    drafted: _Window = field(default_factory=_Window)
-    tokens: _Window = field(default_factory=_Window)  # of a row in a step with drafts
+    seconds: _Window = field(default_factory=_Window)  # of a step
+    tokens: _Window = field(default_factory=_Window)  # of a row in a step
+    most: float = 1.0  # tokens of a row in a step, if all drafts are right
     catching_up: float = 0.0  # seconds of a step in the last call that computed what its proposer had missed
-    paid: bool | None = None  # what `pays` was when it was measured last; None: never
     pause: int = FIRST_PAUSE
-    calls_left: int = 0  # before one of the slower kind is tried
+    calls_left: int = -1  # before it is tried
     tried: int = 0  # calls of the try under way
 
     @property
     def is_known(self) -> bool:
-        return self.plain.is_known and self.drafted.is_known
+        return self.seconds.is_known
 
     @property
-    def pays(self) -> bool:
-        """Whether a row gets its tokens sooner by steps with drafts."""
-        return self.is_known and self.tokens.middle * self.plain.middle > self.drafted.middle
+    def token_seconds(self) -> float:
+        """How long a row waits for a token."""
+        return self.seconds.middle / self.tokens.middle
 
-    def measured(self, was_drafted: bool) -> None:
-        """Plans the next try, when one has ended or the quicker kind is another now."""
-        if not self.is_known:
-            return
-        if self.pays != self.paid:
-            self.paid, self.pause = self.pays, FIRST_PAUSE
-        else:
-            self.tried += self.calls_left < 0 and was_drafted != self.pays
-            if self.tried < TRY:
-                return
-        self.calls_left, self.tried = max(self.pause, int(self._loss / MOST_FOR_TRIES)), 0
+    def plan_try(self, least: float) -> None:
+        """Plans the next try behind as many calls as the pause says, and `least` at least."""
+        self.calls_left, self.tried = max(self.pause, int(least)), 0
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
-    @property
-    def _loss(self) -> float:
-        """What a try loses, in calls of the quicker kind, which would bring its tokens sooner."""
-        plain, drafted = self.plain.middle, self.drafted.middle / self.tokens.middle  # for a token of a row
-        if self.pays:
-            return TRY * (plain / drafted - 1) / self.tokens.middle
-        extra = max(self.catching_up - self.drafted.middle, 0.0)
-        return TRY * (drafted / plain - 1) * self.tokens.middle + extra / plain
+
+@dataclass
+class _Measured:
+    """What is known of decode steps of some number of rows."""
+
+    kinds: dict[int, _Kind] = field(default_factory=lambda: {0: _Kind()})  # by the drafts that a row may have
+    best: int = 0  # when it was measured last
+    # Whether steps without drafts were measured again. The first calls of an engine are slow: such steps took 0.28 ms,
+    # and 0.14 later. With drafts they took 0.16, so that drafts stayed for seventy requests and cost a tenth.
+    is_confirmed: bool = False
+
+    def best_of(self, kinds: Collection[int]) -> int:
+        """The kind by which a row waits least for a token, of those that are known."""
+        known = {number: self.kinds[number].token_seconds for number in kinds if self.kinds[number].is_known}
+        if 0 in known:
+            known[0] /= LEAST_GAIN
+        return min(known, key=lambda number: known[number], default=0)
+
+    def may_pay(self, number: int) -> bool:
+        """Whether steps with so many drafts would be quicker than those with none, if all drafts were right.
+
+        If they were not measured, their time is taken to lie on a line with those that were.
+        """
+        kind, plain = self.kinds[number], self.kinds[0].seconds
+        drafted = [one for other, one in self.kinds.items() if other and one.is_known and one.most > 1]
+        if not plain.is_known:
+            return True
+        if kind.is_known:
+            seconds = kind.seconds.middle
+        elif drafted:
+            share = (kind.most - 1) / (drafted[0].most - 1)
+            seconds = plain.middle + share * (drafted[0].seconds.middle - plain.middle)
+        else:
+            return True
+        return LEAST_GAIN * seconds < kind.most * plain.middle
+
+    def next(self, numbers: Collection[int], soon: int) -> int:
+        """The kind that was never measured, or whose try is due in fewer than `soon` calls, or else the quickest."""
+        for number in numbers:
+            if not self.kinds[number].is_known and self.may_pay(number):
+                return number
+        best = self.best_of(numbers)
+        others = [number for number in numbers if number != best and self.kinds[number].is_known]
+        return next((number for number in others if self.kinds[number].calls_left < soon), best)
+
+    def measured(self, number: int) -> None:
+        """Plans the next try, when one has ended or another kind is the quickest now."""
+        before, self.best = self.best, self.best_of(self.kinds)
+        if self.best != before:
+            for other, kind in self.kinds.items():
+                if kind.is_known and other != self.best:
+                    kind.pause = FIRST_PAUSE
+                    self._plan_try(other)
+        elif number != self.best:
+            kind = self.kinds[number]
+            if kind.calls_left >= 0:  # it was no try, but has cost as much as a call of one
+                kind.calls_left += int(self._loss(kind) / TRY / MOST_FOR_TRIES)
+                return
+            kind.tried += 1
+            if kind.is_known and kind.tried >= TRY:
+                if not number and not self.is_confirmed:
+                    self.is_confirmed = True
+                    kind.seconds.forget_all_but(TRY)
+                self._plan_try(number)
+
+    def _plan_try(self, number: int) -> None:
+        kind = self.kinds[number]
+        if not number and not self.is_confirmed:
+            kind.plan_try(FIRST_PAUSE)
+        elif not number or self.may_pay(number):
+            kind.plan_try(self._loss(kind) / MOST_FOR_TRIES)
+        else:
+            kind.plan_try(HOPELESS_PAUSE)
+
+    def _loss(self, kind: _Kind) -> float:
+        """What tries of all kinds lose if they are like `kind`, in calls of the quickest."""
+        best = self.kinds[self.best]
+        lost = TRY * (kind.seconds.middle - kind.tokens.middle * best.token_seconds)
+        if not self.best:
+            lost += max(kind.catching_up - kind.seconds.middle, 0.0)
+        return lost * (len(self.kinds) - 1) / best.seconds.middle
 
 
 class DraftPace:
-    """Decides by the time that a token of a row takes with drafts and without them, for each number of rows."""
+    """Decides by the time that a row waits for a token with each number of drafts, for each number of rows."""
 
-    def __init__(self, catches_up: bool = False) -> None:
-        """`catches_up`: the first step with drafts behind plain ones computes what its proposer missed of these."""
+    def __init__(self, catches_up: bool = False, follows_plain: bool = False) -> None:
+        """`catches_up`: the first step with drafts behind plain ones computes what its proposer missed of these.
+
+        `follows_plain`: plain steps take longer where the proposer follows them, so that those which are to be measured
+        are blind.
+        """
         self._catches_up = catches_up
+        self._follows_plain = follows_plain
         self._was_plain = True
         self._measured: dict[int, _Measured] = {}  # by the bit length of the number of rows
 
-    def wants_drafts(self, num_rows: int) -> bool:
-        """Whether the next call, of one step or a few with `num_rows` rows, should have drafts."""
+    def choose(self, num_rows: int, most: Mapping[int, float]) -> int:
+        """How many drafts a row may have in the next call, of one step or a few with `num_rows` rows.
+
+        It is 0 or one of `most`, which tells how many tokens a row gets in a step if all of these drafts are right.
+        What was never measured comes first: steps without drafts, and then those of `most` in their order.
+        """
         of = self._of(num_rows)
-        if not of.is_known:
-            return of.plain.is_known
-        of.calls_left -= 1
-        return of.pays != (of.calls_left < 0)
+        for number, tokens in most.items():
+            of.kinds.setdefault(number, _Kind()).most = tokens
+        possible = (0, *most)
+        for number in possible:
+            of.kinds[number].calls_left -= number != of.best
+        return of.next(possible, soon=0)
 
     def may_be_blind(self, num_rows: int) -> bool:
-        """Whether steps of so many rows need no proposer to follow them: drafts do not pay, and no try is due."""
-        of = self._of(num_rows)
-        return of.is_known and not of.pays and of.calls_left > 0
+        """Whether steps of so many rows need no proposer to follow them: drafts do not pay, and no try is due.
 
-    def plain(self, num_rows: int, seconds: float) -> None:
-        """Takes in that decode steps without drafts took `seconds` each."""
-        self._was_plain = True
+        Steps that are to be measured without a proposer must have none.
+        """
         of = self._of(num_rows)
-        of.plain.values.append(seconds)
-        of.measured(was_drafted=False)
+        if of.next(of.kinds, soon=1):
+            return False
+        return self._follows_plain or (len(of.kinds) > 1 and not of.best and of.kinds[0].is_known)
 
-    def drafted(self, num_rows: int, seconds: float, tokens: float) -> None:
-        """Takes in that steps with drafts took `seconds` each, and brought each row `tokens` on average."""
+    def measured(self, num_rows: int, num_drafts: int, seconds: float, tokens: float) -> None:
+        """Takes in that decode steps took `seconds` each, and brought each row `tokens` on average."""
         of = self._of(num_rows)
-        if self._catches_up and self._was_plain:
-            self._was_plain, of.catching_up = False, seconds
+        kind = of.kinds.setdefault(num_drafts, _Kind())
+        was_plain, self._was_plain = self._was_plain, not num_drafts
+        if self._catches_up and num_drafts and was_plain:
+            kind.catching_up = seconds
             return
-        of.drafted.values.append(seconds)
-        of.tokens.values.append(tokens)
-        of.measured(was_drafted=True)
+        kind.seconds.values.append(seconds)
+        kind.tokens.values.append(tokens)
+        of.measured(num_drafts)
 
     def _of(self, num_rows: int) -> _Measured:
         return self._measured.setdefault(num_rows.bit_length(), _Measured())

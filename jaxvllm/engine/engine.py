@@ -313,11 +313,22 @@ class Engine:
         """Returns reports of the steps read since the last call: at most the `MAX_REPORTS` latest of each replica."""
         return [report for replica in self.replicas for report in replica.take_reports()]
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix. Running requests keep their pages."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets every cached prefix, and returns True, as vLLM does. The arguments are vLLM's, too.
+
+        Running requests keep their pages, or with `reset_running_requests` compute all their tokens again.
+        With `reset_connector`, what a connector keeps outside of the pool is forgotten as well.
+        """
         for replica in self.replicas:
+            if reset_running_requests:
+                replica.scheduler.preempt_all()
+            if reset_connector and replica.traffic is not None:
+                replica.traffic.forget(replica.scheduler)
             replica.scheduler.cache.reset_prefix_cache()
             replica.publish()
+        if reset_connector and self._connector is not None:
+            self._connector.reset()
+        return True
 
     def wait_until_compiled(self) -> None:
         """Blocks until every bucket of every replica is compiled. Nothing compiles afterwards."""

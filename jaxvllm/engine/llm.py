@@ -160,9 +160,13 @@ class LLM:
         """Blocks until every bucket is compiled. Nothing compiles afterwards."""
         self.engine.wait_until_compiled()
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets every cached prefix, so that the next prompts are computed from their first token."""
-        self.engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets every cached prefix, so that the next prompts are computed from their first token. Returns True.
+
+        With `reset_connector`, pages that `kv_transfer_config` keeps outside of the pool are forgotten as well. With
+        `reset_running_requests`, requests that run compute all their tokens again.
+        """
+        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""

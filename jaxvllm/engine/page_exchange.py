@@ -34,12 +34,13 @@ def page_format(
     spec = resolved.spec
     dummy = f"dummy {config.seed}" if config.load_format == "dummy" else ""
     model = " ".join((weights_name(directory), dummy, str(np.dtype(resolved.dtype)), config.speculative_config or ""))
-    copies, num_groups = Spread.on(spec, mesh).kv_copies, len(shape.groups(spec))
+    copies, groups = Spread.on(spec, mesh).kv_copies, shape.groups(spec)
     arrays = []
     for at, pages in enumerate(shape.pages(spec, backend, mesh)):
-        num_layers, _, num_heads, page_size, width = pages.shape
-        of = copies if at < num_groups else 1
-        arrays.append(PageArray(num_layers, num_heads // of, page_size, width, np.dtype(pages.dtype), of))
+        num_held, _, num_heads, page_size, width = pages.shape
+        num_layers, of = (len(groups[at].layers), copies) if at < len(groups) else (num_held, 1)
+        zeros = num_held - num_layers
+        arrays.append(PageArray(num_layers, num_heads // of, page_size, width, np.dtype(pages.dtype), of, zeros))
     return PageFormat(model, tuple(arrays))
 
 

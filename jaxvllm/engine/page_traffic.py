@@ -92,6 +92,14 @@ class PageTraffic:
         """Forgets the loads: the scheduler that wanted them is gone."""
         self._loads.clear()
 
+    def forget(self, scheduler: Scheduler) -> None:
+        """Ends loads without pages, and saves with what was taken: nothing old reaches cache or connector any more."""
+        scheduler.take_saves()
+        for load in (*scheduler.take_loads(), *(load for load, _ in self._loads)):
+            scheduler.loaded(load, 0)
+        self._loads.clear()
+        self.wait_until_saved()
+
     def wait_until_saved(self) -> None:
         """Waits until the connector has every page that `save` took."""
         for future in self._saves:

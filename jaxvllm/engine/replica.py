@@ -42,6 +42,7 @@ class _Launched:
     notes: StepNotes | None  # for explanations; None: nobody in it wants one
     host_seconds: float
     at: float
+    is_paced: bool  # whether it was known how many decode steps a burst has; without that there is one
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,11 @@ class Replica:
         # Drafts that were verified, by their place behind the last token of a row.
         self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
         self.num_accepted = self.num_drafted.copy()
+        self._burst_seconds = burst_seconds
         self._pace = BurstPace(burst_seconds)
-        self._drafted_pace = BurstPace(burst_seconds)  # steps with drafts take longer
-        self._draft_pace = DraftPace(runner.proposer_catches_up)
+        self._drafted_paces: dict[int, BurstPace] = {}  # by the drafts of a row, with which steps take longer
+        self._follows_plain = runner.programs.ladder.drafts.follows_decoding
+        self._draft_pace = DraftPace(runner.proposer_catches_up, self._follows_plain)
         self._followed = FollowedRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
         self._recorder = StepRecorder(index)
@@ -126,14 +129,15 @@ class Replica:
             return
         start = time.monotonic()
         programs = self.runner.programs
-        num_decode_steps, num_drafts = self._pace_of_step()
+        num_decoding = self.scheduler.num_decoding
+        num_decode_steps, num_drafts = self._pace_of_step(num_decoding)
         self._move_pages()
         plan = self.scheduler.schedule(num_decode_steps, self.runner.step_sizes, programs.room, num_drafts)
         if plan is not None:
             self._count_prefixes(plan)
             outputs.scheduled(plan)
             has_blind = bool(programs.ladder.blind)
-            if has_blind and not plan.num_drafts and self._may_be_blind(plan):
+            if has_blind and not plan.num_drafts and self._may_be_blind(plan, num_decoding):
                 plan = replace(plan, is_blind=True)
             notes = self._recorder.begin(plan, self.scheduler)
             step = self.runner.dispatch(plan)
@@ -154,30 +158,44 @@ class Replica:
             self.traffic.save(self.scheduler)
             self.traffic.bring(self.scheduler)
 
-    def _pace_of_step(self) -> tuple[int, int]:
-        """The most decode steps that the next step may take, and how many drafts a row may have in each of them."""
-        programs, num_rows = self.runner.programs, self.scheduler.num_decoding
+    def _pace_of_step(self, num_rows: int) -> tuple[int, int]:
+        """The most decode steps that the next step may take, and how many drafts a row may have in each of them.
+
+        `num_rows` are decoding.
+        """
+        programs = self.runner.programs
         num_steps = self._pace.width(num_rows, programs.burst_width)
-        num_drafts, most = programs.ladder.drafts.of_a_row, programs.num_draft_steps(num_rows)
-        if not most:
+        drafted = programs.drafted(num_rows)
+        if not drafted:
             if programs.may_compile_drafts and self._repetition.is_found(self.scheduler.slots, self.num_output_tokens):
                 programs.compile_drafts()
             return num_steps, 0
-        if not self._draft_pace.wants_drafts(num_rows) or not self._has_followed_rows:
+        most = {k: min(bucket.num_tokens / max(num_rows, 1), 1 + k) for k, bucket in drafted.items()}
+        num_drafts = self._draft_pace.choose(num_rows, most)
+        if not num_drafts or not self._has_followed_rows:
             return num_steps, 0
-        return self._drafted_pace.width(num_rows, most), num_drafts
+        return self._pace_with(num_drafts).width(num_rows, drafted[num_drafts].width), num_drafts
+
+    def _pace_with(self, num_drafts: int) -> BurstPace:
+        """That of steps in which a row may have so many drafts."""
+        if not num_drafts:
+            return self._pace
+        return self._drafted_paces.setdefault(num_drafts, BurstPace(self._burst_seconds))
 
     @property
     def _has_followed_rows(self) -> bool:
         """Whether drafts are possible for so many rows that the others do not decide what they bring."""
-        if not self.runner.programs.ladder.drafts.follows_decoding:
+        if not self._follows_plain:
             return True
         return self._followed.share(self.scheduler.slots.decoding()) > LEAST_FOLLOWED
 
-    def _may_be_blind(self, plan: StepPlan) -> bool:
-        """Whether the proposer need not see the step: its rows have no drafts, or not before they are fewer."""
-        if plan.num_decode == plan.num_rows and not self._followed.share(plan.slots):
-            return True
+    def _may_be_blind(self, plan: StepPlan, num_decoding: int) -> bool:
+        """Whether the proposer need not see the step: its rows have no drafts, or not before they are fewer.
+
+        `num_decoding` rows were decoding when it was decided how many drafts they may have.
+        """
+        if plan.num_decode == plan.num_rows:
+            return not self._followed.share(plan.slots) or self._draft_pace.may_be_blind(num_decoding)
         num_running = self.scheduler.num_running + self.scheduler.num_waiting
         return self._draft_pace.may_be_blind(min(num_running, self.scheduler.slots.num_slots))
 
@@ -185,6 +203,7 @@ class Replica:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
         launched = self._in_flight.popleft()
         plan = launched.step.plan
+        was_awaited = not launched.step.is_ready
         output = self.runner.collect(launched.step)
         start = time.monotonic()
         device_seconds, self._last_end = start - max(launched.at, self._last_end), start
@@ -203,17 +222,17 @@ class Replica:
         results = processed.outputs if self.traffic is None else self._with_transfers(ended, processed.outputs)
         self._move_pages()
         bucket = launched.step.bucket
-        num_steps = plan.num_steps if plan.num_drafts else max(int(output.counts.max()), 1)
+        num_ran = int(output.num_steps.max())  # 0 if all rows had ended
+        num_steps = max(num_ran, 1)
         if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
-            if output.drafts is None:
-                self._pace.measured(plan.num_rows, num_steps, device_seconds)
-                self._draft_pace.plain(plan.num_rows, device_seconds / num_steps)
-            else:
-                self._drafted_pace.measured(plan.num_rows, num_steps, device_seconds)
+            tokens = 1.0
+            if output.drafts is not None:
                 tokens = float(output.counts[output.counts > 0].mean()) / num_steps
-                self._draft_pace.drafted(plan.num_rows, device_seconds / num_steps, tokens)
-                self.num_drafted += output.drafts.drafted.sum(axis=0)
-                self.num_accepted += output.drafts.accepted.sum(axis=0)
+                self.num_drafted[: plan.num_drafts] += output.drafts.drafted.sum(axis=0)
+                self.num_accepted[: plan.num_drafts] += output.drafts.accepted.sum(axis=0)
+            self._pace_with(plan.num_drafts).measured(plan.num_rows, num_steps, device_seconds)
+            if launched.is_paced and (plan.num_drafts or not self._follows_plain or bucket.is_blind):
+                self._draft_pace.measured(plan.num_rows, plan.num_drafts, device_seconds / num_steps, tokens)
         report = StepReport(
             replica=self.index,
             num_decode=plan.num_decode,
@@ -224,9 +243,11 @@ class Replica:
             bucket_tokens=bucket.num_tokens,
             host_seconds=launched.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,
+            launch_seconds=launched.host_seconds,
+            was_awaited=was_awaited,
         )
         self._reports.append(report)
-        self._count_padding(plan, bucket, output)
+        self._count_padding(plan, bucket, output, num_ran)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
         self.publish()
         return results
@@ -243,7 +264,8 @@ class Replica:
         return len(self._in_flight) + (self._held is not None)
 
     def _launch(self, step: InFlight, notes: StepNotes | None, host_seconds: float) -> None:
-        self._in_flight.append(_Launched(step, notes, host_seconds, time.monotonic()))
+        is_paced = self._pace_with(step.plan.num_drafts).is_known(step.plan.num_rows)
+        self._in_flight.append(_Launched(step, notes, host_seconds, time.monotonic(), is_paced))
 
     def _supply(self) -> None:
         """Gives the step that is held back its masks, if there is one and every token before it is known."""
@@ -282,10 +304,10 @@ class Replica:
         if self._publisher is not None:
             self._publisher.flush()
 
-    def _count_padding(self, plan: StepPlan, bucket: Bucket, output: StepOutput) -> None:
-        """Counts what the device computed of `bucket`, and which part of it was for nothing."""
+    def _count_padding(self, plan: StepPlan, bucket: Bucket, output: StepOutput, num_ran: int) -> None:
+        """Counts what the device computed of `bucket` in `num_ran` steps, and which part of it was for nothing."""
         # A program of several decode steps ends with the last of its rows, and may find none at all.
-        num_steps = plan.num_steps if plan.num_drafts else 1 if bucket.width == 1 else int(output.counts.max())
+        num_steps = 1 if bucket.width == 1 else num_ran
         num_drafts = 0 if output.drafts is None else int(output.drafts.drafted.sum())
         num_accepted = 0 if output.drafts is None else int(output.drafts.accepted.sum())
         self.num_bucket_tokens += num_steps * bucket.num_tokens

@@ -75,6 +75,7 @@ class ResolvedConfig:
             step_tokens=self.max_num_batched_tokens,
             draft=None if proposer is None else proposer.cache,
             has_index=proposer is not None and proposer.reads_index,
+            has_drafts=proposer is not None,
         )
 
 

@@ -49,3 +49,5 @@ class StepReport:
     bucket_tokens: int  # tokens that were computed, padding included
     host_seconds: float  # time to plan and launch the step and to turn its tokens into outputs
     device_seconds: float  # from its launch, or the end of the call before it, until its output was seen
+    launch_seconds: float  # part of `host_seconds`: to plan and launch the step
+    was_awaited: bool  # the host waited for its output, and so saw when the device was done

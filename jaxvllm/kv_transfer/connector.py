@@ -40,6 +40,9 @@ class KVConnector(PageSource, Protocol):
         Returns what its caller is to be told. These pages may still be on their way to `save`.
         """
 
+    def reset(self) -> None:
+        """Forgets all pages that were saved so far. No save is under way."""
+
     def close(self) -> None:
         """Ends threads and connections. No call follows."""
 
@@ -65,6 +68,9 @@ class OneWay:
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
         return self.both.finished(request, hashes) if self.saves else None
+
+    def reset(self) -> None:
+        self.both.reset()
 
     def close(self) -> None:
         self.both.close()

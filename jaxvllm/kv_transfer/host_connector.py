@@ -38,5 +38,8 @@ class HostConnector:
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
         return None
 
+    def reset(self) -> None:
+        self._memory.clear()
+
     def close(self) -> None:
         """Does nothing: the memory goes with its last owner."""

@@ -27,15 +27,17 @@ class WrongPage(ValueError):
 class PageArray:
     """One array of a page, [L, K, S, W], as all engines exchange it, and how an engine holds it.
 
-    An engine that is spread over more devices than there are KV heads holds each head `copies` times, side by side.
+    An engine that is spread over more devices than there are KV heads holds each head `copies` times, side by side. One
+    whose layers are divided among stages may hold layers of zeros behind the model's, which mean nothing.
     """
 
-    num_layers: int
+    num_layers: int  # of the model
     num_heads: int  # each counted once
     page_size: int
     width: int  # of keys and values side by side, with what pads them
     dtype: np.dtype
     copies: int = 1
+    zero_layers: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -93,16 +95,16 @@ class PageFormat:
         return sum(array.nbytes for array in self.arrays)
 
     def page(self, contents: tuple[NDArray[np.generic] | None, ...]) -> Page:
-        """Makes a page of what an engine holds, [L, K copies, S, W] each. The arrays are copied."""
+        """Makes a page of what an engine holds, [L + zeros, K copies, S, W] each. The arrays are copied."""
         found = zip(self.arrays, contents, strict=True)
-        return Page(tuple(None if x is None else np.ascontiguousarray(x[:, :: of.copies]).copy() for of, x in found))
+        return Page(tuple(None if x is None else x[: of.num_layers, :: of.copies].copy() for of, x in found))
 
     def held(self, page: Page) -> tuple[NDArray[np.generic], ...]:
-        """Returns what an engine holds of `page`, [L, K copies, S, W] each: zeros where the page has nothing."""
+        """Returns what an engine holds of `page`, [L + zeros, K copies, S, W] each, zeros where the page has none."""
         return tuple(
-            np.zeros((of.num_layers, of.copies * of.num_heads, of.page_size, of.width), of.dtype)
+            np.zeros((of.num_layers + of.zero_layers, of.copies * of.num_heads, of.page_size, of.width), of.dtype)
             if x is None
-            else np.repeat(x, of.copies, axis=1)
+            else np.pad(np.repeat(x, of.copies, axis=1), [(0, of.zero_layers), (0, 0), (0, 0), (0, 0)])
             for of, x in zip(self.arrays, page.arrays, strict=True)
         )
 

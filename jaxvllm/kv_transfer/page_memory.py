@@ -73,6 +73,12 @@ class PageMemory:
                     self._holds[digest] -= 1
             self._shrink()
 
+    def clear(self) -> None:
+        """Forgets all pages, those that are held too."""
+        with self._lock:
+            self._pages.clear()
+            self._num_bytes = 0
+
     def _shrink(self) -> None:
         too_many = self._num_bytes - self.max_bytes
         leaving: list[bytes] = []

@@ -94,6 +94,10 @@ class PeerConnector:
         self._server.offer(request.request_id, ticket.signature(options.secret), hashes, options.hold_seconds)
         return ticket.signed(options.secret)
 
+    def reset(self) -> None:
+        """Forgets pages that others were promised, too. They compute them."""
+        self._memory.clear()
+
     def close(self) -> None:
         self._fetchers.shutdown(cancel_futures=True)
         self._context.destroy(linger=0)

@@ -64,6 +64,7 @@ class CacheShape:
     step_tokens: int  # that a step may compute of one prompt
     draft: DraftCache | None = None
     has_index: bool = False  # whether the state has a suffix index
+    has_drafts: bool = False  # whether there is a proposer
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """The groups of the model's layers, the one that sees most first.
@@ -165,7 +166,7 @@ class CacheShape:
         windows = tuple(group.window for group in self.groups(spec))
         num_features = None if self.draft is None else self.draft.num_features
         sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
-        return SlotSizes(*sizes, windows, num_features, self.has_index)
+        return SlotSizes(*sizes, windows, num_features, self.has_index, self.has_drafts)
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
         """The abstract state, which every device of `mesh` has whole."""

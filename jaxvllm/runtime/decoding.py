@@ -16,9 +16,10 @@ from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
+from jaxvllm.runtime.draft_share import measured_acceptance, share_drafts
 from jaxvllm.runtime.proposers import Drafts, Followed, Known, Proposer
 from jaxvllm.runtime.sampler import DeviceLogprobs
-from jaxvllm.runtime.slot_fields import DeviceState
+from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState
 from jaxvllm.runtime.step_model import (
     DRAFT_MARK,
     DeviceOutput,
@@ -217,7 +218,7 @@ def _verify(
     bucket: Bucket,
     proposer: Proposer,
 ) -> _Progress:
-    """One step with `drafts` behind the last token of each row that is alive.
+    """One step with as many of `drafts` behind the last token of each row that is alive as the bucket has room for.
 
     All positions are sampled at once. A position counts only if each draft before it is what was sampled there, and
     then its logits, its noise and its history are those that it would have had without drafts.
@@ -226,13 +227,18 @@ def _verify(
     lengths = state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = state["page_tables"][slots]
+    counts, divides = drafts.counts, num_tokens < len(slots) * (1 + num_drafts)
+    if divides:
+        # Padding rows have no token, so that theirs are for drafts, too.
+        room = num_tokens - is_alive.sum(dtype=jnp.int32)
+        counts = share_drafts(counts, state[ACCEPTANCE.name][slots], room, num_drafts)
     places = jnp.arange(num_drafts)
-    drafted = places < drafts.counts[:, None]  # [R, K]
+    drafted = places < counts[:, None]  # [R, K]
     guesses = jnp.clip(drafts.tokens, 0, model.spec.vocab_size - 1)
     each = jnp.where(drafted, slots[:, None], trash_slot(state) + 1)  # past all, so dropped
     state |= {"history": state["history"].at[each, lengths[:, None] + places].set(guesses, mode="drop")}
 
-    rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + drafts.counts, 0), num_tokens)
+    rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + counts, 0), num_tokens)
     token_slots = jnp.where(rows.is_real(), slots[rows.token_rows], trash_slot(state))
     token_ids = state["history"][token_slots, rows.positions]
     computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths)
@@ -245,19 +251,22 @@ def _verify(
     tokens, is_stop = tokens[of_row], is_stop[of_row]
     matches = drafted & (tokens[:, :-1] == guesses)
     goes_on = jnp.cumprod(matches & ~is_stop[:, :-1], axis=1, dtype=jnp.int32)
-    counts = jnp.where(is_alive, 1 + goes_on.sum(axis=1), 0)
-    accepted = matches & (places < counts[:, None])
-    is_over = jnp.take_along_axis(is_stop, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    yielded = jnp.where(is_alive, 1 + goes_on.sum(axis=1), 0)
+    accepted = matches & (places < yielded[:, None])
+    is_over = jnp.take_along_axis(is_stop, jnp.maximum(yielded - 1, 0)[:, None], axis=1)[:, 0]
     with jax.named_scope("follow"):
-        step = Followed(params, kv_pages, state, slots, model, computed, counts, drafts.counts)
+        step = Followed(params, kv_pages, state, slots, model, computed, yielded, drafts.counts)
         kv_pages, state = proposer.follow(step)
+        if divides:
+            measured = measured_acceptance(state[ACCEPTANCE.name][slots], counts, accepted.sum(axis=1))
+            state |= {ACCEPTANCE.name: step.stored(ACCEPTANCE.name, measured)}
     now = replace(
         now,
         num_steps=now.num_steps + 1,
         kv_pages=kv_pages,
-        state=append(state, slots, lengths, tokens, counts, is_over),
+        state=append(state, slots, lengths, tokens, yielded, is_over),
         num_drafted=now.num_drafted + drafted.astype(jnp.int32),
         num_accepted=now.num_accepted + accepted.astype(jnp.int32),
     )
     marks = DRAFT_MARK * jnp.pad(accepted, ((0, 0), (0, 1))).astype(jnp.int32)  # nothing guessed the last token
-    return now.take(counts, tokens + marks, jax.tree.map(lambda x: x[of_row], best))
+    return now.take(yielded, tokens + marks, jax.tree.map(lambda x: x[of_row], best))

@@ -89,10 +89,10 @@ class Programs[Program]:
         if self.may_compile_drafts:
             self._draft_thread = self._compile_behind(self.ladder.drafted, "jaxvllm-compile-drafts")
 
-    def num_draft_steps(self, num_rows: int) -> int:
-        """How many steps with drafts a plan of so many decode rows may take in one call; 0 while none is compiled."""
-        ready = [b.width for b in self.ladder.drafted if b.num_rows >= num_rows and b in self._ready]
-        return min(ready, default=0)
+    def drafted(self, num_rows: int) -> dict[int, Bucket]:
+        """The compiled buckets with drafts that so many decode rows get, by the drafts that a row may have."""
+        ready = [b for b in self.ladder.drafted if b.num_rows >= num_rows and b in self._ready]
+        return {b.num_drafts: b for b in reversed(ready)}  # the smallest of each
 
     def choose(self, plan: StepPlan) -> Bucket:
         """Returns the cheapest compiled bucket that holds `plan`. If there is none, it waits for one.

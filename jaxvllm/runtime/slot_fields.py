@@ -52,6 +52,7 @@ class SlotSizes:
     windows: tuple[int | None, ...]  # of each group of the KV cache: the last positions that it sees; None: all
     num_features: int | None = None  # that a proposer keeps of a row's last token; None: there is no such proposer
     has_index: bool = False  # whether there is a suffix index of their histories
+    has_drafts: bool = False  # whether there is a proposer
 
     @property
     def num_groups(self) -> int:
@@ -129,6 +130,10 @@ NUM_LOGPROBS = SlotField(  # -1: none wanted, or others than every step can yiel
 # What logits are divided by before log-probabilities are taken: beam search has a temperature there, others have none.
 LOGIT_DIVISOR = SlotField("logit_divisor", np.float32, 1, lambda a: a.request.logit_divisor)
 SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS, LOGIT_DIVISOR)
+
+# How often the drafts of a row were right lately, in steps that divide drafts among rows; nobody knows at first. Only
+# devices with a proposer have it.
+ACCEPTANCE = SlotField("acceptance", np.float32, 0.5, lambda a: 0.5)
 
 # What proposers keep. Where there is none that keeps anything, the device has no such fields.
 DRAFT_LENGTH = SlotField("draft_length", np.int32, 0, lambda a: a.num_cached)  # tokens that the proposer has computed

@@ -19,7 +19,16 @@ from jaxvllm.core.request import TokenIds
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
 from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
-from jaxvllm.runtime.slot_fields import DRAFTING, HISTORY, PROGRESS, SAMPLING, DeviceState, SlotField, SlotSizes
+from jaxvllm.runtime.slot_fields import (
+    ACCEPTANCE,
+    DRAFTING,
+    HISTORY,
+    PROGRESS,
+    SAMPLING,
+    DeviceState,
+    SlotField,
+    SlotSizes,
+)
 from jaxvllm.runtime.suffix_index import new_index, record
 
 # Requests that one `admit` call brings in. One padded call costs what one request would; 64 arriving at once cost 8.
@@ -34,9 +43,10 @@ SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, 
 
 def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
     """All fields of slots of these sizes."""
+    fields = (*SLOT_FIELDS, ACCEPTANCE) if sizes.has_drafts else SLOT_FIELDS
     if sizes.num_features is None:
-        return SLOT_FIELDS
-    return (*SLOT_FIELDS, *(field for field in DRAFTING if 0 not in field.shape(sizes)))
+        return fields
+    return (*fields, *(field for field in DRAFTING if 0 not in field.shape(sizes)))
 
 
 def new_state(sizes: SlotSizes) -> DeviceState:

@@ -27,8 +27,13 @@ class Promise:
             raise ValueError(f"--attainment must be above 0 and at most 1, not {self.attainment}")
 
     def is_kept(self, summary: Summary) -> bool:
-        assert summary.good is not None, "the summary was made without limits"
-        return summary.good >= self.attainment * (summary.completed + summary.failed)
+        return good_share(summary) >= self.attainment
+
+
+def good_share(summary: Summary) -> float:
+    """Returns the share of all requests that were within the limits."""
+    assert summary.good is not None, "the summary was made without limits"
+    return summary.good / (summary.completed + summary.failed)
 
 
 @dataclass(frozen=True)
@@ -88,15 +93,15 @@ def tune(
 
 
 def best_rate(options: Options, simulation: Simulation, workload: Workload, promise: Promise) -> Tuned:
-    """Searches the highest rate at which `simulation` keeps the promise."""
+    """Searches the highest rate at which `simulation` keeps the promise. Raises ValueError if no request can run."""
     count = workload.traffic.num_prompts
 
     def at(rate: float) -> Summary:
-        return simulation.run(workload.at_rate(rate, count)).ledger.summary(PERCENTILES, promise.goodput)
+        result = simulation.run(workload.at_rate(rate, count))
+        result.check_served()
+        return result.ledger.summary(PERCENTILES, promise.goodput)
 
     everything = at(math.inf)
-    if not everything.completed:
-        return Tuned(options, 0.0, everything)
     if promise.is_kept(everything):
         return Tuned(options, everything.request_throughput, everything)
     # In a short run many of the requests are those of its end, when fewer and fewer run: it can do more than this.
@@ -119,12 +124,12 @@ def row(tuned: Tuned, measured: Summary | None = None) -> str:
     for summary in (tuned.summary, measured):
         if summary is not None:
             latencies = [summary.latencies[name].percentiles[99.0] for name in ("ttft", "tpot")]
-            cells += [f"{summary.request_goodput or 0:.2f}", *(f"{value:.1f}" for value in latencies)]
+            cells += [f"{100 * good_share(summary):.1f}", *(f"{value:.1f}" for value in latencies)]
     return " ".join(f"{cell:>10}" for cell in cells)
 
 
 def heading(is_measured: bool = False) -> str:
     cells = ["seqs", "tokens", "pools", "req/s"]
     for kind in ("sim", "real")[: 1 + is_measured]:
-        cells += [f"good, {kind}", "TTFT P99", "TPOT P99"]
+        cells += [f"{kind} good%", "TTFT P99", "TPOT P99"]
     return " ".join(f"{cell:>10}" for cell in cells)

@@ -1,11 +1,14 @@
 """Runs a load of the simulator on a real engine, in this process and in real time."""
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
@@ -30,11 +33,28 @@ def run_on_engine(engine: Engine, workload: Workload) -> EngineRun:
     """Completes the whole load on `engine`, which is idle, as its server would: every token is streamed.
 
     Each request is queued as soon as the engine can look, from its arrival on. The prefix cache is empty at the start.
+    A request that the engine refuses never ends, and so it counts as failed.
     """
+    with frozen_heap():
+        return _run(engine, workload)
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keeps what is alive from the garbage collector, as the process of a server does: see `command_loop.serve`."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _run(engine: Engine, workload: Workload) -> EngineRun:
     engine.wait_until_compiled()
     engine.reset_prefix_cache()
     arrivals = list(workload.arrivals())
-    requests = [streamed(engine, str(number), arrival) for number, arrival in enumerate(arrivals)]
+    requests = [_accepted(engine, str(number), arrival) for number, arrival in enumerate(arrivals)]
     ledger = Ledger(len(requests))
     seen: list[tuple[float, list[RequestOutput]]] = []
     queueing = []
@@ -43,20 +63,32 @@ def run_on_engine(engine: Engine, workload: Workload) -> EngineRun:
     while following < len(requests) or engine.has_work:
         now = time.perf_counter() - start
         while following < len(requests) and arrivals[following].at <= now:
-            begin = time.perf_counter()
-            engine.submit(requests[following])
-            queueing.append(time.perf_counter() - begin)
+            request = requests[following]
             following += 1
+            if request is not None:
+                begin = time.perf_counter()
+                engine.submit(request)
+                queueing.append(time.perf_counter() - begin)
         if engine.has_work:
             if results := engine.step():
                 seen.append((time.perf_counter() - start, results))
-        else:
+        elif following < len(requests):
             time.sleep(min(_NAP, max(arrivals[following].at - now, 0)))
     for number, arrival in enumerate(arrivals):
         ledger.arrive(number, arrival.at, arrival.num_prompt_tokens, arrival.answer.num_tokens)
     for at, results in seen:
         take_down(ledger, at, results)
-    return EngineRun(ledger, float(np.median(queueing)))
+    return EngineRun(ledger, float(np.median(queueing)) if queueing else 0.0)
+
+
+def _accepted(engine: Engine, request_id: str, arrival: Arrival) -> GenerationRequest | None:
+    """Returns the request of an arrival, or None for one that a simulation refuses, too."""
+    if arrival.num_prompt_tokens + arrival.answer.num_tokens > engine.max_model_len:
+        return None  # the engine would cut its answer
+    try:
+        return streamed(engine, request_id, arrival)
+    except ParameterError:
+        return None
 
 
 def streamed(engine: Engine, request_id: str, arrival: Arrival) -> GenerationRequest:

@@ -28,7 +28,7 @@ class Ledger:
         self._num_output = np.zeros(count, np.int64)
         self._gaps = np.zeros(_BINS, np.int64)
         self._gap_sums = np.zeros(2)  # of the gaps and of their squares
-        self._pending: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
+        self._pending: list[tuple[NDArray[np.float64], int]] = []  # gaps, and how many requests had each
         self._num_pending = 0
         self._per_second = np.zeros(64)
 
@@ -49,14 +49,13 @@ class Ledger:
         """Takes down that each of the requests `numbers` got tokens at each of `times`, `num_tokens` all together."""
         before = self._last[numbers]
         is_first = np.isnan(before)
-        if is_first.any():
+        if np.count_nonzero(is_first):
             self._first[numbers[is_first]] = times[0]
             before = before[~is_first]
         if len(before):
-            self._count(times[0] - before, np.ones(len(before), np.int64))
+            self._count(times[0] - before, 1)
         if len(times) > 1:
-            between = np.diff(times)
-            self._count(between, np.full(len(between), len(numbers)))
+            self._count(np.diff(times), len(numbers))
         self._last[numbers] = times[-1]
         self._count_tokens(times, num_tokens)
 
@@ -108,8 +107,8 @@ class Ledger:
         """Returns the arrivals of the requests that ended, and their times to the first token, f64[ended] each."""
         return self._arrived[self._ended], (self._first - self._arrived)[self._ended]
 
-    def _count(self, gaps: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-        self._pending.append((gaps, counts))
+    def _count(self, gaps: NDArray[np.float64], count: int) -> None:
+        self._pending.append((gaps, count))
         self._num_pending += len(gaps)
         if self._num_pending >= _PENDING:
             self._count_pending()
@@ -118,7 +117,7 @@ class Ledger:
         if not self._pending:
             return
         gaps = np.concatenate([gaps for gaps, _ in self._pending])
-        counts = np.concatenate([counts for _, counts in self._pending])
+        counts = np.repeat([count for _, count in self._pending], [len(gaps) for gaps, _ in self._pending])
         self._pending.clear()
         self._num_pending = 0
         bins = np.log(np.maximum(gaps, _LEAST) / _LEAST) / math.log(_RATIO)
@@ -141,10 +140,13 @@ class Ledger:
         return Latency(1000 * float(mean), at(50), 1000 * std, {p: at(p) for p in percentiles})
 
     def _count_tokens(self, times: NDArray[np.float64], num_tokens: int) -> None:
-        seconds = times.astype(np.int64)
-        if seconds[-1] >= len(self._per_second):
-            self._per_second = np.concatenate([self._per_second, np.zeros(max(int(seconds[-1]), 64))])
-        np.add.at(self._per_second, seconds, num_tokens / len(times))
+        last = int(times[-1])
+        if last >= len(self._per_second):
+            self._per_second = np.concatenate([self._per_second, np.zeros(max(last, 64))])
+        if len(times) == 1:
+            self._per_second[last] += num_tokens
+        else:
+            np.add.at(self._per_second, times.astype(np.int64), num_tokens / len(times))
 
     def _peak_concurrency(self) -> int:
         """Returns the most simultaneous requests. One that ends just as another begins does not overlap with it."""

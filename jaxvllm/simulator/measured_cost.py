@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.runtime.state import ADMISSION_BATCH
 from jaxvllm.simulator.step_cost import StepWork
 
 # Fewer steps than this say nothing about a bucket: its time is then between those of its neighbours.
@@ -20,21 +21,35 @@ MIN_SAMPLES = 4
 # Samples farther from the fit than this, in standard deviations of a normal distribution, are left out: the machine did
 # something else for a while.
 OUTLIER = 10.0
-# The device is done before the host where a step took less than this many times what the host did for it. Then the step
-# says how long the host took, and only that the device took no longer.
-_HOST_BOUND = 1.4
 _QUANTILES = 20
 _MOST_JITTER = 5.0  # times the usual time; more is a machine that did something else
-_ROUNDS = 40  # in which the times of such steps sink to what the others say
+_ROUNDS = 40  # in which the times of steps that are known by a bound come to what the others say
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """A step that an engine took, and how long."""
+    """A step that an engine took, and how long it seemed to take.
+
+    The host sees when the device begins and ends only where it waits for these moments. Where it comes too late for the
+    end, the device took no longer than it seems. Where it came too late for the begin, the device took no less.
+    """
 
     work: StepWork
     device_seconds: float
-    host_seconds: float
+    saw_begin: bool
+    saw_end: bool
+    launch_seconds: float
+    read_seconds: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.saw_begin and self.saw_end
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most seconds that the device may have taken."""
+        least = self.device_seconds if self.saw_end else 0.0
+        return least, self.device_seconds if self.saw_begin or not self.saw_end else math.inf
 
 
 @dataclass(frozen=True, order=True)
@@ -59,10 +74,17 @@ class MeasuredCost:
     decode_call: float  # of a call of decode steps, however many they are
     decode_position: float  # that a row which decodes reads
     prompt_pair: float  # of a query of a prompt and a position that it sees
-    host_call: float  # of decode steps
-    host_mixed: float  # of a step with prompts
-    host_token: float  # of a row that decodes, in each of its steps
-    host_prompt: float  # of a row that computes a prompt
+    # Behind a step that is under way the device shares the processors with the host, which reads that step and launches
+    # the next one. Decode steps behind decode steps always do: `decode_call` has it.
+    decode_behind: float  # of a call of decode steps behind a step with prompts
+    mixed_behind: float  # of a step with prompts behind any step
+    launch_call: float  # of the host, to plan and launch decode steps
+    launch_mixed: float  # of the host, to plan and launch a step with prompts
+    admission_call: float  # of the host, for each `ADMISSION_BATCH` of requests that get slots
+    admission: float  # of the host, for each request that gets a slot
+    read_call: float  # of the host, to read a call
+    read_row: float  # of the host, for each row of it
+    read_token: float  # of the host, for a row that decodes, in each of its steps
     request_seconds: float  # of the host, for each request, beside the steps
     # Quantiles of what steps took over what the table says, 1 on average. The pace of bursts depends on them: behind a
     # step that was quick by chance, a program takes several, and a token takes less.
@@ -75,17 +97,25 @@ class MeasuredCost:
         if not self.decode or not self.mixed:
             raise ValueError("a table of step times needs decode steps and steps with prompts: measure for longer")
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The most requests of a decode step, and the most tokens of a step, that were measured."""
+        return self.decode[-1].num_rows, self.mixed[-1].num_tokens
+
     def device_seconds(self, work: StepWork) -> float:
         bucket = work.bucket
         reads = self.decode_position * work.decode_positions()
         if bucket.is_decode:
-            return self.decode_call + work.num_steps * (self._decode_seconds(bucket.num_rows) + reads)
-        return self._mixed_seconds(bucket.num_tokens, bucket.num_rows) + reads + self.prompt_pair * work.prompt_pairs()
+            call = self.decode_call + self.decode_behind * work.is_behind
+            return call + work.num_steps * (self._decode_seconds(bucket.num_rows) + reads)
+        prompts = self.prompt_pair * work.prompt_pairs() + self.mixed_behind * work.is_behind
+        return self._mixed_seconds(bucket.num_tokens, bucket.num_rows) + reads + prompts
 
-    def host_seconds(self, work: StepWork) -> float:
-        call = self.host_mixed if work.num_prompts else self.host_call
-        tokens = self.host_token * work.num_decode * work.num_steps
-        return call + tokens + self.host_prompt * work.num_prompts
+    def launch_seconds(self, work: StepWork) -> float:
+        return _sum(_launch_terms(work), (self.launch_call, self.launch_mixed, self.admission_call, self.admission))
+
+    def read_seconds(self, work: StepWork) -> float:
+        return _sum(_read_terms(work), (self.read_call, self.read_row, self.read_token))
 
     def _decode_seconds(self, num_rows: int) -> float:
         key = (num_rows, num_rows)
@@ -125,31 +155,41 @@ class MeasuredCost:
         """
         decode = [sample for sample in samples if sample.work.bucket.is_decode]
         mixed = [sample for sample in samples if not sample.work.bucket.is_decode]
-        decode_times, (call, position) = _fit_buckets(decode, _decode_terms)
-        mixed_times, (pair,) = _fit_buckets(
-            # What decode rows read is known from decode steps, which read little else.
+        decode_times, (call, position, decode_behind) = _fit_buckets(decode, _decode_terms)
+        mixed_times, (pair, mixed_behind) = _fit_buckets(
+            # What decode rows read is known from decode steps, which read little else. Unlike bursts, steps with
+            # prompts all have the same work of the host around them: if it comes too late for one, the next seems
+            # quicker, and they take together what they seem to take.
             [
-                StepSample(one.work, one.device_seconds - position * one.work.decode_positions(), one.host_seconds)
+                replace(
+                    one,
+                    device_seconds=one.device_seconds - position * one.work.decode_positions(),
+                    saw_begin=True,
+                    saw_end=True,
+                )
                 for one in mixed
             ],
             _mixed_terms,
         )
-        host = _least_squares(
-            np.array([_host_terms(one.work) for one in samples], np.float64),
-            np.array([one.host_seconds for one in samples]),
-            np.zeros(len(samples), np.bool_),
+        launch_call, launch_mixed, admission_call, admission = _fit_host(
+            [(_launch_terms(one.work), one.launch_seconds) for one in samples]
         )
-        host_call, host_mixed, host_token, host_prompt = (float(one) for one in host)
+        read_call, read_row, read_token = _fit_host([(_read_terms(one.work), one.read_seconds) for one in samples])
         table = cls(
             decode_times,
             mixed_times,
             decode_call=call,
             decode_position=position,
             prompt_pair=pair,
-            host_call=host_call,
-            host_mixed=host_mixed,
-            host_token=host_token,
-            host_prompt=host_prompt,
+            decode_behind=decode_behind,
+            mixed_behind=mixed_behind,
+            launch_call=launch_call,
+            launch_mixed=launch_mixed,
+            admission_call=admission_call,
+            admission=admission,
+            read_call=read_call,
+            read_row=read_row,
+            read_token=read_token,
             request_seconds=request_seconds,
             model=model,
             device=device,
@@ -172,24 +212,41 @@ class MeasuredCost:
 
 
 def _jitter(table: MeasuredCost, samples: Sequence[StepSample]) -> tuple[float, ...]:
-    """Returns the quantiles of the steps' times over what `table` says, the host's time where that is longer."""
-    ratios = [one.device_seconds / max(table.device_seconds(one.work), table.host_seconds(one.work)) for one in samples]
+    """Returns the quantiles of the steps' times over what `table` says, of those whose time is known."""
+    ratios = [one.device_seconds / table.device_seconds(one.work) for one in samples if one.is_exact]
     found = np.quantile(np.minimum(ratios, _MOST_JITTER), (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
     return tuple(float(value) for value in found / found.mean())
 
 
 def _decode_terms(work: StepWork) -> tuple[float, tuple[float, ...]]:
-    """Returns how often the bucket's own time counts, and the factors of the other times: a call, a position."""
-    return work.num_steps, (1.0, work.num_steps * work.decode_positions())
+    """Returns how often the bucket's own time counts, and the factors of the others: call, position, behind."""
+    return work.num_steps, (1.0, work.num_steps * work.decode_positions(), work.is_behind)
 
 
-def _host_terms(work: StepWork) -> tuple[float, ...]:
+def _launch_terms(work: StepWork) -> tuple[float, ...]:
+    """Returns how often each of the host's times counts: of decode steps, of others, of admissions."""
     has_prompts = work.num_prompts > 0
-    return not has_prompts, has_prompts, work.num_decode * work.num_steps, work.num_prompts
+    return not has_prompts, has_prompts, -(-work.num_admissions // ADMISSION_BATCH), work.num_admissions
+
+
+def _read_terms(work: StepWork) -> tuple[float, ...]:
+    """Returns how often each of the host's times counts: of a call, a row, a decoded token."""
+    return 1.0, len(work.starts), work.num_decode * work.num_steps
+
+
+def _sum(terms: Sequence[float], seconds: Sequence[float]) -> float:
+    return math.fsum(count * each for count, each in zip(terms, seconds, strict=True))
+
+
+def _fit_host(samples: Sequence[tuple[tuple[float, ...], float]]) -> list[float]:
+    """Returns the time of each term."""
+    seconds = np.array([seconds for _, seconds in samples])
+    solved = _least_squares(np.array([terms for terms, _ in samples], np.float64), seconds, seconds)
+    return [float(value) for value in solved]
 
 
 def _mixed_terms(work: StepWork) -> tuple[float, tuple[float, ...]]:
-    return 1.0, (work.prompt_pairs(),)
+    return 1.0, (work.prompt_pairs(), work.is_behind)
 
 
 def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[BucketTime, ...], tuple[float, ...]]:
@@ -200,7 +257,7 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
     buckets = sorted(bucket for bucket, found in of_bucket.items() if len(found) >= MIN_SAMPLES)
     if not buckets:
         raise ValueError(f"{len(samples)} steps are too few for a table of step times: measure for longer")
-    rows, seconds, is_most = [], [], []
+    rows, bounds = [], []
     for column, bucket in enumerate(buckets):
         for sample in of_bucket[bucket]:
             own, shared = terms(sample.work)
@@ -208,9 +265,8 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
             row[column] = own
             row[len(buckets) :] = shared
             rows.append(row)
-            seconds.append(sample.device_seconds)
-            is_most.append(sample.device_seconds < _HOST_BOUND * sample.host_seconds)
-    solved = _least_squares(np.array(rows), np.array(seconds), np.array(is_most))
+            bounds.append(sample.bounds)
+    solved = _least_squares(np.array(rows), *np.array(bounds).T)
     times = tuple(
         BucketTime(bucket.num_tokens, bucket.num_rows, float(value))
         for bucket, value in zip(buckets, solved[: len(buckets)], strict=True)
@@ -219,27 +275,28 @@ def _fit_buckets(samples: Sequence[StepSample], terms: Any) -> tuple[tuple[Bucke
 
 
 def _least_squares(
-    terms: NDArray[np.float64], seconds: NDArray[np.float64], is_most: NDArray[np.bool_]
+    terms: NDArray[np.float64], least: NDArray[np.float64], most: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Returns factors of at least 0 for which `terms` explain `seconds`, without samples that do not fit at all.
+    """Returns factors of at least 0 for which `terms` explain seconds, without samples that do not fit at all.
 
-    Where `is_most`, the time is at most so many seconds: what is explained by less is explained.
+    The seconds of a sample are from `least` to `most`, which are the same where they are known.
     """
+    is_exact = least == most
+    seconds = np.where(np.isfinite(most), most, least)
     # Columns of very different sizes (positions, calls) would lose digits.
     scale = np.maximum(np.abs(terms).max(axis=0, initial=0.0), 1e-30)
     kept = np.ones(len(seconds), np.bool_)
     weights = np.full(len(seconds), 1 / max(float(seconds.mean()), 1e-9))
     wanted = seconds
-    for _ in range(_ROUNDS if is_most.any() else 4):
+    for _ in range(4 if is_exact.all() else _ROUNDS):
         found = _positive_solution((terms / scale * weights[:, None])[kept], (wanted * weights)[kept]) / scale
         expected = np.maximum(terms @ found, 1e-6)
-        wanted = np.where(is_most, np.minimum(seconds, expected), seconds)
+        wanted = np.clip(expected, least, most)
         # By the expected time and not by the sample's own: the sum of all times stays what it was.
         weights = 1 / expected
         errors = np.abs(wanted * weights - 1)
-        kept = errors <= max(
-            OUTLIER * (float(np.median(errors[~is_most])) if not is_most.all() else math.inf) / 0.6745, 1e-9
-        )
+        usual = float(np.median(errors[is_exact])) if is_exact.any() else math.inf
+        kept = errors <= max(OUTLIER * usual / 0.6745, 1e-9)
     return np.asarray(found, np.float64)
 
 

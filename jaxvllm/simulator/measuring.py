@@ -1,9 +1,10 @@
 """Measures the steps of a real engine under loads of every size, for a table of step times."""
 
+import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from jaxvllm.core.step_plan import Ints, StepPlan
 from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.output_processor import OutputProcessor
+from jaxvllm.engine.stats import StepReport
 from jaxvllm.planner.target import CPU
 from jaxvllm.simulator.arrival import Arrival, Segment
-from jaxvllm.simulator.engine_run import streamed
+from jaxvllm.simulator.engine_run import frozen_heap, streamed
 from jaxvllm.simulator.engine_setup import BucketChoice
 from jaxvllm.simulator.measured_cost import MeasuredCost, StepSample
 from jaxvllm.simulator.step_cost import StepWork
@@ -21,6 +23,11 @@ from pallas_kernels.chips import chip_of
 
 # Steps of a phase that are not counted: the burst pace learns, and caches of the processor fill.
 _WARM_UP = 10
+# Steps of a phase, however slow the machine is.
+_LEAST_STEPS = 100
+# The mean time until a client asks again. Requests find an engine that has slept, as those of a server do, and some
+# come in the middle of bursts.
+_PAUSE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,9 @@ class _Planned:
     starts: Ints
     lengths: Ints
     is_burst: bool
+    num_admissions: int
+    was_idle: bool  # the device began with it when it was launched
+    is_behind: bool  # see `StepWork`
 
 
 class PlanRecorder(OutputProcessor):
@@ -37,40 +47,63 @@ class PlanRecorder(OutputProcessor):
 
     def __init__(self, engine: Engine):
         super().__init__(engine.tokenizer, engine.config.max_outputs_per_second)
+        self._replica = engine.replicas[0]
+        self._had_prompts = False
         self.plans: list[_Planned] = []
 
     def scheduled(self, plan: StepPlan) -> None:
         super().scheduled(plan)
-        self.plans.append(_Planned(plan.starts, plan.lengths, plan.width > 1))
+        was_idle, has_prompts = not self._replica.is_busy, plan.num_decode < plan.num_rows
+        is_behind = not was_idle and (has_prompts or self._had_prompts)
+        self._had_prompts = has_prompts
+        num_admissions = len(plan.admissions)
+        planned = _Planned(plan.starts, plan.lengths, plan.width > 1, num_admissions, was_idle, is_behind)
+        self.plans.append(planned)
+
+
+@dataclass
+class StepMeasurement:
+    """Steps that an engine took, and how long it took to queue each request."""
+
+    samples: list[StepSample] = field(default_factory=list)
+    queueing: list[float] = field(default_factory=list)
+
+    def table(self, model: str, device: str) -> MeasuredCost:
+        """Raises ValueError when there are too few steps."""
+        if not self.queueing:
+            raise ValueError("a table of step times needs requests: measure for longer")
+        return MeasuredCost.fit(self.samples, float(np.mean(self.queueing)), model, device)
 
 
 def measure_steps(
-    engine: Engine, seconds: float, model: str, device: str, tell: Callable[[str], object] = print
-) -> MeasuredCost:
-    """Returns the step times of `engine`, which is idle, has one replica and drafts nothing. Takes about `seconds`.
+    engine: Engine, seconds: float, measured: StepMeasurement, tell: Callable[[str], object] = print
+) -> None:
+    """Adds steps of `engine`, which is idle, has one replica and drafts nothing, to `measured`. Takes about `seconds`.
 
-    The engine answers so many requests at a time, from one to `max_num_seqs`: first each time one ends another comes,
-    then all of them come at once, with short prompts. Prompts have all lengths. Raises ValueError for another engine.
+    The engine answers so many requests at a time, from one to `max_num_seqs`: first another comes some time after one
+    has ended, then all of them come at once, with short prompts. Prompts have all lengths. Raises ValueError for
+    another engine.
     """
     if len(engine.replicas) != 1:
         raise ValueError(f"step times are measured on one replica, not on a mesh of {engine.config.mesh}: use 1xM")
     if engine.config.speculation:
         raise ValueError("step times are those of steps without drafts: give --no-speculation")
     engine.wait_until_compiled()
-    engine.outputs = recorder = PlanRecorder(engine)
+    engine.reset_prefix_cache()
+    outputs, recorder = engine.outputs, PlanRecorder(engine)
+    engine.outputs = recorder
     ladder = engine.replicas[0].runner.programs.ladder
     buckets = BucketChoice(ladder)
     sizes = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
     names = itertools.count(1)
-    samples: list[StepSample] = []
-    queueing: list[float] = []
     for number, (size, at_once) in enumerate(itertools.product(sizes, (False, True))):
         arrivals = _arrivals(engine, size, at_once, np.random.default_rng(number), names)
-        deadline = time.perf_counter() + seconds / (2 * len(sizes))
-        found = _phase(engine, recorder, buckets, arrivals, size, at_once, deadline, queueing)
+        with frozen_heap():  # which may take longer than the phase
+            deadline = time.perf_counter() + seconds / (2 * len(sizes))
+            found = _phase(engine, recorder, buckets, arrivals, size, at_once, deadline, measured.queueing)
         tell(f"{size:4} requests at a time, {'all at once' if at_once else 'one by one'}: {len(found)} steps")
-        samples += found
-    return MeasuredCost.fit(samples, float(np.median(queueing)), model, device)
+        measured.samples += found
+    engine.outputs = outputs
 
 
 def device_name() -> str:
@@ -104,24 +137,54 @@ def _phase(
     deadline: float,
     queueing: list[float],
 ) -> list[StepSample]:
-    """Runs `size` requests at a time until the deadline, and then to their end. Returns the steps."""
+    """Runs at most `size` requests at a time until the deadline, and then to their end. Returns the steps.
+
+    Where these would be too few, it goes on behind the deadline.
+    """
     samples: list[StepSample] = []
-    running, serial = 0, itertools.count()
+    running, serial, saw_end = 0, itertools.count(), False
     recorder.plans.clear()
     engine.take_reports()
-    while running or time.perf_counter() < deadline:
-        if time.perf_counter() < deadline and not (at_once and running):
-            made = [streamed(engine, str(next(serial)), next(arrivals)) for _ in range(size - running)]
-            for request in made:
+    rng = np.random.default_rng(size)
+    together = size if at_once else 1
+    coming = [time.perf_counter()] * (size // together)  # when the next requests come, a heap
+    while running or time.perf_counter() < deadline or len(samples) < _LEAST_STEPS:
+        if len(samples) < _LEAST_STEPS:
+            deadline = max(deadline, time.perf_counter() + _PAUSE_SECONDS)
+        while coming and coming[0] <= time.perf_counter() < deadline:
+            heapq.heappop(coming)
+            for request in [streamed(engine, str(next(serial)), next(arrivals)) for _ in range(together)]:
                 begin = time.perf_counter()
                 engine.submit(request)
-                queueing.append(time.perf_counter() - begin)
-            running += len(made)
-        running -= sum(result.finished for result in engine.step())
+                if not at_once:  # one that comes behind another takes less
+                    queueing.append(time.perf_counter() - begin)
+            running += together
+        if not running:
+            time.sleep(max(min(coming[0], deadline) - time.perf_counter(), 0))
+            continue
+        ended = sum(result.finished for result in engine.step())
+        running -= ended
+        for _ in range(int(not running) if at_once else ended):
+            heapq.heappush(coming, time.perf_counter() + rng.exponential(_PAUSE_SECONDS))
         for report in engine.take_reports():
             plan = recorder.plans.pop(0)
-            is_decode = report.num_decode == report.num_rows
-            bucket = buckets.of(report.num_decode + report.num_prefill, report.num_rows, is_decode, plan.is_burst)
-            work = StepWork(bucket, plan.starts, plan.lengths, report.num_decode, report.num_steps)
-            samples.append(StepSample(work, report.device_seconds, report.host_seconds))
+            samples.append(_sample(plan, report, buckets, saw_begin=saw_end or plan.was_idle))
+            saw_end = report.was_awaited
     return samples[_WARM_UP:]
+
+
+def _sample(plan: _Planned, report: StepReport, buckets: BucketChoice, saw_begin: bool) -> StepSample:
+    """Returns what is known of a step. `saw_begin`: the host saw when the device began with it."""
+    is_decode = report.num_decode == report.num_rows
+    bucket = buckets.of(report.num_decode + report.num_prefill, report.num_rows, is_decode, plan.is_burst)
+    work = StepWork(
+        bucket,
+        plan.starts,
+        plan.lengths,
+        report.num_decode,
+        report.num_steps,
+        plan.num_admissions,
+        plan.is_behind,
+    )
+    read_seconds = report.host_seconds - report.launch_seconds
+    return StepSample(work, report.device_seconds, saw_begin, report.was_awaited, report.launch_seconds, read_seconds)

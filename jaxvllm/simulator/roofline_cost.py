@@ -59,18 +59,21 @@ class RooflineCost:
         return cls(rates, windows, link_seconds(deployment, chip, collectives), efficiency)
 
     def device_seconds(self, work: StepWork) -> float:
-        bucket = work.bucket
-        read = sum(layers * work.positions(window) for window, layers in self.windows.items())
+        bucket, num_tokens = work.bucket, work.num_tokens
+        read = sum([layers * work.positions(window) for window, layers in self.windows.items()])
         pairs = read  # of rows with one query
-        if work.num_tokens > len(work.starts):
-            pairs = sum(layers * work.pairs(window) for window, layers in self.windows.items())
-        memory = self.rates.memory(work.num_tokens, read)
+        if num_tokens > len(work.starts):
+            pairs = sum([layers * work.pairs(window) for window, layers in self.windows.items()])
+        memory = self.rates.memory(num_tokens, read)
         compute = self.rates.compute(bucket.num_tokens, bucket.num_rows, pairs)
         seconds = max(memory, compute) + bucket.num_tokens * self.link_seconds
         return work.num_steps * seconds / self.efficiency
 
-    def host_seconds(self, work: StepWork) -> float:
-        return self.host_step_seconds + self.host_row_seconds * len(work.starts) * work.num_steps
+    def launch_seconds(self, work: StepWork) -> float:
+        return self.host_step_seconds
+
+    def read_seconds(self, work: StepWork) -> float:
+        return self.host_row_seconds * len(work.starts) * work.num_steps
 
     def with_host(self, step_seconds: float) -> Self:
         """Returns the same device beside a host that takes so long for a step."""

@@ -90,6 +90,14 @@ class SimulationResult:
         summary = self.ledger.summary(percentiles, goodput)
         return Run(self.traffic, Outcome((), summary.duration, self.wall_seconds), summary, shown, NO_DRAFTS)
 
+    def check_served(self) -> None:
+        """Raises ValueError when not one request was answered: then there are no figures."""
+        if not self.ledger.num_ended:
+            raise ValueError(
+                f"none of the {self.traffic.num_prompts} requests can run: each needs more tokens than --max-model-len "
+                "allows, or more pages than a replica has: give shorter ones"
+            )
+
 
 @dataclass(frozen=True)
 class Pool:

@@ -23,10 +23,12 @@ class StepWork:
     lengths: Ints  # i32[R]
     num_decode: int
     num_steps: int = 1
+    num_admissions: int = 0  # requests that get a slot with it, whose parameters the host sends
+    is_behind: bool = False  # another step is under way when it is launched, and one of the two has prompts
 
     @classmethod
     def of(cls, plan: StepPlan, bucket: Bucket, num_steps: int) -> "StepWork":
-        return cls(bucket, plan.starts, plan.lengths, plan.num_decode, num_steps)
+        return cls(bucket, plan.starts, plan.lengths, plan.num_decode, num_steps, len(plan.admissions))
 
     def later(self, steps: int) -> "StepWork":
         """Returns the work of the same rows, all of which decode, so many steps later."""
@@ -35,7 +37,7 @@ class StepWork:
     @property
     def num_tokens(self) -> int:
         """Tokens of one step, without padding."""
-        return int(self.lengths.sum())
+        return self.num_decode + int(sum(self.lengths[self.num_decode :].tolist()))
 
     @property
     def num_prompts(self) -> int:
@@ -44,10 +46,10 @@ class StepWork:
 
     def positions(self, window: int | None = None) -> float:
         """Positions whose keys and values one step reads in a layer with that window: the mean of the steps."""
+        if window is None:
+            return float(self.starts.sum()) + self.num_tokens + len(self.starts) * (self.num_steps - 1) / 2
         seen = self.starts + self.lengths + (self.num_steps - 1) / 2
-        if window is not None:
-            seen = np.minimum(seen, window - 1 + self.lengths)
-        return float(seen.sum())
+        return float(np.minimum(seen, window - 1 + self.lengths).sum())
 
     def decode_positions(self) -> float:
         """The positions that rows which decode see in one step, without windows: the mean of the steps."""
@@ -55,18 +57,18 @@ class StepWork:
 
     def pairs(self, window: int | None = None) -> float:
         """Pairs of a query and a position that it sees, in a layer with that window: the mean of the steps."""
-        first = self.starts + 1 + (self.num_steps - 1) / 2  # seen by the first query of each row
-        last = first + self.lengths - 1
         if window is None:
-            return float(((first + last) * self.lengths).sum()) / 2
+            return self.decode_positions() + self.prompt_pairs()
+        first = self.starts + 1 + (self.num_steps - 1) / 2  # seen by the first query of each row
         # The queries that see fewer positions than the window has come first.
         below = np.clip(window - first, 0, self.lengths)
         return float((below * (2 * first + below - 1) / 2 + (self.lengths - below) * window).sum())
 
     def prompt_pairs(self) -> float:
         """Pairs of a query of a prompt and a position that it sees, without windows."""
-        starts, lengths = self.starts[self.num_decode :], self.lengths[self.num_decode :].astype(np.float64)
-        return float((lengths * (2 * starts + lengths + 1)).sum()) / 2
+        starts, lengths = self.starts[self.num_decode :].tolist(), self.lengths[self.num_decode :].tolist()
+        doubled: int = sum(length * (2 * start + length + 1) for start, length in zip(starts, lengths, strict=True))
+        return doubled / 2
 
 
 class StepCost(Protocol):
@@ -83,5 +85,8 @@ class StepCost(Protocol):
     def device_seconds(self, work: StepWork) -> float:
         """Returns the time of the whole call on the device, all of its steps together."""
 
-    def host_seconds(self, work: StepWork) -> float:
-        """Returns the time in which the host plans and launches the call and turns its tokens into outputs."""
+    def launch_seconds(self, work: StepWork) -> float:
+        """Returns the time in which the host plans and launches the call. The device can begin afterwards."""
+
+    def read_seconds(self, work: StepWork) -> float:
+        """Returns the time in which the host turns the tokens of the call into outputs. Callers see them afterwards."""

@@ -66,8 +66,8 @@ class VirtualEngine:
         coming = iter(arrivals)
         following = next(coming, None)
         while following is not None or self._has_work:
-            if following is not None and not self._has_work:
-                self.now = max(self.now, following.at)
+            if following is not None and following.at > self.now and not self._has_work:
+                self.now = following.at
             while following is not None and following.at <= self.now:
                 self._submit(following)
                 following = next(coming, None)
@@ -102,11 +102,11 @@ class VirtualEngine:
         """Dispatches each replica's next step and reads those that are done, as `Engine.step` does."""
         self._land()
         before = self.now
-        num_busy = sum(replica.is_busy or replica.scheduler.has_work for replica in self.replicas)
+        num_busy = sum([replica.has_work for replica in self.replicas])
         for replica in self.replicas:
             self.now = replica.dispatch(self.now, horizon, num_busy)
         ready = self._to_collect()
-        ended = []
+        ended: list[tuple[int, Request]] = []
         for index in ready:
             replica = self.replicas[index]
             self.now = max(self.now, replica.ready_at)
@@ -143,11 +143,13 @@ class VirtualEngine:
         return VirtualRequest(incoming.number, incoming.answer, incoming.is_computed)
 
     def _note_load(self) -> None:
-        schedulers = [replica.scheduler for replica in self.replicas]
-        owned = sum(scheduler.cache.num_owned for scheduler in schedulers)
-        running = sum(scheduler.num_running for scheduler in schedulers)
-        waiting = sum(scheduler.num_waiting for scheduler in schedulers) + len(self._landed)
-        pages = sum(scheduler.cache.num_pages for scheduler in schedulers)
+        owned, pages, running, waiting = 0, 0, 0, len(self._landed)
+        for replica in self.replicas:
+            scheduler = replica.scheduler
+            owned += scheduler.cache.num_owned
+            pages += scheduler.cache.num_pages
+            running += scheduler.num_running
+            waiting += scheduler.num_waiting
         self.timeline.add(Load(self.now, owned / pages, running, waiting))
 
 

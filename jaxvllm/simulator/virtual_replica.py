@@ -45,7 +45,7 @@ class _Step:
     plan: StepPlan | None = None
     width: int = 1  # decode steps of a call
     launched: float = 0.0
-    host_seconds: float = 0.0
+    read_seconds: float = 0.0  # of the host
 
     @property
     def ready_at(self) -> float:
@@ -88,9 +88,9 @@ class VirtualReplica:
         self._jitter = np.array(cost.jitter)
         self._rng = np.random.default_rng(0)  # the same load takes the same time, every time
         self._pace = BurstPace(setup.burst_seconds)
-        self._paced: set[int] = set()  # bit lengths of the numbers of rows that `_pace` knows
         self._in_flight: deque[_Step] = deque()
         self._busy_until = 0.0  # of the device
+        self._had_prompts = False  # the latest step that was launched
         self._seen = 0.0  # when the latest output was read
         self._numbers = np.zeros(setup.max_num_seqs, np.int64)  # in the ledger, by slot
         self._answers = np.zeros(setup.max_num_seqs, np.int32)
@@ -129,7 +129,7 @@ class VirtualReplica:
         """Reads the oldest step, which is ready. Returns the time afterwards, and the requests that ended then."""
         step = self._in_flight.popleft()
         start, plan = now, step.plan
-        now += step.host_seconds / 2
+        now += step.read_seconds
         if plan is None:
             self._seen = start
             return now, ()
@@ -139,36 +139,39 @@ class VirtualReplica:
         if plan.num_decode == plan.num_rows:
             if num_calls > 1:  # all calls but the last have been seen
                 seconds = float(step.ends[-1] - step.ends[-2])
+            for _ in range(num_calls - 1):
+                self._pace.measured(plan.num_rows, step.width, seconds)
             last = int(plan.max_new.max()) - (num_calls - 1) * step.width
             self._pace.measured(plan.num_rows, min(last, step.width), seconds)
-            self._paced.add(plan.num_rows.bit_length())
-        slots = plan.slots[(self.scheduler.slots.epoch[plan.slots] == plan.epochs) & plan.samples]
-        tokens = np.broadcast_to(self._answers[plan.slots][:, None], (plan.num_rows, plan.width))
+        slots = plan.slots.astype(np.intp)  # numpy would do it again wherever they are an index
+        tokens = self._answers[slots][:, None].repeat(plan.width, axis=1)
+        slots = slots[(self.scheduler.slots.epoch[slots] == plan.epochs) & plan.samples]
         update = self.scheduler.update(plan, StepOutput(tokens, plan.max_new))
         if len(slots):
             # The host reads the outputs of a call when the device is done with it, and so does not delay the next one.
             times = step.ends + (now - step.ready_at)
             self._ledger.take(self._numbers[slots], times, update.num_new_tokens)
         self.counts.num_output_tokens += update.num_new_tokens
-        return now, tuple(end.request for end in update.finished)
+        return now, tuple([end.request for end in update.finished])
 
     def _num_joined(self, now: float, horizon: float, num_rows: int, width: int) -> int:
         """How many calls of `width` decode steps can be planned as one, because nothing can change between them."""
         # When the device begins with the first call, the second one would be planned.
         begin = max(now, self._busy_until)
-        if begin >= horizon or self.scheduler.num_waiting or num_rows.bit_length() not in self._paced:
+        if begin >= horizon or self.scheduler.num_waiting or not self._pace.is_known(num_rows):
             return 1
         slots = self.scheduler.slots
         decoding = slots.decoding()
         # In the last of these calls a row may end.
         least = int((slots.limit[decoding] - slots.num_tokens[decoding]).min())
-        most = min(-(-least // width), MOST_JOINED // width)
+        alike = self._pace.num_alike(num_rows, self._setup.burst_width)
+        most = int(min(-(-least // width), MOST_JOINED // width, alike))
         if most <= 1:
             return 1
         starts = slots.num_computed[decoding] + most * width
         bucket = self._buckets.of(num_rows, num_rows, True, width > 1)
         work = StepWork(bucket, starts, np.ones_like(starts), num_rows, width)
-        begin += self._cost.host_seconds(work) / 2
+        begin += self._cost.launch_seconds(work)
         if begin >= horizon:
             return 1
         # Each later call would be planned a call later.
@@ -184,9 +187,9 @@ class VirtualReplica:
         for bucket in (one for one in self._setup.ladder.buckets if one.is_decode and width > 1):
             rows = np.zeros(bucket.num_rows, np.int32)
             work = StepWork(bucket, rows, np.ones_like(rows), bucket.num_rows, width)
-            seconds = max(self._cost.device_seconds(work), self._cost.host_seconds(work))
+            host_seconds = self._cost.launch_seconds(work) + self._cost.read_seconds(work)
+            seconds = max(self._cost.device_seconds(work), host_seconds)
             self._pace.measured(bucket.num_rows, width, seconds)
-            self._paced.add(bucket.num_rows.bit_length())
 
     def _launch(self, plan: StepPlan, width: int, now: float, num_busy: int) -> float:
         """Starts a plan of decode steps, `width` of them a call, or of anything else. Returns the time afterwards."""
@@ -195,18 +198,24 @@ class VirtualReplica:
             self._admit(admission.slot, admission.request)
         num_steps = int(plan.max_new.max()) if plan.width > 1 else 1
         width = min(width, num_steps)
-        host_seconds = self._cost.host_seconds(StepWork.of(plan, bucket, width))
-        seconds = self._call_seconds(StepWork.of(plan, bucket, width), num_steps)
+        work = StepWork.of(plan, bucket, width)
+        launch_seconds, read_seconds = self._cost.launch_seconds(work), self._cost.read_seconds(work)
+        launched = now + launch_seconds
+        seconds = self._call_seconds(work, num_steps)
+        has_prompts = work.num_prompts > 0
+        if launched < self._busy_until and (has_prompts or self._had_prompts):
+            behind = self._cost.device_seconds(replace(work, is_behind=True))
+            seconds[0] += behind - self._cost.device_seconds(work)
+        self._had_prompts = has_prompts
         if len(self._jitter) > 1:
             seconds = seconds * self._rng.choice(self._jitter, len(seconds))
         if len(seconds) > 1:
             # Where the host needs longer than the device, each call waits for it.
-            seconds = np.maximum(seconds, host_seconds * num_busy)
-        launched = now + host_seconds / 2
-        ends = max(launched, self._busy_until) + np.cumsum(seconds)
+            seconds = np.maximum(seconds, (launch_seconds + read_seconds) * num_busy)
+        ends = max(launched, self._busy_until) + seconds.cumsum()
         if len(seconds) > 1:
-            self._in_flight.append(_Step(ends[:-1], host_seconds=host_seconds))
-        self._in_flight.append(_Step(ends, plan, width, launched, host_seconds))
+            self._in_flight.append(_Step(ends[:-1], read_seconds=read_seconds))
+        self._in_flight.append(_Step(ends, plan, width, launched, read_seconds))
         self._busy_until = float(ends[-1])
         self._count(plan, bucket.num_tokens, len(seconds), num_steps, float(seconds.sum()))
         return launched

@@ -74,8 +74,8 @@ class ApiBroker:
                     self._send(wire.Pulse(stats, []))
             case wire.ShowPages():
                 self._spawn(self._show_pages())
-            case wire.ResetPrefixCache():
-                self._spawn(self._reset_prefix_cache())
+            case wire.ResetPrefixCache(running, connector):
+                self._spawn(self._reset_prefix_cache(running, connector))
             case wire.CountHttp():
                 self._count_http(command)
             case wire.ShowMetrics():
@@ -124,10 +124,10 @@ class ApiBroker:
         with suppress(EngineUnavailableError, EngineDiedError):  # then the next question may find an engine
             self._send(wire.Pages(await self._engines.pages()))
 
-    async def _reset_prefix_cache(self) -> None:
+    async def _reset_prefix_cache(self, running: bool, connector: bool) -> None:
         # An engine that has died or is not there has no cache either.
         with suppress(EngineUnavailableError, EngineDiedError):
-            await self._engines.reset_prefix_cache()
+            await self._engines.reset_prefix_cache(running, connector)
         self._send(wire.PrefixCacheReset())
 
     async def _show_metrics(self) -> None:

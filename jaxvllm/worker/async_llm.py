@@ -290,11 +290,12 @@ class AsyncLLM(EngineClient):
             process.send(wire.ShowPages())
         return await asyncio.shield(self._pools)
 
-    async def reset_prefix_cache(self) -> None:
-        self._ready_process().send(wire.ResetPrefixCache())
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self._ready_process().send(wire.ResetPrefixCache(reset_running_requests, reset_connector))
         reset: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._resets.append(reset)
         await asyncio.shield(reset)  # a caller that gives up must not take another caller's answer
+        return True
 
     # ---- the process ----
 

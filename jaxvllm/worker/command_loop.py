@@ -1,5 +1,6 @@
 """The loop of the engine's process: it executes the client's commands, and steps the engine while it has work."""
 
+import gc
 import logging
 import time
 from dataclasses import replace
@@ -56,6 +57,10 @@ def serve(address: str | Address) -> bool:
             usage = isinstance(error, ValueError | NotImplementedError | OSError)
             socket.send(wire.encode(wire.Failed(" ".join(str(error).split()) or type(error).__name__, usage)))
         else:
+            # A full collection visits all that jax and the programs have made: 141,000 objects of the demo model, which
+            # took 70 to 130 ms every ten seconds, and no request went on meanwhile. They live as long as the engine.
+            gc.collect()
+            gc.freeze()
             CommandLoop(engine, start.limits, socket).run()
         return start.config.has_others
 
@@ -129,8 +134,8 @@ class CommandLoop:
                 self._pulse()
             case wire.ShowPages():
                 self._send(wire.Pages([PoolView.take(replica.scheduler) for replica in self._engine.replicas]))
-            case wire.ResetPrefixCache():
-                self._engine.reset_prefix_cache()
+            case wire.ResetPrefixCache(running, connector):
+                self._engine.reset_prefix_cache(running, connector)
                 self._send(wire.PrefixCacheReset())
             case wire.Stop():
                 self._engine.close()

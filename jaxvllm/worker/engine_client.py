@@ -159,9 +159,11 @@ class EngineClient(ABC):
         """Returns the page pool of every replica. Raises EngineUnavailableError when there is no engine to ask."""
 
     @abstractmethod
-    async def reset_prefix_cache(self) -> None:
-        """Makes every replica forget every cached prefix, and waits until that is done. Running requests continue.
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Makes every replica forget every cached prefix, waits until that is done, and returns True, as vLLM does.
 
+        Running requests keep their pages, or with `reset_running_requests` compute all their tokens again.
+        With `reset_connector`, what connectors keep outside of the replicas' pools is forgotten as well.
         Raises EngineUnavailableError when there is no engine to ask, EngineDiedError when it dies before it answers.
         """
 

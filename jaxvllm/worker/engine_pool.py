@@ -261,9 +261,11 @@ class EnginePool(EngineClient):
         ready = self._ready()
         return [*chain.from_iterable(await asyncio.gather(*(member.llm.pages() for member in ready)))]
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         self._sent = None
-        await asyncio.gather(*(member.llm.reset_prefix_cache() for member in self._ready()))
+        what = reset_running_requests, reset_connector
+        await asyncio.gather(*(member.llm.reset_prefix_cache(*what) for member in self._ready()))
+        return True
 
     # ---- its size ----
 

@@ -55,6 +55,9 @@ class ShowPages(Message, frozen=True):
 class ResetPrefixCache(Message, frozen=True):
     """Makes the engine forget every cached prefix. It answers with `PrefixCacheReset`."""
 
+    reset_running_requests: bool
+    reset_connector: bool
+
 
 class Stop(Message, frozen=True):
     """Closes the engine and ends the process."""

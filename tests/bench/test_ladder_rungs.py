@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,8 +59,8 @@ def sizes(tmp_path_factory: pytest.TempPathFactory) -> SmallSizes:
 class Eager(DraftPace):
     """Always wants drafts, whatever they cost on this machine."""
 
-    def wants_drafts(self, num_rows: int) -> bool:
-        return True
+    def choose(self, num_rows: int, most: Mapping[int, float]) -> int:
+        return max(most)
 
 
 class PacedEngines(Engines):
@@ -72,7 +72,8 @@ class PacedEngines(Engines):
         for num_rows in range(1, 5):
             pace.measured(num_rows, 1, 1e-3)
         for replica in engine.replicas:
-            replica._pace = replica._drafted_pace = pace
+            replica._pace = pace
+            replica._drafted_paces = dict.fromkeys(range(1, 8), pace)
             replica._draft_pace = Eager()
         return engine
 

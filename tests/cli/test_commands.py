@@ -97,7 +97,8 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["serve", "--no-disable-log-requests"], ["--no-disable-log-requests: use --access-log (only a server"]),
         (["serve", "--no-disable-uvicorn-access-log"], ["--no-disable-uvicorn-access-log: use --access-log;"]),
         # Two options of vLLM that are one here.
-        (["serve", "-tp", "2", "-dp=4"], ["-tp 2 -dp 4: use --mesh 4x2 (replicas of the model x"]),
+        (["serve", "-tp", "2", "-dp=4"], ["-tp 2: use --mesh 1x2 (replicas of the model x"]),
+        (["generate", "-tp", "2", "-dp=4"], ["-tp 2 -dp 4: use --mesh 4x2 (replicas of the model x"]),
         (["serve", "--master-addr=a", "--master-port=9"], ["--master-addr a --master-port 9: use --coordinator a:9"]),
         (["serve", "--master-port", "9"], ["--master-port 9: use --coordinator HOST:9 ("]),
         (["serve", "--master-addr", "a"], ["--master-addr a: use --coordinator a:PORT ("]),
@@ -132,6 +133,12 @@ def test_options_that_do_not_exist_are_told_what_to_give_instead(argv, lines, ca
     assert err.endswith(f"; see jaxvllm {command} --help\n")
     for said, line in zip(err.splitlines(), lines, strict=True):
         assert said.startswith(f"jaxvllm {command}: {line}")
+
+
+@pytest.mark.parametrize("words", [["-dp", "2"], ["-dp=2"], ["--data_parallel_size", "2"]])
+def test_replicas_have_the_short_name_of_vllm(words, capsys):
+    assert main(["serve", *words, "--mesh", "3x1"]) == 2
+    assert "data_parallel_size is 2, and mesh 3x1 has 3 replicas: give one of them" in capsys.readouterr().err
 
 
 def test_what_only_looks_like_an_option_is_none(capsys):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxvllm.cli import main
+from jaxvllm.simulator.measured_cost import BucketTime, MeasuredCost
+from tests.engine.tiny import write_tiny_checkpoint
 from tests.simulator.test_measured_cost import TABLE
 
 SMALL = ["--num-prompts", "40", "--random-input-len", "40", "--random-output-len", "10"]
@@ -105,11 +107,58 @@ def test_auto_tune_prints_a_row_for_all_options_and_the_best(table, tmp_path, ca
     assert "no options keep these limits at any rate" in capsys.readouterr().out
 
 
+def test_real_runs_have_the_last_word(tmp_path, capsys):
+    model = write_tiny_checkpoint(tmp_path / "tiny")
+    # Steps of a nanosecond: no real engine is as quick as this one.
+    quick = MeasuredCost((BucketTime(4, 4, 1e-9),), (BucketTime(16, 4, 1e-9),), *[0.0] * 13, model=str(model))
+    table, output = tmp_path / "table.json", tmp_path / "tuned.json"
+    table.write_text(quick.to_json())
+    words = ["bench", "auto-tune", "--table", str(table)]
+    words += "--num-seqs-list 2 4 --num-batched-tokens-list 16 --token-buckets 16 --max-decode-burst 1".split()
+    words += "--max-model-len 64 --num-pages 33 --num-prompts 6 --random-input-len 20 --random-output-len 5".split()
+    words += ["--real-runs", "1", "--output-json", str(output)]
+    assert main([*words, "--goodput", "ttft:1e9"]) == 0
+    out = capsys.readouterr().out
+    assert "the best 1, simulated and on this machine" in out
+    assert out.splitlines()[-1].startswith("best: max_num_seqs 4") and out.endswith("simulated and on this machine\n")
+    first, second = json.loads(output.read_text())["results"]
+    assert first["measured"]["good"] == first["measured"]["completed"] == 6 and "measured" not in second
+    assert main([*words, "--goodput", "ttft:0.0001"]) == 1
+    out = capsys.readouterr().out
+    assert "no real run kept these limits" in out and "\nbest: " not in out
+
+
+def test_a_load_without_lengths_fits_the_model(table, capsys):
+    assert main(["simulate", "--table", str(table), "--max-model-len", "512", "--num-prompts", "5", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "jaxvllm simulate: the model takes 512 tokens, so --random-input-len is 384, not 1024" in captured.err
+    result = json.loads(captured.out)
+    assert (result["completed"], result["failed"]) == (5, 0)
+
+
+def test_sizes_that_were_not_measured_are_told(table, capsys):
+    search = ["--goodput", "ttft:1e9", "--num-batched-tokens-list", "64", *SMALL]
+    words = ["bench", "auto-tune", "--table", str(table), *search, "--num-seqs-list"]
+    num_rows, num_tokens = TABLE.largest
+    assert main([*words, str(num_rows)]) == 0
+    assert not capsys.readouterr().err
+    assert main([*words, str(num_rows + 1)]) == 0
+    assert f"the table has steps of at most {num_rows} requests and {num_tokens} tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (["--disaggregate", "1"], "--disaggregate must be at least 2 replicas"),
         (["--disaggregate", "2", "--real-runs", "1"], "--real-runs needs one pool"),
+        (["--kv-latency-ms", "1"], "--kv-bandwidth and --kv-latency-ms are of --disaggregate N, which is not given"),
+        (["--real-runs", "-1"], "--real-runs must be at least 0, not -1"),
+        (["--real-runs", "1", "--mesh", "64x1"], "mesh 64x1 needs 64 devices"),
+        (["--model", "Llama-3.1-8B"], "has the step times of demo, not of Llama-3.1-8B: leave out the model"),
+        (["--goodput", "tftt:200"], "--goodput takes NAME:MILLISECONDS with a name of ttft, tpot, e2el, not tftt:200"),
+        (["--num-seqs-list", "64", "--num-batched-tokens-list", "32"], "a step needs a token for each request"),
+        (["--random-input-len", "3000"], "--random-input-len 3000 may need 3128: give lengths that fit"),
+        (["--load", "conversations", "--question-len", "2000", "--num-prompts", "4"], "none of the 4 requests can run"),
         (
             ["--device", "h100", "--real-runs", "1"],
             "--real-runs runs on the cpu at hand, and the simulation is of h100",

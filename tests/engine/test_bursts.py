@@ -137,3 +137,28 @@ def test_the_pace_keeps_to_the_time_that_an_arrival_may_wait(rows: int) -> None:
         pace.measured(rows, 1, 0.5)
     assert pace.width(rows, 8) == 1  # longer than that, a step is a step
     assert pace.width(16 * rows, 8) == 1  # of so many rows nothing is known
+
+
+@pytest.mark.parametrize("call_seconds", [0.0, 0.0005, 0.002])
+def test_what_a_call_costs_beside_its_steps_does_not_keep_bursts_short(call_seconds: float) -> None:
+    """20 rows took 2.6 ms for one step and 3.2 for two. By the first alone there is no room for two in 4 ms."""
+    pace, step_seconds, taken = BurstPace(max_seconds=0.004), 0.0006, list[float]()
+    for _ in range(400):
+        num_steps = pace.width(20, 64)
+        taken.append(call_seconds + num_steps * step_seconds)
+        pace.measured(20, num_steps, taken[-1])
+    longest = int((0.004 - call_seconds) / step_seconds)
+    chosen = [round((seconds - call_seconds) / step_seconds) for seconds in taken[200:]]
+    assert sorted(chosen)[len(chosen) // 2] == longest and max(chosen) == longest + 1
+    assert chosen.count(longest + 1) < 20, "a longer burst is tried now and then"
+
+
+def test_bursts_are_long_again_behind_steps_that_the_machine_delayed() -> None:
+    pace = BurstPace(max_seconds=0.004)
+    for number in range(600):
+        num_steps = pace.width(20, 64)
+        is_slow = 100 <= number < 120
+        pace.measured(20, num_steps, 0.05 if is_slow else 0.0005 + num_steps * 0.0001)
+        if number == 120:
+            assert num_steps == 1
+    assert num_steps >= 30

@@ -19,12 +19,11 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.core import constrained_rows
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.burst_pace import BurstPace
-from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.test_speculation import Knowing, assert_equal, drafting
-from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, random_prompts, tiny_llm
 from tests.grammar.schema_cases import DIGIT, SHORT, array, closed
 
 Answers = list[list[CompletionOutput]]
@@ -170,7 +169,7 @@ def thoughts(plain: LLM) -> dict[ReasoningFormat, tuple[list[SamplingParams], An
 def hasty() -> Iterator[None]:
     """All steps have drafts, and are as many in one as may be: the clock of this machine decides nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+        choose_drafts(patch)
         patch.setattr(BurstPace, "width", lambda self, num_rows, most: most)
         yield
 

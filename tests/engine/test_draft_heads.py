@@ -11,7 +11,7 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from tests.engine.test_speculation import PROMPTS, REQUESTS, assert_equal
-from tests.engine.tiny import GREEDY, assert_idle, few_pages, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, tiny_llm
 
 STORIES = ("Once upon a time", "Long ago, in a castle in the mountains, there lived", "The capital of", "List three")
 # The share of drafts that are right at the first place, greedily, is 84, 73 and 52% over all held-out documents
@@ -23,11 +23,6 @@ HEADS = {
 }
 
 
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All decode steps have drafts where they may: the clock of this machine decides nothing."""
-    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
-
-
 @pytest.fixture(scope="module")
 def answers(tiny_checkpoint: Path) -> Iterator[list[list[CompletionOutput]]]:
     with tiny_llm(tiny_checkpoint) as llm:
@@ -37,20 +32,16 @@ def answers(tiny_checkpoint: Path) -> Iterator[list[list[CompletionOutput]]]:
 def test_a_model_drafts_for_itself_and_is_always_right(
     tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind prompts in chunks, cached prefixes, steps without drafts, and preemptions."""
-    wants = iter(())
-
-    def sometimes(self: DraftPace, num_rows: int) -> bool:
-        return next(wants, True)
-
-    monkeypatch.setattr(DraftPace, "wants_drafts", sometimes)
+    """Also behind prompts in chunks, cached prefixes, steps without drafts or with fewer, and preemptions."""
+    numbers = iter(())
+    choose_drafts(monkeypatch, lambda possible: next(numbers, max(possible)))
     config = {"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3}
     with tiny_llm(tiny_checkpoint, speculative_config=config) as llm:
         assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
         [replica] = llm.engine.replicas
         replica.num_drafted[:] = replica.num_accepted[:] = 0
         greedy = [replace(GREEDY, max_tokens=40)] * len(PROMPTS)
-        wants = iter([False, False, True, False] * 3)
+        numbers = iter([0, 0, 3, 0, 2, 2, 3, 2] * 3)
         llm.generate(PROMPTS, greedy, use_tqdm=False)
         assert (replica.num_accepted == replica.num_drafted).all() and replica.num_drafted.min() > 30
         with few_pages(llm, 14):
@@ -78,12 +69,13 @@ def stories() -> list[list[CompletionOutput]]:
 def test_the_demo_model_says_the_same_with_what_drafts_for_it(
     method: str, stories: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where what guesses does not see the steps, as where drafts do not pay.
+    """Also where drafts are divided among rows, and where what guesses does not see the steps.
 
     Then a draft model computes later what it missed, Medusa heads need no more than the last step, and an EAGLE head
     has no drafts.
     """
-    always(monkeypatch)
+    choose = max
+    choose_drafts(monkeypatch, lambda numbers: choose(numbers))
     may_be_blind = False
     monkeypatch.setattr(DraftPace, "may_be_blind", lambda self, num_rows: may_be_blind)
     model, least = HEADS[method]
@@ -97,6 +89,8 @@ def test_the_demo_model_says_the_same_with_what_drafts_for_it(
             if number == 0:
                 shares = replica.num_accepted / replica.num_drafted
                 assert shares[0] > least and (shares[1:] < shares[:-1]).all()
+                choose, last = min, replica.num_drafted[-1]
+        assert replica.num_drafted[-1] == last, "all others had one draft less"
         assert_equal(got, stories)
         may_be_blind = True
         llm.reset_prefix_cache()
@@ -112,7 +106,7 @@ def test_the_demo_model_says_the_same_with_what_drafts_for_it(
 
 @pytest.mark.slow
 def test_on_a_mesh_every_device_has_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    always(monkeypatch)
+    choose_drafts(monkeypatch)
     options: dict[str, Any] = {"dtype": "float32", "mesh": "1x2", "max_num_seqs": 4, "max_num_batched_tokens": 32}
     options |= {"row_buckets": (4,), "token_buckets": (32,), "warm_up": "full"}
     answers = []

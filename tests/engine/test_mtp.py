@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxvllm.engine.draft_pace import DraftPace
 from tests.engine.tiny import (
     GREEDY,
     Recomputation,
     assert_idle,
+    choose_drafts,
     few_pages,
     random_prompts,
     tiny_llm,
@@ -67,7 +67,7 @@ def write_mimo(directory: Path) -> Path:
 
 def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = False
-    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: drafts)
+    choose_drafts(monkeypatch, lambda numbers: max(numbers) if drafts else 0)
     directory = write_mimo(tmp_path)
     with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 2}) as llm:
 

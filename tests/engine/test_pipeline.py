@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxvllm import LLM, EngineConfig, SamplingParams
 from jaxvllm.core.kv_cache import windowed_pages
-from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.exported_request import ExportedRequest
 from jaxvllm.models import families
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
@@ -22,6 +22,7 @@ from tests.engine.test_speculation import OPTIONS, PROMPTS
 from tests.engine.tiny import (
     GREEDY,
     assert_idle,
+    choose_drafts,
     few_pages,
     greedy_tokens,
     random_prompts,
@@ -79,6 +80,58 @@ def test_also_after_preemptions(staged: tuple[Fixture, LLM]) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_pages_travel_between_engines_with_and_without_stages(case: tuple[str, str], tmp_path: Path) -> None:
+    """By files that both engines share. Each computes some prompts, and finds the others'."""
+    name, mesh = case
+    fixture = Fixture.load(name)
+    directory = fixture.write_checkpoint(tmp_path / name)
+    extra = {"shared_storage_path": str(tmp_path / "pages")}
+    kept = json.dumps({"kv_connector": "files", "kv_connector_extra_config": extra})
+    options = {"max_model_len": fixture.max_model_len, "kv_transfer_config": kept}
+    mine, others = slice(0, None, 2), slice(1, None, 2)
+    with engine(directory, mesh, **options) as staged, engine(directory, "1x1", **options) as alone:
+        for llm, own in ((staged, mine), (alone, others)):
+            assert greedy_tokens(llm, fixture.prompts[own]) == fixture.greedy[own]
+            traffic = llm.engine.replicas[0].traffic
+            assert traffic is not None
+            traffic.wait_until_saved()
+        for llm, given in ((staged, others), (alone, mine)):
+            outputs = llm.generate(fixture.prompts[given], GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == fixture.greedy[given]
+            size = llm.config.page_size
+            full = [(len(prompt) - 1) // size * size for prompt in fixture.prompts[given]]
+            assert [output.num_cached_tokens for output in outputs] == full and any(full)
+            assert_idle(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_stages", [True, False])
+def test_a_running_request_moves_between_engines_with_and_without_stages(tmp_path: Path, to_stages: bool) -> None:
+    fixture = Fixture.load("llama")  # of three layers, so that one of zeros fills up a stage
+    directory = fixture.write_checkpoint(tmp_path)
+    prompt, expected = fixture.prompts[-1], fixture.greedy[-1]
+    meshes = ("1x1", "2x1x1") if to_stages else ("2x1x1", "1x1")
+    first, second = (engine(directory, mesh, max_model_len=fixture.max_model_len) for mesh in meshes)
+    with first, second:
+        first.engine.submit(first.engine.check("moves", prompt, GREEDY))
+        for _ in range(6):
+            first.engine.step()
+        exported = ExportedRequest.from_bytes(first.engine.export_request("moves").to_bytes())
+        assert exported.pages
+        while first.engine.has_work:  # steps that were under way
+            first.engine.step()
+        second.engine.import_request(exported)
+        while second.engine.has_work:
+            outputs = second.engine.step()
+        assert outputs[0].outputs[0].token_ids == expected
+        # What came along was not computed again, but for the page of the last token.
+        size, num_tokens = second.config.page_size, len(prompt) + len(exported.sequences[0].output_token_ids)
+        assert second.engine.stats().num_prefix_hits == min((num_tokens - 1) // size * size, len(prompt)) > 0
+        for llm in (first, second):
+            assert_idle(llm)
+
+
 def routed_spec(config: HfConfig) -> ModelSpec:
     """Experts in every layer."""
     spec = llama_spec(config)
@@ -119,7 +172,7 @@ def test_experts_in_stages(routed: Path) -> None:
 def test_drafts_and_masks_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bursts, with every option of sampling that a draft must count in, and with a grammar."""
     # The clock of this machine does not decide whether there are drafts.
-    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    choose_drafts(monkeypatch)
     directory = write_tiny_checkpoint(tmp_path)
     params = [SamplingParams(**{"max_tokens": 23, "seed": 3, "ignore_eos": True} | options) for options in OPTIONS]
     prompts = [PROMPTS[-1 - index % 4] for index in range(len(params))]
@@ -138,17 +191,9 @@ def test_drafts_and_masks_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # What is refused before any weight is read.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"speculative_config": '{"method": "mtp"}'},
-            "drafts of a model or head need all layers: use the method ngram",
-        ),
-        ({"kv_transfer_config": '{"kv_connector": "host"}'}, "kv_transfer_config carries pages of all of them: leave"),
-    ],
-)
-def test_options_that_need_all_layers_together(options: dict[str, Any], message: str) -> None:
+def test_drafts_that_need_all_layers_together() -> None:
+    options: dict[str, Any] = {"speculative_config": '{"method": "mtp"}'}
+    message = "drafts of a model or head are not supported there: use the method ngram"
     with pytest.raises(NotImplementedError, match=f"mesh 2x1x2 divides the layers among stages, and {message}"):
         EngineConfig(mesh="2x1x2", **options)
     assert EngineConfig(mesh="1x2", **options)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.core.sampling_params import RequestOutputKind, StructuredOutputsParams
 from jaxvllm.engine import drafting as drafting_module
 from jaxvllm.engine import repetition_watch
-from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
@@ -21,7 +21,7 @@ from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
 from jaxvllm.text.draft_spans import DraftSpans
 from tests.engine.explained import explained, explanation_of
-from tests.engine.tiny import GREEDY, assert_idle, few_pages, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, random_prompts, tiny_llm
 
 PROMPTS = [*random_prompts(8, longest=30, seed=5), *([3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4)]
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=23, ignore_eos=True)
@@ -71,7 +71,7 @@ def drafting(
 ) -> LLM:
     """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing."""
     monkeypatch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
-    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    choose_drafts(monkeypatch)
     config = {"method": "ngram", "num_speculative_tokens": num_drafts}
     return tiny_llm(directory, speculative_config=config, **options)
 
@@ -176,10 +176,34 @@ def test_everything_is_as_without_drafts(
         assert_idle(llm)
 
 
+def test_rows_that_divide_a_few_drafts_say_the_same(
+    tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five drafts a row may have three in such a step, and two on average. Half of the guesses are right."""
+    greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
+    sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
+    with drafting(tiny_checkpoint, monkeypatch, Knowing(sequences, (0, 0, 1)), num_drafts=5) as llm:
+        numbers = cycle([3, 3, 5, 0, 3])
+        choose_drafts(monkeypatch, lambda _: next(numbers))
+        assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
+        [replica] = llm.engine.replicas
+        replica.num_drafted[:] = replica.num_accepted[:] = 0
+        choose_drafts(monkeypatch, min)
+        replica.take_reports()
+        llm.generate(PROMPTS[:8], replace(GREEDY, max_tokens=40), use_tqdm=False)
+        num_steps = sum(report.num_steps for report in replica.take_reports() if report.num_drafts == 3)
+        assert 0 < replica.num_drafted.sum() <= 16 * num_steps and replica.num_drafted[2] < replica.num_drafted[0]
+        assert not replica.num_drafted[3:].any() and replica.num_accepted[:2].all()
+        with few_pages(llm, 14):
+            choose_drafts(monkeypatch, lambda _: next(numbers))
+            assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
+        assert_idle(llm)
+
+
 def test_without_being_asked_an_engine_drafts_for_rows_that_repeat_themselves(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    choose_drafts(monkeypatch)
     monkeypatch.setattr(repetition_watch, "FIRST_PAUSE", 1)
     new = replace(SAMPLED, temperature=20.0, max_tokens=90, seed=1)
     loop = replace(GREEDY, max_tokens=80, repetition_penalty=0.1)  # says again what it has said

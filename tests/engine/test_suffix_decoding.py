@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jaxvllm import LLM, SamplingParams
-from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.runtime.suffix_index import INDEX
 from tests.engine.test_meshes import quick_compilation
-from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, random_prompts, tiny_llm
 
 PROMPTS = random_prompts(3, longest=60, seed=11)
 # Random tokens, so a row that looks at itself alone finds little that is right.
@@ -29,7 +28,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[LLM]:
 @pytest.fixture
 def llm(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """The engine as new. All decode steps have drafts where they may: the clock of this machine decides nothing."""
-    monkeypatch.setattr(DraftPace, "wants_drafts", lambda self, num_rows: True)
+    choose_drafts(monkeypatch)
     forget(engine)
     return engine
 

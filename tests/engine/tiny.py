@@ -1,7 +1,7 @@
 """A tiny random Llama that speaks text, engines over it, and a naive recomputation to compare them with."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxvllm import LLM, RequestOutput, SamplingParams
 from jaxvllm.core.page_pool import Pages
+from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from tests.models.dense import dense_logits
@@ -52,6 +54,12 @@ def tiny_llm(directory: Path | str, **options: Any) -> LLM:
         warm_up="full",
     )
     return LLM(model=str(directory), **small | options)
+
+
+def choose_drafts(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Collection[int]], int] = max) -> None:
+    """Lets `choose` say how many drafts rows may have, of the possible numbers: no clock of this machine decides it."""
+    monkeypatch.setattr(DraftPace, "choose", lambda self, num_rows, most: choose(most))
+    monkeypatch.setattr(DraftPace, "may_be_blind", lambda self, num_rows: False)
 
 
 @contextmanager

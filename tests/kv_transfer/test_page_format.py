@@ -40,6 +40,17 @@ def test_an_engine_with_other_copies_of_its_heads_gets_the_same(form: PageFormat
     assert_same(wider.page(wider.held(form.decode(form.encode(page)))), page)
 
 
+def test_layers_of_zeros_do_not_travel(form: PageFormat) -> None:
+    """Which an engine has behind those of the model, if its layers are divided among stages."""
+    page = some_page(form, 1)
+    staged = replace(form, arrays=tuple(replace(of, zero_layers=2) for of in form.arrays))
+    assert staged.fingerprint == form.fingerprint
+    held = staged.held(page)
+    assert held[0].shape == (4, 3, 4, 8) and not held[0][2:].any()
+    assert_same(form.decode(staged.encode(staged.page(held))), page)
+    assert staged.held(some_page(form, 1, windowed=True))[1].shape == held[1].shape
+
+
 def test_what_left_the_window_is_zero(form: PageFormat) -> None:
     assert not form.held(some_page(form, 1, windowed=True))[1].any()
 

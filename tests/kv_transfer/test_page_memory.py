@@ -35,6 +35,19 @@ def test_what_is_held_stays_beyond_the_limit(form: PageFormat) -> None:
     assert len(memory) == 1 and not memory.is_full
 
 
+def test_all_is_forgotten_and_what_is_held_may_come_again(form: PageFormat) -> None:
+    page = some_page(form, 0)
+    memory = PageMemory(page.nbytes)
+    memory.hold([name(0)])
+    memory.put(name(0), page)
+    memory.clear()
+    assert (len(memory), memory.num_bytes, memory.get(name(0))) == (0, 0, None)
+    memory.put(name(0), page)
+    memory.let_go([name(0)])
+    memory.check_invariants()
+    assert memory.get(name(0)) is page
+
+
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["put", "get", "hold", "let_go"]), st.integers(0, 5)), max_size=60)
 
 

@@ -100,17 +100,35 @@ def test_a_plan_with_drafts_gets_the_fewest_rows_with_as_many_drafts(
 
 def test_every_decode_bucket_has_one_with_drafts_the_smallest_first() -> None:
     ladder = BucketLadder.build([8, 1, 4], [16], width=2, drafts=DraftRoom(3))
-    assert ladder.drafted == tuple(Bucket(4 * rows, rows, 2, num_drafts=3) for rows in (1, 4, 8))
+    assert ladder.drafted[:3] == tuple(Bucket(4 * rows, rows, 2, num_drafts=3) for rows in (1, 4, 8))
     assert ladder.drafted[1] != Bucket(16, 4) and str(ladder.drafted[1]) == "decode 4 with 3 drafts each"
     assert BucketLadder.build([8, 1, 4], [16]).drafted == ()
     assert not set(ladder.drafted) & {*ladder.buckets, *ladder.split}
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "divided"),
+    [(1, []), (2, [(2, 1, 1), (8, 4, 1)]), (3, [(3, 1, 2), (8, 4, 2)]), (5, [(4, 1, 3), (12, 4, 3)])],
+)
+def test_behind_these_come_some_whose_rows_have_half_as_many_on_average(
+    num_drafts: int, divided: list[tuple[int, int, int]]
+) -> None:
+    ladder = BucketLadder.build([1, 4], [8], width=2, drafts=DraftRoom(num_drafts))
+    assert ladder.drafted[2:] == tuple(Bucket(tokens, rows, 2, num_drafts=most) for tokens, rows, most in divided)
+    for bucket in ladder.drafted:
+        width = bucket.row_tokens
+        plan = replace(make_plan(bucket.num_rows), width=width, num_drafts=bucket.num_drafts)
+        assert ladder.choose(plan, (*ladder.buckets, *ladder.drafted)) == bucket
+    if divided:
+        text = {2: "4 drafts, up to 1", 3: "4 drafts, up to 2", 5: "8 drafts, up to 3"}[num_drafts]
+        assert str(ladder.drafted[-1]) in (f"decode 4 with {text} each", "decode 4 with 1 drafts each")
 
 
 @pytest.mark.parametrize(("overhead", "rows"), [(5, [1, 4]), (256, [1, 4, 8, 300]), (0, [])])
 def test_drafts_that_nobody_asked_for_are_for_rows_that_may_gain_half(overhead: int, rows: list[int]) -> None:
     room = DraftRoom.where_they_pay(3, overhead)
     ladder = BucketLadder.build([8, 1, 4, 300, 330], [512], drafts=room)
-    assert [bucket.num_rows for bucket in ladder.drafted] == rows and room.on_demand
+    assert [bucket.num_rows for bucket in ladder.drafted] == 2 * rows and room.on_demand
     for count in (1, 4, 8, 300, 330):
         gain = 4 * (overhead + count) / (overhead + 4 * count)
         assert (gain >= 1.5) == (count in rows)
@@ -204,6 +222,7 @@ def test_a_split_bucket_that_cannot_be() -> None:
         dict(num_tokens=16, num_rows=4, num_drafts=2),
         dict(num_tokens=4, num_rows=4, num_drafts=1),
         dict(num_tokens=8, num_rows=4, num_drafts=-1),
+        dict(num_tokens=5, num_rows=4, num_drafts=2),
     ],
 )
 def test_a_row_has_one_token_and_its_drafts(sizes: dict[str, int]) -> None:

@@ -241,15 +241,18 @@ def test_buckets_with_drafts_that_nobody_chose_compile_when_they_are_asked_for(c
     programs = Programs(ladder, compiler)
     compiler.compile(len(ladder.buckets))
     programs.wait()
-    assert set(compiler.asked) == set(ladder.buckets) and programs.num_draft_steps(1) == 0
+    assert set(compiler.asked) == set(ladder.buckets) and not programs.drafted(1)
     assert programs.may_compile_drafts
-    compiler.compile(1)
+    compiler.compile(2)
     programs.compile_drafts()
     assert not programs.may_compile_drafts
     programs.compile_drafts()  # it has begun
     programs.wait()
-    assert compiler.asked[len(ladder.buckets) :] == [Bucket(4, 1, num_drafts=3)]
-    assert programs.num_draft_steps(1) == 1 and programs.num_draft_steps(2) == 0
+    assert compiler.asked[len(ladder.buckets) :] == [Bucket(4, 1, num_drafts=3), Bucket(3, 1, num_drafts=2)]
+    assert programs.drafted(1) == {
+        3: Bucket(4, 1, num_drafts=3),
+        2: Bucket(3, 1, num_drafts=2),
+    } and not programs.drafted(2)
 
 
 def test_a_process_that_follows_compiles_drafts_when_process_0_uses_them(compiler: Compiler) -> None:

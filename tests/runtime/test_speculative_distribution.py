@@ -34,9 +34,18 @@ ROWS, NUM_CALLS, NUM_DRAFTS = 1024, 49, 2  # 50,176 sequences
 # The model: what may follow is known by the last token.
 LOGITS = np.random.default_rng(3).normal(0, 1.2, (VOCAB, VOCAB)).astype(np.float32)
 SPEC = replace(model_spec(Fixture.load("llama").config), vocab_size=VOCAB)
-SHAPE = CacheShape(num_pages=4, page_size=16, num_slots=ROWS, max_pages=1, dtype=jnp.dtype(jnp.float32), step_tokens=8)
+SHAPE = CacheShape(
+    num_pages=4,
+    page_size=16,
+    num_slots=ROWS,
+    max_pages=1,
+    dtype=jnp.dtype(jnp.float32),
+    step_tokens=8,
+    has_drafts=True,
+)
 MODEL = StepModel(SPEC, SHAPE, REFERENCE)
 BUCKET = Bucket(ROWS * (1 + NUM_DRAFTS), ROWS, width=NUM_NEW, num_drafts=NUM_DRAFTS)
+DIVIDED = replace(BUCKET, num_tokens=ROWS * 2)  # where rows divide the drafts by how many were right
 OPTIONS = [
     Row(temperature=0.7),
     Row(top_p=0.8),
@@ -99,17 +108,23 @@ def _pass_tokens_on(
     return Computed(rows, token_ids, token_ids, token_ids[None]), kv_pages
 
 
+@pytest.fixture(scope="module", params=[BUCKET, DIVIDED], ids=str)
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    found: Bucket = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def decode() -> Iterator[Decode]:
+def decode(bucket: Bucket) -> Iterator[Decode]:
     """`decoding.decode` of a model that looks its logits up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "compute", _pass_tokens_on)
         patch.setattr(decoding, "project_logits", lambda params, shard, tokens: jnp.asarray(LOGITS)[tokens])
-        yield jax.jit(partial(decoding.decode, model=MODEL, bucket=BUCKET, proposer=_Likely()), donate_argnums=2)
+        yield jax.jit(partial(decoding.decode, model=MODEL, bucket=bucket, proposer=_Likely()), donate_argnums=2)
 
 
 @pytest.mark.parametrize("row", OPTIONS, ids=str)
-def test_sequences_come_as_often_as_they_should(row: Row, decode: Decode) -> None:
+def test_sequences_come_as_often_as_they_should(row: Row, bucket: Bucket, decode: Decode) -> None:
     plan = replace(
         make_plan(ROWS, width=BUCKET.row_tokens),
         slots=np.arange(ROWS, dtype=np.int32),
@@ -117,7 +132,7 @@ def test_sequences_come_as_often_as_they_should(row: Row, decode: Decode) -> Non
         new_pages=(PageEntries(*[np.zeros(0, np.int32)] * 3),),
         num_drafts=NUM_DRAFTS,
     )
-    packed = pack(plan, BUCKET, MODEL.sizes)
+    packed = pack(plan, bucket, MODEL.sizes)
     rng = np.random.default_rng(0)
     counts: np.ndarray = np.zeros((VOCAB,) * NUM_NEW, int)
     accepted = np.zeros(NUM_DRAFTS, int)
@@ -130,7 +145,8 @@ def test_sequences_come_as_often_as_they_should(row: Row, decode: Decode) -> Non
         np.add.at(counts, tuple(yielded[:, 1 : 1 + NUM_NEW].T % DRAFT_MARK), 1)
         accepted += yielded[:, -NUM_DRAFTS:].sum(axis=0)
     number = ROWS * NUM_CALLS
-    assert (accepted > 0.02 * number).all(), "drafts were accepted at each place"
+    least = 0.02 if bucket == BUCKET else 0.01  # where they are divided, few rows have two
+    assert (accepted > least * number).all(), "drafts were accepted at each place"
     expected = exact(row) * number
     assert expected.sum() == pytest.approx(number)
     assert counts[expected == 0].sum() == 0

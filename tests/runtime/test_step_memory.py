@@ -67,8 +67,8 @@ def smallest_matrix(layout: Layout) -> int:
 
 @cache
 def program(bucket: Bucket, layout: Layout) -> StepProgram:
-    proposer = NgramProposer(2, 5)
-    return StepCompiler(params_of(layout), KV, SPEC, SHAPE, REFERENCE, MESH, proposer=proposer).compile(bucket)
+    shape, proposer = replace(SHAPE, has_drafts=True), NgramProposer(2, 5)
+    return StepCompiler(params_of(layout), KV, SPEC, shape, REFERENCE, MESH, proposer=proposer).compile(bucket)
 
 
 def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
@@ -91,7 +91,7 @@ def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
 @pytest.mark.parametrize("bucket", [pytest.param(DRAFTS, marks=pytest.mark.slow), MIXED], ids=repr)
 def test_the_index_of_suffixes_is_updated_in_place(bucket: Bucket) -> None:
     # So many slots that the index, 4 MiB, is larger than all temporaries of a step: 2 MiB with drafts, and 3.6 MiB.
-    shape, proposer = replace(SHAPE, num_slots=256, has_index=True), SuffixProposer(24, 1.0)
+    shape, proposer = replace(SHAPE, num_slots=256, has_index=True, has_drafts=True), SuffixProposer(24, 1.0)
     compiler = StepCompiler(params_of("separate"), KV, SPEC, shape, REFERENCE, MESH, proposer=proposer)
     memory, sizes = compiler.compile_begin(bucket).memory_analysis(), shape.sizes(SPEC)
     assert memory is not None and memory.alias_size_in_bytes >= KV_BYTES + state_bytes(sizes)

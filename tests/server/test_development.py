@@ -3,7 +3,12 @@
 import json
 from typing import Any
 
+import httpx
+import pytest
+
 from jaxvllm.server.config import ServerConfig
+from tests.router.test_kills import ENGINE, is_ready, running
+from tests.waiting import PATIENCE, wait_until
 
 PATH = "/reset_prefix_cache"
 DEVELOPMENT = ServerConfig(dev_endpoints=True)
@@ -24,21 +29,52 @@ def test_no_prefix_is_found_after_a_reset(server):
     assert (cached(), cached() > 16) == (0, True)
 
 
-def test_running_requests_go_on(server):
+@pytest.mark.parametrize("query", ["", "?reset_running_requests=true&reset_external=true"])
+def test_running_requests_go_on(server, query):
     body = BODY | {"max_tokens": 100, "ignore_eos": True}
     expected = server.answer("/v1/completions", **body)["choices"][0]["text"]
     with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         lines = response.iter_lines()
         text = [next(lines)]
-        assert server.ask(DEVELOPMENT, PATH).status_code == 200
+        assert server.ask(DEVELOPMENT, PATH + query).status_code == 200
         text += lines
     assert joined(text) == expected
     assert server.answer("/v1/completions", **body)["choices"][0]["text"] == expected
 
 
+def test_what_is_reset_is_a_yes_or_no(server):
+    response = server.ask(DEVELOPMENT, PATH + "?reset_external=maybe")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "reset_external"
+
+
 def joined(lines: list[str]) -> str:
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+@pytest.mark.slow
+def test_pages_in_host_memory_are_reset_on_request(tmp_path):
+    """All the way: HTTP in two processes, the one that holds the engine, and the engine in another."""
+    kept = ["--kv-transfer-config", '{"kv_connector": "host"}', "--dev-endpoints", "--api-server-count", "2"]
+    with running(tmp_path / "log", "jaxvllm.serve", *ENGINE, *kept) as server:
+        wait_until(lambda: is_ready(server.url), (tmp_path / "log").read_text)
+
+        def cached() -> int:
+            body = BODY | {"model": "demo"}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        def reset(query: str = "") -> int:
+            return httpx.post(f"{server.url}{PATH}{query}", timeout=PATIENCE).status_code
+
+        assert cached() == 0
+        assert reset("?reset_external=true") == 200
+        assert cached() == 0
+        assert reset() == 200
+        wait_until(lambda: reset() == 200 and cached() > 16)  # once the page is saved
+        assert reset("?reset_external=true&reset_running_requests=true") == 200
+        assert cached() == 0
 
 
 def test_a_web_page_may_not(server):

@@ -29,8 +29,11 @@ class FlatCost:
     def device_seconds(self, work: StepWork) -> float:
         return self.decode * work.num_steps if work.bucket.is_decode else self.mixed
 
-    def host_seconds(self, work: StepWork) -> float:
-        return self.host
+    def launch_seconds(self, work: StepWork) -> float:
+        return self.host / 2
+
+    def read_seconds(self, work: StepWork) -> float:
+        return self.host / 2
 
 
 def setup(**changes: Any) -> EngineSetup:

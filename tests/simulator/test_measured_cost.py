@@ -16,10 +16,15 @@ TABLE = MeasuredCost(
     decode_call=0.0005,
     decode_position=1e-6,
     prompt_pair=2e-7,
-    host_call=0.0002,
-    host_mixed=0.0004,
-    host_token=1e-5,
-    host_prompt=1e-6,
+    decode_behind=0.0009,
+    mixed_behind=0.0008,
+    launch_call=0.0002,
+    launch_mixed=0.0004,
+    admission_call=0.0007,
+    admission=0.0001,
+    read_call=0.0003,
+    read_row=1e-6,
+    read_token=1e-5,
     request_seconds=3e-5,
     model="demo",
 )
@@ -39,8 +44,10 @@ def samples(rng: np.random.Generator, count: int) -> list[StepSample]:
                 lengths[-1] = rng.integers(2, times.num_tokens - rows + 2)
             bucket = Bucket(times.num_tokens, times.num_rows, width=8 if is_decode else 1)
             steps = int(rng.integers(1, 9)) if is_decode else 1
-            work = StepWork(bucket, starts, lengths, rows - num_prompts, steps)
-            found.append(StepSample(work, TABLE.device_seconds(work), TABLE.host_seconds(work)))
+            admissions = int(rng.integers(0, num_prompts + 1))
+            work = StepWork(bucket, starts, lengths, rows - num_prompts, steps, admissions, bool(rng.integers(2)))
+            launch, read = TABLE.launch_seconds(work), TABLE.read_seconds(work)
+            found.append(StepSample(work, TABLE.device_seconds(work), True, True, launch, read))
     return found
 
 
@@ -49,10 +56,15 @@ def close(table: MeasuredCost, rel: float) -> bool:
         "decode_call",
         "decode_position",
         "prompt_pair",
-        "host_call",
-        "host_mixed",
-        "host_token",
-        "host_prompt",
+        "decode_behind",
+        "mixed_behind",
+        "launch_call",
+        "launch_mixed",
+        "admission_call",
+        "admission",
+        "read_call",
+        "read_row",
+        "read_token",
     )
     ours = [getattr(table, name) for name in fields] + [one.seconds for one in (*table.decode, *table.mixed)]
     theirs = [getattr(TABLE, name) for name in fields] + [one.seconds for one in (*TABLE.decode, *TABLE.mixed)]
@@ -67,15 +79,50 @@ def test_a_fit_finds_the_times_that_made_the_samples() -> None:
 
 def test_noise_and_a_machine_that_stood_still_hardly_move_it() -> None:
     rng = np.random.default_rng(1)
-    noisy = [
-        replace(one, device_seconds=one.device_seconds * rng.normal(1, 0.02), host_seconds=one.host_seconds)
-        for one in samples(rng, 400)
-    ]
+    noisy = [replace(one, device_seconds=one.device_seconds * rng.normal(1, 0.02)) for one in samples(rng, 400)]
     noisy[::100] = [replace(one, device_seconds=one.device_seconds + 1.0) for one in noisy[::100]]
     table = MeasuredCost.fit(noisy, 3e-5)
     clean = [one for index, one in enumerate(noisy) if index % 100]
     predicted = sum(table.device_seconds(one.work) for one in clean)
     assert predicted == pytest.approx(sum(one.device_seconds for one in clean), rel=0.005)
+
+
+def test_steps_whose_end_the_host_did_not_see_do_not_look_as_slow_as_the_host() -> None:
+    """Short bursts end while the host still works. Taken as they seem, calls would cost too much."""
+    host = 0.004
+    seen = [
+        replace(one, device_seconds=max(one.device_seconds, host), saw_end=one.device_seconds > host)
+        for one in samples(np.random.default_rng(2), 60)
+        if one.work.bucket.is_decode
+    ]
+    assert 0.1 < np.mean([one.saw_end for one in seen]) < 0.9
+    mixed = [one for one in samples(np.random.default_rng(3), 40) if not one.work.bucket.is_decode]
+    table = MeasuredCost.fit(seen + mixed, 3e-5)
+    assert table.decode_call == pytest.approx(TABLE.decode_call, rel=0.05)
+    assert [one.seconds for one in table.decode] == pytest.approx([one.seconds for one in TABLE.decode], rel=0.05)
+
+
+def test_steps_whose_begin_the_host_did_not_see_do_not_look_quicker_than_they_are() -> None:
+    rng = np.random.default_rng(4)
+    found = samples(rng, 60)
+    late = [
+        replace(one, device_seconds=one.device_seconds * rng.uniform(0.2, 0.9), saw_begin=False)
+        if one.work.bucket.is_decode and index % 2
+        else one
+        for index, one in enumerate(found)
+    ]
+    assert close(MeasuredCost.fit(late, 3e-5), 0.01)
+
+
+def test_what_the_host_was_too_late_to_see_is_no_jitter() -> None:
+    """A host that comes now too early and now too late finds some steps short and others long, which they were not."""
+    found = samples(np.random.default_rng(5), 60)
+    late = [
+        replace(one, device_seconds=one.device_seconds * (1.5 if index % 2 else 0.5), saw_begin=False, saw_end=False)
+        for index, one in enumerate(found)
+    ]
+    table = MeasuredCost.fit(found + [one for one in late if not one.work.bucket.is_decode], 3e-5)
+    assert max(table.jitter) < 1.25
 
 
 def test_a_bucket_that_was_not_measured_lies_between_its_neighbours() -> None:

@@ -18,7 +18,7 @@ from jaxvllm.simulator import virtual_replica
 from jaxvllm.simulator.engine_run import run_on_engine
 from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.measured_cost import MeasuredCost
-from jaxvllm.simulator.measuring import measure_steps
+from jaxvllm.simulator.measuring import StepMeasurement, measure_steps
 from jaxvllm.simulator.simulation import Pool, Simulation
 from tests.simulator.setups import FlatCost, load
 
@@ -82,9 +82,21 @@ def test_the_steps_are_those_of_a_real_engine(engine: Engine, monkeypatch: pytes
     assert counts[0] == counts[1]
 
 
+def test_a_request_that_does_not_fit_fails_in_both(engine: Engine) -> None:
+    lengths = load(8, float("inf"), random_input_len=240, random_output_len=10, random_range_ratio=0.1)
+    summaries = [
+        one.ledger.summary([50.0]) for one in (run_on_engine(engine, lengths), simulation(FlatCost()).run(lengths))
+    ]
+    counts = [(one.completed, one.failed, one.total_input, one.total_output) for one in summaries]
+    assert counts[0] == counts[1]
+    assert 0 < summaries[0].failed < 8
+
+
 def test_a_table_of_an_engine_serves_a_simulation(engine: Engine, tmp_path: Path) -> None:
     told: list[str] = []
-    table = measure_steps(engine, 1.0, "demo", "cpu", told.append)
+    measured = StepMeasurement()
+    measure_steps(engine, 0.0, measured, told.append)
+    table = measured.table("demo", "cpu")
     assert len(told) == 2
     assert not engine.has_work
     file = tmp_path / "table.json"
@@ -101,4 +113,4 @@ def test_steps_with_drafts_are_not_measured(engine: Engine) -> None:
         config, replicas = drafting, engine.replicas
 
     with pytest.raises(ValueError, match="give --no-speculation"):
-        measure_steps(Drafting(), 1.0, "demo", "cpu")  # type: ignore[arg-type]
+        measure_steps(Drafting(), 1.0, StepMeasurement())  # type: ignore[arg-type]

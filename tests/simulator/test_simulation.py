@@ -1,6 +1,6 @@
 """The simulator: times that follow from a cost by hand, and what must hold for every load."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.simulator import virtual_replica
+from jaxvllm.simulator.step_cost import StepWork
 from jaxvllm.simulator.workload import Conversations, ConversationWorkload, PrefixWorkload
 from tests.simulator.setups import FlatCost, engines_of, latencies, load, one_pool, two_pools
 
@@ -38,6 +39,33 @@ def test_the_host_is_hidden_behind_the_device_unless_it_is_slower() -> None:
     # The first steps wait for the host, and then it works while the device does.
     assert latencies(quick)["mean_tpot_ms"] == pytest.approx(10, rel=0.02)
     assert latencies(slow)["mean_tpot_ms"] == pytest.approx(30, rel=0.02)
+
+
+def test_the_device_begins_behind_the_launch_and_callers_see_tokens_behind_the_reading() -> None:
+    @dataclass(frozen=True)
+    class Parted(FlatCost):
+        def launch_seconds(self, work: StepWork) -> float:
+            return 0.003 + 0.004 * work.num_admissions
+
+        def read_seconds(self, work: StepWork) -> float:
+            return 0.002
+
+    lone = load(1, random_input_len=96, random_output_len=5, random_range_ratio=0.0)
+    # Of two steps with prompts, the first alone sends parameters.
+    assert latencies(one_pool(Parted()).run(lone))["mean_ttft_ms"] == pytest.approx(3 + 4 + 25 + 25 + 2)
+
+
+def test_steps_next_to_a_step_with_prompts_share_the_processors_with_the_host() -> None:
+    @dataclass(frozen=True)
+    class Sharing(FlatCost):
+        def device_seconds(self, work: StepWork) -> float:
+            return super().device_seconds(work) + (0.005 if work.is_behind else 0.0)
+
+    lone = load(1, random_input_len=96, random_output_len=5, random_range_ratio=0.0)
+    figures = latencies(one_pool(Sharing()).run(lone))
+    # The second step is behind the first, and the first decode step behind the second. The others are as they were.
+    assert figures["mean_ttft_ms"] == pytest.approx(25 + 30)
+    assert figures["mean_e2el_ms"] == pytest.approx(25 + 30 + 15 + 3 * 10)
 
 
 def test_a_request_that_arrives_in_a_step_waits_for_those_under_way() -> None:

@@ -275,6 +275,21 @@ def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: Blocki
     assert places == [places[0], places[1], places[0], places[0], places[1], places[1]]
 
 
+def test_a_reset_of_the_prefix_cache_is_for_all_engines(
+    pool: EnginePool, portal: BlockingPortal, monkeypatch: Any
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    reset = AsyncLLM.reset_prefix_cache
+
+    async def noted(engine: AsyncLLM, *what: bool) -> bool:
+        asked.append((engine, *what))
+        return await reset(engine, *what)
+
+    monkeypatch.setattr(AsyncLLM, "reset_prefix_cache", noted)
+    assert portal.call(pool.reset_prefix_cache, False, True) is True
+    assert asked == [(engine, False, True) for engine in pool.engines]
+
+
 def test_the_devices_of_each_engine() -> None:
     gpus = {"CUDA_VISIBLE_DEVICES": "3,4,5,7"}
     places = OneHost(2, 2, "gpu", gpus)

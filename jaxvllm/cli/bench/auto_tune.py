@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from jaxvllm.cli.simulate import (
     Devices,
     add_deployment_flags,
     add_workload_flags,
+    check_no_links,
     chosen_config,
     chosen_workload,
     read_table,
@@ -21,8 +23,11 @@ from jaxvllm.cli.simulate import (
 from jaxvllm.config import EngineConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxvllm.bench.summary import Summary
     from jaxvllm.simulator.auto_tune import Options
+    from jaxvllm.simulator.measured_cost import MeasuredCost
     from jaxvllm.simulator.simulation import Simulation
     from jaxvllm.simulator.workload import Workload
 
@@ -43,39 +48,61 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--num-batched-tokens-list", nargs="+", type=int, metavar="N", help="default: 1/2, 1, 2, 4 of it"
     )
     search.add_argument(
-        "--disaggregate", type=int, metavar="N", help="try every P+D of N replicas, and N replicas that do both"
+        "--disaggregate", type=int, metavar="N", help="try every P+D of N replicas, and N replicas that do both (-)"
     )
     search.add_argument(
-        "--real-runs", type=int, default=0, metavar="K", help="run the best K on the engine of this process, too"
+        "--real-runs",
+        type=int,
+        default=0,
+        metavar="K",
+        help="also run the best K on the engine of this process, and choose the best that keeps the limits there",
     )
     search.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures")
     parser.set_defaults(model_name=None, pools=None)
     add_deployment_flags(parser, has_pools=False)
-    add_workload_flags(parser)
+    add_workload_flags(parser, has_rate=False)
     skipped = [name for name in EngineConfig.__dataclass_fields__ if name not in SIMULATED or name in _SEARCHED]
     add_flags_of(parser, EngineConfig, "engine", skip=skipped)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 when no options keep the promise at any rate."""
+    """Returns 1 when no options keep the promise, at any rate in the simulation, or at their best one in a real run."""
     from jaxvllm.bench.summary import Goodput
     from jaxvllm.simulator.auto_tune import Promise, all_options, heading, row, tune
-    from jaxvllm.simulator.measuring import device_name
 
     check_output(args.output_json)
     promise = Promise(Goodput.parse(args.goodput), args.attainment)
-    workload = chosen_workload(args)
     table = read_table(args.table)
     config = chosen_config(args, table)
     count = args.disaggregate
+    if args.real_runs < 0:
+        raise ValueError(f"--real-runs must be at least 0, not {args.real_runs}")
     if count is not None and count < 2:
         raise ValueError(f"--disaggregate must be at least 2 replicas, one for each pool, not {count}")
     if count is not None and args.real_runs:
-        raise ValueError("--real-runs needs one pool: real pools are engines of their own, see docs/simulator.md")
+        raise ValueError(
+            "--real-runs needs one pool, as pools are engines of their own: leave out --real-runs or --disaggregate"
+        )
+    if count is None:
+        check_no_links(args, "--disaggregate N")
     pools = [None] if count is None else [None, *((prefill, count - prefill) for prefill in range(1, count))]
     devices = Devices.of_flags(args, config, table)
-    if args.real_runs and devices.name != device_name():
-        raise ValueError(f"--real-runs runs on the {device_name()} at hand, and the simulation is of {devices.name}")
+    if args.real_runs:
+        _check_devices(config, devices.name)
+    deployment = devices.deployment(config)
+    workload = chosen_workload(args, deployment.max_model_len, "bench")
+    seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
+    options = list(
+        all_options(
+            args.num_seqs_list or sorted({max(seqs // part, 1) for part in (4, 2, 1)}),
+            args.num_batched_tokens_list or [tokens // 2, tokens, 2 * tokens, 4 * tokens],
+            pools,
+        )
+    )
+    if not options:
+        raise ValueError("a step needs a token for each request: give --num-batched-tokens-list larger numbers")
+    if table is not None:
+        _tell_largest(table, options)
 
     def simulation_of(options: "Options") -> "Simulation":
         changed = _with(config, options)
@@ -83,23 +110,12 @@ def run(args: argparse.Namespace) -> int:
             changed = replace(changed, mesh=str(replace(config.mesh_shape, data=count)))
         return devices.simulation(changed, options.pools)
 
-    seqs, tokens = devices.limits(config)
     print(heading())
-    found = tune(
-        all_options(
-            args.num_seqs_list or sorted({max(seqs // part, 1) for part in (4, 2, 1)}),
-            args.num_batched_tokens_list or [tokens // 2, tokens, 2 * tokens, 4 * tokens],
-            pools,
-        ),
-        simulation_of,
-        workload,
-        promise,
-        lambda tuned: print(row(tuned), flush=True),
-    )
+    found = tune(options, simulation_of, workload, promise, lambda tuned: print(row(tuned), flush=True))
     best = [tuned for tuned in found if tuned.rate > 0]
     measured: list[Summary | None] = [None] * len(found)
     if best and args.real_runs:
-        print(f"\nthe best {min(args.real_runs, len(best))}, simulated and on this machine\n{heading(True)}")
+        print(f"\nthe best {len(best[: args.real_runs])}, simulated and on this machine\n{heading(True)}", flush=True)
         for index, tuned in enumerate(best[: args.real_runs]):
             changed = _with(config, tuned.options)
             measured[index] = _real_run(changed, workload.at_rate(tuned.rate, workload.traffic.num_prompts), promise)
@@ -109,8 +125,42 @@ def run(args: argparse.Namespace) -> int:
     if not best:
         print("no options keep these limits at any rate: allow more time, or give more devices")
         return 1
-    print(f"\nbest: {best[0].options}, {best[0].rate:.2f} requests per second")
+    if args.real_runs:
+        pairs = zip(found, measured, strict=True)
+        best = [tuned for tuned, real in pairs if real is not None and promise.is_kept(real)]
+        if not best:
+            print(
+                "no real run kept these limits: the machine is slower than the simulation. Measure its steps again "
+                "(jaxvllm bench steps), try more (--real-runs), or allow more time"
+            )
+            return 1
+    where = "simulated and on this machine" if args.real_runs else "simulated"
+    print(f"\nbest: {best[0].options}, {best[0].rate:.2f} requests per second, {where}")
     return 0
+
+
+def _check_devices(config: EngineConfig, name: str) -> None:
+    """Raises ValueError when the devices at hand are others than those of the simulation, before it takes its time."""
+    import jax
+
+    from jaxvllm.runtime.memory import claim_gpu_memory
+    from jaxvllm.simulator.measuring import device_name
+    from sharding.placement import make_mesh
+
+    claim_gpu_memory(config.memory_utilization)  # it has no effect once JAX has looked for devices
+    if name != device_name():
+        raise ValueError(f"--real-runs runs on the {device_name()} at hand, and the simulation is of {name}")
+    make_mesh(config.mesh_shape, jax.devices())
+
+
+def _tell_largest(table: "MeasuredCost", options: "Sequence[Options]") -> None:
+    num_rows, num_tokens = table.largest
+    if any(one.max_num_seqs > num_rows or one.max_num_batched_tokens > num_tokens for one in options):
+        print(
+            f"jaxvllm bench: the table has steps of at most {num_rows} requests and {num_tokens} tokens. Larger ones "
+            "take as much a token: measure them (jaxvllm bench steps --max-num-seqs N) for better figures",
+            file=sys.stderr,
+        )
 
 
 def _with(config: EngineConfig, options: "Options") -> EngineConfig:

@@ -38,10 +38,13 @@ def chosen_dataset(args: argparse.Namespace) -> tuple["AnyDataset", dict[str, An
     return kind(**chosen), chosen
 
 
-def fit_to_model(dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, room: int) -> "AnyDataset":
+def fit_to_model(
+    dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, room: int, command: str = "bench"
+) -> "AnyDataset":
     """Returns the data set with requests of at most `room` of the `most` tokens that the model takes.
 
-    It prints the lengths that it changes. Raises ValueError when the lengths that the user chose do not fit.
+    It prints the lengths that it changes, behind the name of the command. Raises ValueError when the lengths that the
+    user chose do not fit.
     """
     from jaxvllm.bench.samples import fit
 
@@ -61,5 +64,5 @@ def fit_to_model(dataset: "AnyDataset", chosen: Mapping[str, Any], most: int, ro
         for name, value in vars(fitted).items()
         if value != getattr(dataset, name)
     ]
-    print(f"jaxvllm bench: the model takes {most} tokens, so {' and '.join(changes)}", file=sys.stderr)
+    print(f"jaxvllm {command}: the model takes {most} tokens, so {' and '.join(changes)}", file=sys.stderr)
     return fitted

@@ -26,17 +26,19 @@ def run(args: argparse.Namespace) -> int:
     from jaxvllm.bench.offline.origin import origin
     from jaxvllm.engine.burst_pace import SERVING_SECONDS
     from jaxvllm.engine.engine import Engine
-    from jaxvllm.simulator.measuring import device_name, measure_steps
+    from jaxvllm.simulator.measuring import StepMeasurement, device_name, measure_steps
 
     config = EngineConfig.from_options(**(ENGINE_DEFAULTS | given(args, EngineConfig)))
     check_output(args.output_json)
     if config.has_others:
         raise ValueError("steps are measured by one process")
     engine = Engine(config, SERVING_SECONDS)
+    measured = StepMeasurement()
     try:
-        table = measure_steps(engine, args.seconds, config.model, device_name())
+        measure_steps(engine, args.seconds, measured)
     finally:
         engine.close()
+    table = measured.table(config.model, device_name())
     args.output_json.write_text(replace(table, origin=origin()).to_json(), encoding="utf-8")
     print(f"written to {args.output_json}: try jaxvllm simulate --table {args.output_json}")
     return 0

@@ -113,9 +113,9 @@ class AutoregressiveProposer:
     def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
         state, slots, computed, starts = step.state, step.slots, step.computed, step.starts
         known = state[DRAFT_LENGTH.name][slots]
-        if step.num_drafted is not None and not self.follows_all:
-            # Proposing computed the last token and all drafts but the last.
-            reached = jnp.where(step.num_drafted > 0, starts + jnp.minimum(step.counts, step.num_drafted), known)
+        if step.num_guessed is not None and not self.follows_all:
+            # Proposing computed the last token and all guesses but the last, those too that had no room in the step.
+            reached = jnp.where(step.num_guessed > 0, starts + jnp.minimum(step.counts, step.num_guessed), known)
             return step.kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
         features = self.heads[0].features(step.params, computed.hidden, computed.states)  # [T, F]
         rows, kv_pages = replace(computed.rows, page_table=state["page_tables"][slots][:, 0]), step.kv_pages

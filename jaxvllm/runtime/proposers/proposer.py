@@ -52,7 +52,7 @@ class Followed(_OnDevice):
 
     computed: Computed
     counts: jax.Array  # i32[R]: the first so many tokens of each row were right
-    num_drafted: jax.Array | None = None  # i32[R]: how many of a row were drafts; None: the proposer was not asked
+    num_guessed: jax.Array | None = None  # i32[R]: how many tokens were guessed for a row; None: nobody asked for any
 
     @property
     def starts(self) -> jax.Array:

@@ -47,6 +47,8 @@ STEP = StepReport(
     num_drafts=0,
     host_seconds=0.0005,
     device_seconds=0.02,
+    launch_seconds=0.0003,
+    was_awaited=True,
 )
 
 
