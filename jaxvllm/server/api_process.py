@@ -5,7 +5,6 @@ It has no engine: a broker in its parent has them. It ends when its parent ends.
 
 import asyncio
 import os
-import socket
 import sys
 
 import msgspec
@@ -14,7 +13,7 @@ import zmq
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.api_processes import ApiStart
 from jaxvllm.server.config import read_keys
-from jaxvllm.server.http.listener import is_open_to_strangers
+from jaxvllm.server.http.handover import Received
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
 from jaxvllm.server.logs import set_up_logs
 from jaxvllm.server.metrics.prometheus import Metrics
@@ -99,21 +98,20 @@ class Engines(AsyncLLM):
 
 async def serve(start: ApiStart) -> int:
     """Answers until a signal. Returns 0 when every request could finish, otherwise 1."""
-    with socket.socket(fileno=start.listener) as listener, StopSignals() as stop:
+    with Received(start.connections, start.max_files) as connections, StopSignals() as stop:
         llm = Engines.from_config(start.engine, start.limits, start.chat_template, place=Broker(start.address))
         try:
             llm.launch()
             keys = read_keys(start.server)
-            is_local = not is_open_to_strangers(listener)
             service = Service(llm, start.server, lambda: llm.metrics(service.metrics))
-            server = make_http(service, keys, is_local, start.max_files)
+            server = make_http(service, keys, start.is_local, start.max_files)
 
             async def count() -> None:
                 while True:
                     await asyncio.sleep(COUNT_SECONDS)
                     llm.count_http(service.metrics)
 
-            async with server.running(listener) as serving:
+            async with server.running(connections) as serving:
                 try:
                     await until_first(stop.asked(), asyncio.shield(serving), llm.ended(), count())
                     is_clean = await drain(service, stop)

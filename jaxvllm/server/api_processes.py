@@ -1,4 +1,4 @@
-"""`ApiProcesses`: several processes that answer HTTP at one socket, before the engines of this process."""
+"""`ApiProcesses`: several processes that answer HTTP at one address, before the engines of this process."""
 
 import asyncio
 import logging
@@ -17,6 +17,7 @@ import msgspec
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.handover import Handover
 from jaxvllm.server.lifecycle import StopSignals, until_first
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker.api_broker import ApiBroker
@@ -40,7 +41,8 @@ class ApiStart(msgspec.Struct, frozen=True):
     limits: QueueLimits
     chat_template: str | None
     address: str  # of the broker
-    listener: int  # file descriptor
+    connections: int  # file descriptor of the socket at which it receives them
+    is_local: bool  # no other machine can reach the server
     max_files: int
 
 
@@ -57,6 +59,7 @@ class ApiProcesses:
         limits: QueueLimits,
         chat_template: str | None,
         listener: socket.socket,
+        is_local: bool,
         max_files: int,
         metrics: Metrics,
     ):
@@ -64,7 +67,8 @@ class ApiProcesses:
         self._config = config
         self._limits = limits
         self._chat_template = chat_template
-        self._listener = listener
+        self._handover = Handover(listener)
+        self._is_local = is_local
         self._max_files = max_files
         self._metrics = metrics
         self._running: dict[int, Process] = {}  # by their number
@@ -112,21 +116,23 @@ class ApiProcesses:
         """Runs one process until its end. Returns its exit code."""
         source, self._num_starts = self._num_starts, self._num_starts + 1
         directory = Path(tempfile.mkdtemp(prefix="jaxvllm-"))  # mode 0700
-        channel, process, brokering = open_socket(), None, None
+        channel, process, tasks = open_socket(), None, []
+        ours, theirs = socket.socketpair()
         try:
             address = f"ipc://{directory}/api"
             channel.bind(address)
-            process = await self._start(address)
+            process = await self._start(address, theirs)
             broker = ApiBroker(
                 self._engines,
                 channel,
                 lambda counts: self._metrics.count_http(source, counts),
                 self._render,
             )
-            brokering = asyncio.create_task(broker.run())
+            ours.setblocking(False)
+            tasks = [asyncio.create_task(broker.run()), asyncio.create_task(self._handover.serve(ours))]
             self._running[number] = process
             ending = asyncio.create_task(process.wait())
-            await until_first(asyncio.shield(ending), asyncio.shield(brokering))  # raises a broker's error
+            await until_first(asyncio.shield(ending), asyncio.shield(tasks[0]))  # raises a broker's error
             return await ending
         finally:
             self._running.pop(number, None)
@@ -134,27 +140,36 @@ class ApiProcesses:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-            if brokering is not None:
-                brokering.cancel()
-                await asyncio.gather(brokering, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            ours.close()
             self._metrics.http_ended(source)
             channel.close()
             shutil.rmtree(directory, ignore_errors=True)
 
-    async def _start(self, address: str) -> Process:
-        fd = self._listener.fileno()
-        start = ApiStart(
-            self._engines.config, self._config, self._limits, self._chat_template, address, fd, self._max_files
-        )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "jaxvllm.server.api_process",
-            stdin=PIPE,
-            start_new_session=True,
-            pass_fds=(fd,),
-            env=os.environ,
-        )
+    async def _start(self, address: str, connections: socket.socket) -> Process:
+        with connections:
+            fd = connections.fileno()
+            start = ApiStart(
+                self._engines.config,
+                self._config,
+                self._limits,
+                self._chat_template,
+                address,
+                fd,
+                self._is_local,
+                self._max_files,
+            )
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "jaxvllm.server.api_process",
+                stdin=PIPE,
+                start_new_session=True,
+                pass_fds=(fd,),
+                env=os.environ,
+            )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
         return process

@@ -166,7 +166,7 @@ def _front(
         return OwnFront(service, make_http(service, keys, is_local, max_files), listener)
     from jaxvllm.server.api_processes import ApiProcesses
 
-    return ApiProcesses(llm, config, limits, chat_template, listener, max_files, service.metrics)
+    return ApiProcesses(llm, config, limits, chat_template, listener, is_local, max_files, service.metrics)
 
 
 def make_http(service: "Service", keys: Iterable[str], is_local: bool, max_files: int) -> "HttpServer":

@@ -46,7 +46,7 @@ def test_one_of_three_processes_is_killed_and_the_others_answer(tmp_path: Path) 
         # One process dies. Its streams break off, the others are as ever, and another takes its place.
         before = server.children(MODULE)
         told = asyncio.run(all_streams(server.url, before[1]))
-        assert any(one.is_whole for one in told)
+        assert sum(one.is_whole for one in told) >= 33, "each process has a third of the connections"
         for one, text in zip(told, expected, strict=True):
             assert one.text == text if one.is_whole else one.has_error and text.startswith(one.text)
         wait_until_gone(before[1])

@@ -39,8 +39,8 @@ class Listener(socket.socket):
     handshakes that never end could still take the last files: a connection that gets one is closed at once.
     """
 
-    def __init__(self, family: int, kind: int, protocol: int, max_files: int):
-        super().__init__(family, kind, protocol)
+    def __init__(self, family: int, kind: int, protocol: int, max_files: int, file: int | None = None):
+        super().__init__(family, kind, protocol, file)
         self._max_files = max_files
         self._is_paused = False
         self._crowded_until = self._warn_from = 0.0  # monotonic seconds
@@ -51,7 +51,7 @@ class Listener(socket.socket):
             self._is_paused = False
             raise BlockingIOError
         try:
-            connection, address = super().accept()
+            connection, address = self._next()
         except BlockingIOError:
             raise
         except OSError:  # for example, the whole machine has no files left
@@ -66,6 +66,9 @@ class Listener(socket.socket):
             self._crowded_until = now + CROWDED_SECONDS
         self._is_paused = now < self._crowded_until
         return connection, address
+
+    def _next(self) -> tuple[socket.socket, Any]:
+        return super().accept()
 
     def _warn(self, now: float) -> None:
         if now >= self._warn_from:

@@ -1,0 +1,135 @@
+"""Several processes answer the connections of one address: each gets its turn, and none is lost for lack of one."""
+
+import asyncio
+import os
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from jaxvllm.server.http.handover import Handover, Received
+from jaxvllm.server.http.listener import SPARE_FILES, listen
+
+
+class Server:
+    """What a process does with connections: it counts them, and answers with its name."""
+
+    def __init__(self, name, handover, stack):
+        self.name, self.num_connections = name, 0
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        stack.callback(ours.close)
+        self.received = stack.enter_context(Received(theirs.detach(), max_files=65536))
+        self.serving = asyncio.create_task(handover.serve(ours))
+        self.ours, self._stack, self._server = ours, stack, None
+
+    async def start(self):
+        server = self
+
+        class Answer(asyncio.Protocol):
+            def connection_made(self, transport):
+                server.num_connections += 1
+                assert transport.get_extra_info("peername")[0] == "127.0.0.1"
+                transport.write(server.name)
+                server._stack.callback(transport.abort)
+
+        self._server = await asyncio.get_running_loop().create_server(Answer, sock=self.received)
+
+    async def die(self):
+        self._server.close()
+        self.received.close()
+        await asyncio.sleep(0.01)
+
+
+def connected(listener, stack, count):
+    return [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(count)]
+
+
+async def answer(client):
+    client.setblocking(False)
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 9), timeout=60)
+
+
+def test_processes_have_their_turns():
+    async def run():
+        with ExitStack() as stack:
+            listener = stack.enter_context(listen("127.0.0.1", 0))
+            handover = Handover(listener)
+            early = connected(listener, stack, 2)
+            first, second, third = (Server(name, handover, stack) for name in (b"1", b"2", b"3"))
+            await second.start()  # takes those who came before any was ready
+            assert [await answer(one) for one in early] == [b"2"] * 2
+            await first.start()
+            await asyncio.sleep(0.01)
+            both = [await answer(one) for one in connected(listener, stack, 50)]
+            assert both.count(b"1") == both.count(b"2") == 25
+
+            # One dies, and another one before it was ready: the last one gets all, and a new one a half again.
+            await second.die()
+            third.received.close()
+            assert [await answer(one) for one in connected(listener, stack, 5)] == [b"1"] * 5
+            second.serving.cancel()
+            await asyncio.gather(second.serving, third.serving, return_exceptions=True)
+            fourth = Server(b"4", handover, stack)
+            await fourth.start()
+            await asyncio.sleep(0.01)
+            both = [await answer(one) for one in connected(listener, stack, 10)]
+            assert both.count(b"1") == both.count(b"4") == 5
+            for one in (first, fourth):
+                one.serving.cancel()
+            await asyncio.gather(first.serving, fourth.serving, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_connections_wait_while_no_process_takes_them():
+    async def run():
+        with ExitStack() as stack:
+            listener = stack.enter_context(listen("127.0.0.1", 0))
+            handover = Handover(listener)
+            stuck = Server(b"1", handover, stack)
+            stuck.received.listen()  # it is ready, and then takes none
+            clients = connected(listener, stack, 400)
+            await asyncio.sleep(0.1)
+            assert handover._waiting is not None, "the way to it is full"
+            await stuck.start()
+            assert {await answer(one) for one in clients} == {b"1"}
+            stuck.serving.cancel()
+            await asyncio.gather(stuck.serving, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_what_a_process_cannot_take():
+    """A client that left, and a process without a file for another connection: asyncio is told to try again."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        ours, theirs = socket.socketpair()
+        stack.callback(ours.close)
+        theirs.setblocking(False)
+        received = stack.enter_context(Received(theirs.detach(), max_files=65536))
+        with pytest.raises(BlockingIOError):
+            received.accept()
+
+        def hand_over():
+            [client] = connected(listener, stack, 1)
+            listener.setblocking(True)
+            with listener.accept()[0] as connection:
+                socket.send_fds(ours, [b"\0"], [connection.fileno()])
+            return client
+
+        left = hand_over()
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        left.close()  # with a reset
+        with pytest.raises(BlockingIOError):
+            received.accept()
+        hand_over()
+        stack.enter_context(received.accept()[0])
+
+        highest = max(map(int, os.listdir("/dev/fd")))
+        received._max_files = highest + SPARE_FILES
+        while stack.enter_context(open("/dev/null", "rb")).fileno() <= highest:
+            pass  # numbers that other tests have left free between others
+        hand_over()
+        with pytest.raises(BlockingIOError):
+            received.accept()
