@@ -197,6 +197,6 @@ class Programs[Program]:
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()
         self._ready[bucket] = self._compile_step(bucket)
-        if bucket.num_tokens > bucket.num_rows and not bucket.is_blind:
+        if not (bucket.is_decode or bucket.is_split or bucket.is_blind):
             self.mixed_sizes = (*self.mixed_sizes, (bucket.num_tokens, bucket.num_rows))
         logger.debug("compiled %s in %.2f s", bucket, time.monotonic() - start)
