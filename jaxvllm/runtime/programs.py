@@ -174,6 +174,8 @@ class Programs[Program]:
                 try:
                     self._compile(bucket)
                 except Exception:  # a larger bucket serves its plans, only slower; without the largest, plans are small
+                    if self._must_end:  # Python starts no threads any more, and the compiler needs some
+                        return
                     logger.exception("bucket %s did not compile; others take its steps, only slower", bucket)
 
     def _compile_rest(self) -> None:

@@ -215,6 +215,20 @@ def test_without_the_first_there_is_no_engine() -> None:
     assert threading.active_count() == running
 
 
+def test_what_breaks_off_because_the_engine_ends_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that ended while programs compiled left a traceback for each of its engines."""
+    compiler = Compiler(failing=(LARGEST,))
+    programs = Programs(LADDER, compiler)
+    compiler.wait_until_asked(2)
+    closing = threading.Thread(target=programs.close)
+    closing.start()
+    while not programs._closed.is_set():
+        pass
+    compiler.compile(1)
+    closing.join(PATIENCE)
+    assert not closing.is_alive() and not caplog.records and programs.num_compiled == 1
+
+
 def test_without_the_largest_plans_stay_small(caplog: pytest.LogCaptureFixture) -> None:
     compiler = Compiler(failing=(LARGEST,))
     compiler.compile(100)
