@@ -1,7 +1,8 @@
 """How many drafts decode steps should have, if any: what they bring and cost is measured while the engine serves."""
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -90,20 +91,23 @@ class _Measured:
     def may_pay(self, number: int) -> bool:
         """Whether steps with so many drafts would be quicker than those with none, if all drafts were right.
 
-        If they were not measured, their time is taken to lie on a line with those that were.
+        If they were not measured, others tell: their time is taken to lie on a line with that of the others, more
+        drafts are right no more often, and fewer bring no more tokens.
         """
         kind, plain = self.kinds[number], self.kinds[0].seconds
         drafted = [one for other, one in self.kinds.items() if other and one.is_known and one.most > 1]
         if not plain.is_known:
             return True
         if kind.is_known:
-            seconds = kind.seconds.middle
+            seconds, tokens = kind.seconds.middle, kind.most
         elif drafted:
-            share = (kind.most - 1) / (drafted[0].most - 1)
-            seconds = plain.middle + share * (drafted[0].seconds.middle - plain.middle)
+            other = drafted[0]
+            share = (kind.most - 1) / (other.most - 1)
+            seconds = plain.middle + share * (other.seconds.middle - plain.middle)
+            tokens = min(kind.most, 1 + max(share, 1.0) * (other.tokens.middle - 1))
         else:
             return True
-        return LEAST_GAIN * seconds < kind.most * plain.middle
+        return LEAST_GAIN * seconds < tokens * plain.middle
 
     def next(self, numbers: Collection[int], soon: int) -> int:
         """The kind that was never measured, or whose try is due in fewer than `soon` calls, or else the quickest."""
@@ -153,18 +157,21 @@ class _Measured:
 
 
 class DraftPace:
-    """Decides by the time that a row waits for a token with each number of drafts, for each number of rows."""
+    """Decides by the time that a row waits for a token with each number of drafts, for each size of steps."""
 
-    def __init__(self, catches_up: bool = False, follows_plain: bool = False) -> None:
-        """`catches_up`: the first step with drafts behind plain ones computes what its proposer missed of these.
+    def __init__(self, row_counts: Iterable[int], catches_up: bool = False, follows_plain: bool = False) -> None:
+        """Measures together what runs in the same programs: steps of any rows that pad to the same of `row_counts`.
+
+        `catches_up`: the first step with drafts behind plain ones computes what its proposer missed of these.
 
         `follows_plain`: plain steps take longer where the proposer follows them, so that those which are to be measured
         are blind.
         """
+        self._row_counts = sorted(row_counts)
         self._catches_up = catches_up
         self._follows_plain = follows_plain
         self._was_plain = True
-        self._measured: dict[int, _Measured] = {}  # by the bit length of the number of rows
+        self._measured: dict[int, _Measured] = {}  # by the place of the size among `row_counts`
 
     def choose(self, num_rows: int, most: Mapping[int, float]) -> int:
         """How many drafts a row may have in the next call, of one step or a few with `num_rows` rows.
@@ -203,4 +210,4 @@ class DraftPace:
         of.measured(num_drafts)
 
     def _of(self, num_rows: int) -> _Measured:
-        return self._measured.setdefault(num_rows.bit_length(), _Measured())
+        return self._measured.setdefault(bisect_left(self._row_counts, num_rows), _Measured())

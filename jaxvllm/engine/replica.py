@@ -96,8 +96,10 @@ class Replica:
         self._burst_seconds = burst_seconds
         self._pace = BurstPace(burst_seconds)
         self._drafted_paces: dict[int, BurstPace] = {}  # by the drafts of a row, with which steps take longer
-        self._follows_plain = runner.programs.ladder.drafts.follows_decoding
-        self._draft_pace = DraftPace(runner.proposer_catches_up, self._follows_plain)
+        ladder = runner.programs.ladder
+        self._follows_plain = ladder.drafts.follows_decoding
+        row_counts = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
+        self._draft_pace = DraftPace(row_counts, runner.proposer_catches_up, self._follows_plain)
         self._followed = FollowedRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
         self._recorder = StepRecorder(index)

@@ -74,7 +74,7 @@ class PacedEngines(Engines):
         for replica in engine.replicas:
             replica._pace = pace
             replica._drafted_paces = dict.fromkeys(range(1, 8), pace)
-            replica._draft_pace = Eager()
+            replica._draft_pace = Eager(())
         return engine
 
 

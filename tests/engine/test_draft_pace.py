@@ -22,6 +22,7 @@ PAYS, LOSES = Machine(0.010, 0.0134, 1.5), Machine(0.010, 0.0152, 1.5)
 
 
 DRAFTS = 3
+ROWS = (1, 3, 7, 15, 31, 63, 127)
 
 
 def wants_drafts(pace: DraftPace, num_rows: int) -> bool:
@@ -56,7 +57,7 @@ def runs(had_drafts: list[bool]) -> list[tuple[bool, int]]:
 
 @pytest.mark.parametrize(("machine", "pays"), [(PAYS, True), (LOSES, False)])
 def test_the_quicker_kind_is_used_and_the_other_tried_ever_more_rarely(machine: Machine, pays: bool) -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     assert runs(serve(pace, machine, 2 * TRY)) == [(False, TRY), (True, TRY)], "both are measured first"
     got = runs(serve(pace, machine, 6000))
     assert {kind for kind, _ in got[::2]} == {pays} and {count for _, count in got[1:-1:2]} == {TRY}
@@ -68,7 +69,7 @@ def test_the_quicker_kind_is_used_and_the_other_tried_ever_more_rarely(machine: 
 @pytest.mark.parametrize(("before", "after", "pays"), [(LOSES, PAYS, True), (PAYS, LOSES, False)])
 def test_what_changes_is_noticed(before: Machine, after: Machine, pays: bool) -> None:
     """After the longest pause and as many calls as are remembered."""
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     serve(pace, before, 2000)
     serve(pace, after, 3 * LONGEST_PAUSE)
     got = serve(pace, after, 500)
@@ -78,7 +79,7 @@ def test_what_changes_is_noticed(before: Machine, after: Machine, pays: bool) ->
 
 @pytest.mark.parametrize("delayed", ["plain", "drafted"])
 def test_one_step_that_the_machine_delayed_decides_nothing(delayed: str) -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     if delayed == "plain":
         without_drafts(pace, 4, 1.0)
         machine, pays = LOSES, False
@@ -93,7 +94,7 @@ def test_one_step_that_the_machine_delayed_decides_nothing(delayed: str) -> None
 @pytest.mark.parametrize(("machine", "pays"), [(PAYS, True), (LOSES, False)])
 def test_a_host_that_reads_late_decides_nothing(machine: Machine, pays: bool) -> None:
     """Then one call seems to take long and the next one to be over at once. Together they take what they take."""
-    pace, share = DraftPace(), [1.0, 1.9, 0.1, 1.0, 1.6, 0.4, 1.0, 1.0]
+    pace, share = DraftPace(ROWS), [1.0, 1.9, 0.1, 1.0, 1.6, 0.4, 1.0, 1.0]
     plain, drafted, chosen = cycle(share), cycle(share), []
     for _ in range(2000):
         chosen.append(wants_drafts(pace, 4))
@@ -106,7 +107,7 @@ def test_a_host_that_reads_late_decides_nothing(machine: Machine, pays: bool) ->
 
 def test_calls_that_are_planned_before_a_try_is_measured_are_part_of_it() -> None:
     """Two calls are under way at once, so one more is planned before the last of a try is measured."""
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     serve(pace, LOSES, 2 * TRY)
     while not wants_drafts(pace, 4):
         without_drafts(pace, 4, LOSES.plain_seconds)
@@ -119,8 +120,8 @@ def test_calls_that_are_planned_before_a_try_is_measured_are_part_of_it() -> Non
     assert runs(serve(pace, LOSES, 200))[1] == (True, TRY)
 
 
-def test_each_number_of_rows_has_times_of_its_own_to_the_next_power_of_two() -> None:
-    pace = DraftPace()
+def test_each_size_of_steps_has_times_of_its_own() -> None:
+    pace = DraftPace(ROWS)
     serve(pace, LOSES, 20, num_rows=32)
     serve(pace, PAYS, 20, num_rows=2)
     assert wants_drafts(pace, 3) and not wants_drafts(pace, 63)
@@ -132,7 +133,7 @@ def test_each_number_of_rows_has_times_of_its_own_to_the_next_power_of_two() -> 
 )
 def test_tries_cost_little_of_the_time(machine: Machine) -> None:
     """Time for as many tokens as there were, by the quicker kind alone, and as it was."""
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     serve(pace, machine, 2 * TRY)
     had_drafts = serve(pace, machine, 3000)
     seconds = sum(machine.drafted_seconds if drafted else machine.plain_seconds for drafted in had_drafts)
@@ -143,7 +144,7 @@ def test_tries_cost_little_of_the_time(machine: Machine) -> None:
 
 
 def test_what_guesses_must_see_steps_while_nobody_knows_whether_drafts_pay_and_for_tries() -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     assert not pace.may_be_blind(4)
     serve(pace, LOSES, 2 * TRY)
     for _ in range(FIRST_PAUSE - 1):
@@ -160,7 +161,7 @@ def test_what_guesses_must_see_steps_while_nobody_knows_whether_drafts_pay_and_f
 
 def test_what_is_computed_behind_plain_steps_is_a_part_of_a_try() -> None:
     """A draft model that has seen no prompt computes all of them then."""
-    pace, had_drafts, catching_up = DraftPace(catches_up=True), list[bool](), 0.5
+    pace, had_drafts, catching_up = DraftPace(ROWS, catches_up=True), list[bool](), 0.5
     for _ in range(8000):
         had_drafts.append(wants_drafts(pace, 4))
         if not had_drafts[-1]:
@@ -172,17 +173,17 @@ def test_what_is_computed_behind_plain_steps_is_a_part_of_a_try() -> None:
 
 
 def test_drafts_that_are_never_right_cost_more_than_nothing() -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     serve(pace, Machine(0.010, 0.010, 1.0), 20)
     assert not wants_drafts(pace, 4)
 
 
 def test_a_step_that_catches_up_with_plain_ones_is_not_measured() -> None:
-    pace = DraftPace(catches_up=True)
+    pace = DraftPace(ROWS, catches_up=True)
     serve(pace, PAYS, TRY)
     with_drafts(pace, 4, 1.0, PAYS.tokens)
     assert runs(serve(pace, PAYS, 10)) == [(True, 10)]
-    pace = DraftPace(catches_up=True)
+    pace = DraftPace(ROWS, catches_up=True)
     assert runs(serve(pace, LOSES, 100))[:2] == [(False, TRY), (True, TRY + 1)]
 
 
@@ -208,7 +209,7 @@ def serve_kinds(pace: DraftPace, num_rows: int, num_calls: int) -> list[int]:
 def test_of_several_numbers_of_drafts_the_quickest_is_used_and_tries_of_all_others_cost_little(
     num_rows: int, best: int
 ) -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     assert serve_kinds(pace, num_rows, 3 * TRY) == [0] * TRY + [5] * TRY + [3] * TRY, "each is measured first"
     chosen = serve_kinds(pace, num_rows, 4000)
     assert chosen[0] == best and {*chosen} == {0, 3, 5}, "there were tries of each"
@@ -218,7 +219,7 @@ def test_of_several_numbers_of_drafts_the_quickest_is_used_and_tries_of_all_othe
 
 
 def test_a_number_of_drafts_that_is_possible_only_later_is_measured_then() -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     for _ in range(50):
         number = pace.choose(4, {5: 6.0})
         assert number != 3
@@ -227,7 +228,7 @@ def test_a_number_of_drafts_that_is_possible_only_later_is_measured_then() -> No
 
 
 def test_what_guesses_must_see_steps_until_every_number_of_drafts_was_measured() -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     serve_kinds(pace, 16, 3 * TRY - 1)
     assert not pace.may_be_blind(16)
     serve_kinds(pace, 16, 2)
@@ -239,7 +240,7 @@ def test_what_guesses_must_see_steps_until_every_number_of_drafts_was_measured()
 
 def test_steps_that_a_head_would_follow_are_blind_while_they_are_measured() -> None:
     """An EAGLE head may take as long as the model, so that plain steps look slow wherever it follows them."""
-    pace = DraftPace(follows_plain=True)
+    pace = DraftPace(ROWS, follows_plain=True)
     assert pace.may_be_blind(1), "nothing was measured"
     for _ in range(TRY):
         assert pace.choose(1, MOST) == 0 and pace.may_be_blind(1)
@@ -250,12 +251,12 @@ def test_steps_that_a_head_would_follow_are_blind_while_they_are_measured() -> N
     while pace.choose(1, MOST) != 0:
         pace.measured(1, 5, *KINDS[1][5])
     assert pace.may_be_blind(1), "a try of steps without drafts is due"
-    assert DraftPace().may_be_blind(1) is False
+    assert DraftPace(ROWS).may_be_blind(1) is False
 
 
 def test_steps_that_had_to_be_of_the_slower_kind_delay_its_next_try() -> None:
     """Rows of which a head has missed a step have no drafts until they end."""
-    pace = DraftPace(follows_plain=True)
+    pace = DraftPace(ROWS, follows_plain=True)
     serve_kinds(pace, 1, 3 * TRY)
     for _ in range(100):
         assert pace.choose(1, {5: 6.0}) == 5
@@ -270,7 +271,7 @@ def test_steps_that_had_to_be_of_the_slower_kind_delay_its_next_try() -> None:
 
 def test_what_could_not_pay_if_all_drafts_were_right_is_not_tried() -> None:
     """Then a try can teach nothing of the text. Half as many drafts are judged by the line between none and all."""
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     chosen = []
     for _ in range(3000):
         chosen.append(pace.choose(16, MOST))
@@ -282,15 +283,28 @@ def test_what_could_not_pay_if_all_drafts_were_right_is_not_tried() -> None:
     assert pace.choose(16, MOST) == 3
 
 
+def test_more_drafts_than_those_that_lose_are_not_tried_while_these_are_mostly_wrong() -> None:
+    """Five drafts of each request are right no more often than three of those that are mostly right."""
+    pace, tokens = DraftPace(ROWS), 1.5
+    chosen = []
+    for _ in range(400):
+        chosen.append(pace.choose(16, {3: 4.0, 5: 6.0}))
+        pace.measured(16, chosen[-1], *{0: (0.010, 1.0), 3: (0.025, tokens)}[chosen[-1]])
+    assert chosen.count(3) < 40
+    tokens = 3.5  # the text is another now
+    while (number := pace.choose(16, {3: 4.0, 5: 6.0})) != 5:
+        pace.measured(16, number, *{0: (0.010, 1.0), 3: (0.025, tokens)}[number])
+
+
 def test_drafts_that_gain_less_than_the_noise_are_not_used() -> None:
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     chosen = serve(pace, Machine(0.010, 0.0145, 1.5), 2000)
     assert chosen.count(True) < 100
 
 
 def test_drafts_are_measured_where_steps_without_any_were_not() -> None:
     """A step may have fewer rows than were decoding when it was decided to have drafts, since some wait for masks."""
-    pace = DraftPace()
+    pace = DraftPace(ROWS)
     for number in [5, 3] * 20:
         pace.measured(4, number, *KINDS[4][number])
     assert pace.choose(4, MOST) == 0
