@@ -33,7 +33,7 @@ serve: .venv/.stamp  ## the embedded model over HTTP: open http://127.0.0.1:8000
 AOT := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.aot/.stamp)
 
 test: .venv/.stamp .wheel/.stamp .clients/.stamp .suites/.stamp $(AOT)  ## the whole suite
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/.stamp
 	$(PY) -m ruff check
