@@ -5,7 +5,7 @@ the prompt (JSON from a text, questions about a story). 1, 4, 16 or 64 of them a
 the model ends them. `default` is an engine without any option, and `none` one with --no-speculation.
 
 Each engine has a process of its own, which sleeps while another is measured. All of them answer the same prompts one
-after the other, round by round. This prints output tokens a second, and the ratio to the engine without drafts: of the
+after the other, round by round, and another one begins each round. This prints output tokens a second, and the ratio to the engine without drafts: of the
 shortest times of each batch, since other work on the machine only adds to these, of the least CPU times of all threads,
 and the median of all pairs with its quartiles. For one request there is what theory expects beside it: time goes into
 decode steps, whose number follows from the tokens that a verification yields, and into the rest, which drafts do not
@@ -191,9 +191,11 @@ def main() -> None:
             rounds: dict[str, list[list[Batch]]] = {name: [] for name in engines}
             for number in range(args.rounds + 2):  # two rounds warm up
                 of_round: dict[str, list[Batch]] = {name: [] for name in engines}
+                turn = number % len(engines)  # so that none of them is always behind the same other
+                order = [*engines][turn:] + [*engines][:turn]
                 for first in firsts:
-                    for name, engine in engines.items():
-                        of_round[name].append(engine.run(work, first))
+                    for name in order:
+                        of_round[name].append(engines[name].run(work, first))
                 for name, batches in of_round.items():
                     if number > 1:
                         rounds[name].append(batches)
