@@ -4,12 +4,13 @@ The prompts are of held-out documents, of two kinds: `stories`, whose text is ne
 the prompt (JSON from a text, questions about a story). 1, 4, 16 or 64 of them are there at once, and answers end where
 the model ends them. `default` is an engine without any option, and `none` one with --no-speculation.
 
-Each engine has a process of its own, which sleeps while another is measured. All of them answer the same prompts one
-after the other, round by round, and another one begins each round. This prints output tokens a second, and the ratio to the engine without drafts: of the
-shortest times of each batch, since other work on the machine only adds to these, of the least CPU times of all threads,
-and the median of all pairs with its quartiles. For one request there is what theory expects beside it: time goes into
-decode steps, whose number follows from the tokens that a verification yields, and into the rest, which drafts do not
-change. It writes benchmarks/results/speculation-DATE-COMMIT.json.
+Each engine has a process of its own, which sleeps while another is measured. In each round an engine answers all
+prompts, and then the next one does. Another engine begins each round. (Where they took turns prompt by prompt, every 25
+ms, each found the processor's caches full of the others.) This prints output tokens a second, and the ratio to the
+engine without drafts: of the shortest times of each batch, since other work on the machine only adds to these, of the
+least CPU times of all threads, and the median of all pairs with its quartiles. For one request there is what theory
+expects beside it: time goes into decode steps, whose number follows from the tokens that a verification yields, and
+into the rest, which drafts do not change. It writes benchmarks/results/speculation-DATE-COMMIT.json.
 
     python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--requests 1,4,16,64]
         [--rounds 9] [--dtype float32]
@@ -190,12 +191,11 @@ def main() -> None:
             firsts = range(0, PROMPTS[work.requests], work.requests)
             rounds: dict[str, list[list[Batch]]] = {name: [] for name in engines}
             for number in range(args.rounds + 2):  # two rounds warm up
-                of_round: dict[str, list[Batch]] = {name: [] for name in engines}
+                of_round: dict[str, list[Batch]] = {}
                 turn = number % len(engines)  # so that none of them is always behind the same other
                 order = [*engines][turn:] + [*engines][:turn]
-                for first in firsts:
-                    for name in order:
-                        of_round[name].append(engines[name].run(work, first))
+                for name in order:
+                    of_round[name] = [engines[name].run(work, first) for first in firsts]
                 for name, batches in of_round.items():
                     if number > 1:
                         rounds[name].append(batches)
