@@ -5,12 +5,11 @@ the prompt (JSON from a text, questions about a story). 1, 4, 16 or 64 of them a
 the model ends them. `default` is an engine without any option, and `none` one with --no-speculation.
 
 Each engine has a process of its own, which sleeps while another is measured. In each round an engine answers all
-prompts, and then the next one does. Another engine begins each round. (Where they took turns prompt by prompt, every 25
-ms, each found the processor's caches full of the others.) This prints output tokens a second, and the ratio to the
-engine without drafts: of the shortest times of each batch, since other work on the machine only adds to these, of the
-least CPU times of all threads, and the median of all pairs with its quartiles. For one request there is what theory
-expects beside it: time goes into decode steps, whose number follows from the tokens that a verification yields, and
-into the rest, which drafts do not change. It writes benchmarks/results/speculation-DATE-COMMIT.json.
+prompts, and then the next one does. Another engine begins each round. This prints output tokens a second, and the ratio
+to the engine without drafts: of the shortest times of each batch, since other work on the machine only adds to these,
+of the least CPU times of all threads, and the median of all pairs with its quartiles. For one request there is what
+theory expects beside it: time goes into decode steps, whose number follows from the tokens that a verification yields,
+and into the rest, which drafts do not change. It writes benchmarks/results/speculation-DATE-COMMIT.json.
 
     python -m benchmarks.speculation [--methods default,ngram,suffix,draft,eagle3,medusa] [--requests 1,4,16,64]
         [--rounds 9] [--dtype float32]
