@@ -91,22 +91,23 @@ class _Measured:
     def may_pay(self, number: int) -> bool:
         """Whether steps with so many drafts would be quicker than those with none, if all drafts were right.
 
-        If they were not measured, others tell: their time is taken to lie on a line with that of the others, more
-        drafts are right no more often, and fewer bring no more tokens.
+        If they were not measured, others tell. More drafts take no less time and are right no more often. The time of
+        fewer is taken to lie on a line between none and the others.
         """
         kind, plain = self.kinds[number], self.kinds[0].seconds
         drafted = [one for other, one in self.kinds.items() if other and one.is_known and one.most > 1]
         if not plain.is_known:
             return True
+        seconds, tokens = plain.middle, kind.most
         if kind.is_known:
-            seconds, tokens = kind.seconds.middle, kind.most
+            seconds = kind.seconds.middle
         elif drafted:
             other = drafted[0]
             share = (kind.most - 1) / (other.most - 1)
-            seconds = plain.middle + share * (other.seconds.middle - plain.middle)
-            tokens = min(kind.most, 1 + max(share, 1.0) * (other.tokens.middle - 1))
-        else:
-            return True
+            if share > 1:
+                seconds, tokens = other.seconds.middle, 1 + share * (other.tokens.middle - 1)
+            else:
+                seconds += share * (other.seconds.middle - seconds)
         return LEAST_GAIN * seconds < tokens * plain.middle
 
     def next(self, numbers: Collection[int], soon: int) -> int:

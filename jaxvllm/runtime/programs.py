@@ -190,6 +190,8 @@ class Programs[Program]:
             try:
                 compile_it()
             except Exception:  # who needs it meets the error
+                if self._must_end:
+                    return
                 logger.exception("a program did not compile; requests that need it fail")
 
     @property

@@ -296,6 +296,15 @@ def test_more_drafts_than_those_that_lose_are_not_tried_while_these_are_mostly_w
         pace.measured(16, number, *{0: (0.010, 1.0), 3: (0.025, tokens)}[number])
 
 
+def test_more_drafts_are_tried_where_guessing_itself_is_what_costs() -> None:
+    """Then more of them take hardly longer: on accelerators, whose steps wait for the weights."""
+    pace = DraftPace(ROWS)
+    for _ in range(100):
+        number = pace.choose(16, {2: 2.0, 3: 4.0})
+        pace.measured(16, number, *{0: (0.010, 1.0), 2: (0.014, 1.45), 3: (0.015, 2.2)}[number])
+    assert number == 3
+
+
 def test_drafts_that_gain_less_than_the_noise_are_not_used() -> None:
     pace = DraftPace(ROWS)
     chosen = serve(pace, Machine(0.010, 0.0145, 1.5), 2000)

@@ -49,6 +49,8 @@ class Handover:
     def _resume(self) -> None:
         self._stop()
         self._loop.add_reader(self._listener, self._accept)
+        if self._waiting is not None:  # nothing may follow it that would wake the reader
+            self._accept()
 
     def _stop(self) -> None:
         self._loop.remove_reader(self._listener)
@@ -64,7 +66,7 @@ class Handover:
         if self._waiting is None:
             try:
                 self._waiting, _ = self._listener.accept()
-            except BlockingIOError:
+            except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
                 logger.warning("cannot accept a connection: %s", error.strerror)
@@ -98,6 +100,7 @@ class Received(Listener):
         if not files:  # the kernel closed a connection for which this process has no file
             raise BlockingIOError
         connection = socket.socket(fileno=files[0])
+        connection.set_inheritable(False)
         try:
             return connection, connection.getpeername()
         except OSError:  # the client has left already

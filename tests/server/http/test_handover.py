@@ -100,6 +100,30 @@ def test_connections_wait_while_no_process_takes_them():
     asyncio.run(run())
 
 
+def test_a_connection_that_no_process_took_is_not_forgotten():
+    """The only process dies before the connection reaches it, nobody else connects, and another process starts."""
+
+    async def run():
+        with ExitStack() as stack:
+            listener = stack.enter_context(listen("127.0.0.1", 0))
+            handover = Handover(listener)
+            dead, alive = Server(b"1", handover, stack), Server(b"2", handover, stack)
+            await dead.start()
+            await asyncio.sleep(0.01)
+            await dead.die()
+            [client] = connected(listener, stack, 1)
+            while handover._waiting is None:
+                await asyncio.sleep(0)
+            dead.serving.cancel()
+            await asyncio.gather(dead.serving, return_exceptions=True)
+            await alive.start()
+            assert await answer(client) == b"2"
+            alive.serving.cancel()
+            await asyncio.gather(alive.serving, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_what_a_process_cannot_take():
     """A client that left, and a process without a file for another connection: asyncio is told to try again."""
     with ExitStack() as stack:
