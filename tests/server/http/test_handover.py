@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
@@ -12,33 +12,49 @@ from jaxvllm.server.http.listener import SPARE_FILES, listen
 
 
 class Server:
-    """What a process does with connections: it counts them, and answers with its name."""
+    """What a process does with connections: it answers each with its name."""
 
     def __init__(self, name, handover, stack):
-        self.name, self.num_connections = name, 0
+        self.name, self.handover, self._stack, self._server = name, handover, stack, None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         stack.callback(ours.close)
         self.received = stack.enter_context(Received(theirs.detach(), max_files=65536))
         self.serving = asyncio.create_task(handover.serve(ours))
-        self.ours, self._stack, self._server = ours, stack, None
 
     async def start(self):
         server = self
 
         class Answer(asyncio.Protocol):
             def connection_made(self, transport):
-                server.num_connections += 1
                 assert transport.get_extra_info("peername")[0] == "127.0.0.1"
                 transport.write(server.name)
                 server._stack.callback(transport.abort)
 
         self._server = await asyncio.get_running_loop().create_server(Answer, sock=self.received)
+        await asyncio.sleep(0.01)
 
     async def die(self):
         self._server.close()
         self.received.close()
         await asyncio.sleep(0.01)
+
+    async def end(self):
+        """What its parent does when it has noticed its end."""
+        self.serving.cancel()
+        await asyncio.gather(self.serving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def servers(*names):
+    """The stack of what is open, a listening socket, and servers that its connections are handed over to."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        handover = Handover(listener)
+        started = [Server(name, handover, stack) for name in names]
+        yield stack, listener, *started
+        for one in started:
+            await one.end()
 
 
 def connected(listener, stack, count):
@@ -52,15 +68,11 @@ async def answer(client):
 
 def test_processes_have_their_turns():
     async def run():
-        with ExitStack() as stack:
-            listener = stack.enter_context(listen("127.0.0.1", 0))
-            handover = Handover(listener)
+        async with servers(b"1", b"2", b"3", b"4") as (stack, listener, first, second, third, fourth):
             early = connected(listener, stack, 2)
-            first, second, third = (Server(name, handover, stack) for name in (b"1", b"2", b"3"))
             await second.start()  # takes those who came before any was ready
             assert [await answer(one) for one in early] == [b"2"] * 2
             await first.start()
-            await asyncio.sleep(0.01)
             both = [await answer(one) for one in connected(listener, stack, 50)]
             assert both.count(b"1") == both.count(b"2") == 25
 
@@ -68,34 +80,23 @@ def test_processes_have_their_turns():
             await second.die()
             third.received.close()
             assert [await answer(one) for one in connected(listener, stack, 5)] == [b"1"] * 5
-            second.serving.cancel()
-            await asyncio.gather(second.serving, third.serving, return_exceptions=True)
-            fourth = Server(b"4", handover, stack)
+            await second.end()
             await fourth.start()
-            await asyncio.sleep(0.01)
             both = [await answer(one) for one in connected(listener, stack, 10)]
             assert both.count(b"1") == both.count(b"4") == 5
-            for one in (first, fourth):
-                one.serving.cancel()
-            await asyncio.gather(first.serving, fourth.serving, return_exceptions=True)
 
     asyncio.run(run())
 
 
 def test_connections_wait_while_no_process_takes_them():
     async def run():
-        with ExitStack() as stack:
-            listener = stack.enter_context(listen("127.0.0.1", 0))
-            handover = Handover(listener)
-            stuck = Server(b"1", handover, stack)
+        async with servers(b"1") as (stack, listener, stuck):
             stuck.received.listen()  # it is ready, and then takes none
             clients = connected(listener, stack, 400)
             await asyncio.sleep(0.1)
-            assert handover._waiting is not None, "the way to it is full"
+            assert stuck.handover._waiting is not None, "the way to it is full"
             await stuck.start()
             assert {await answer(one) for one in clients} == {b"1"}
-            stuck.serving.cancel()
-            await asyncio.gather(stuck.serving, return_exceptions=True)
 
     asyncio.run(run())
 
@@ -104,22 +105,15 @@ def test_a_connection_that_no_process_took_is_not_forgotten():
     """The only process dies before the connection reaches it, nobody else connects, and another process starts."""
 
     async def run():
-        with ExitStack() as stack:
-            listener = stack.enter_context(listen("127.0.0.1", 0))
-            handover = Handover(listener)
-            dead, alive = Server(b"1", handover, stack), Server(b"2", handover, stack)
+        async with servers(b"1", b"2") as (stack, listener, dead, alive):
             await dead.start()
-            await asyncio.sleep(0.01)
             await dead.die()
             [client] = connected(listener, stack, 1)
-            while handover._waiting is None:
+            while dead.handover._waiting is None:
                 await asyncio.sleep(0)
-            dead.serving.cancel()
-            await asyncio.gather(dead.serving, return_exceptions=True)
+            await dead.end()
             await alive.start()
             assert await answer(client) == b"2"
-            alive.serving.cancel()
-            await asyncio.gather(alive.serving, return_exceptions=True)
 
     asyncio.run(run())
 
