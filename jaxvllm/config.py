@@ -1,8 +1,8 @@
 """`EngineConfig`: all options of an engine, validated once and never changed."""
 
 import difflib
+import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
@@ -14,9 +14,11 @@ from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
-from jaxvllm.vllm_options import advice_on
+from jaxvllm.vllm_translation import translate, translated_value
 from pallas_kernels.backend import BackendName
 from sharding.mesh import MeshShape
+
+logger = logging.getLogger(__name__)
 
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 PAGE_SIZES = (16, 32, 64, 128)
@@ -82,13 +84,20 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Makes a config of keyword options. For an unknown one it raises TypeError, and says what to give instead."""
+        """Makes a config of keyword options, by our names or vLLM's; one log line names those that change nothing.
+
+        Raises TypeError for an option that is unknown or refused, and says what to give instead.
+        """
         names = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in names:
-                others = {other: given for other, given in options.items() if other not in names}
-                raise TypeError(f"unknown option {name!r}{_instead(name, others, names)}")
-        return cls(**options)
+        ours = {name: translated_value(name, value) for name, value in options.items() if name in names}
+        foreign = {name: value for name, value in options.items() if name not in names}
+        translation = translate(foreign, ours, names, _Keywords())
+        problems = [*translation.problems, *(f"unknown option {_nearest(name, names)}" for name in translation.unknown)]
+        if problems:
+            raise TypeError("; ".join(problems))
+        if translation.note is not None:
+            logger.info("%s", translation.note)
+        return cls(**ours, **translation.options)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -197,12 +206,17 @@ class EngineConfig:
         return Path(self.compilation_cache).expanduser() if self.compilation_cache else None
 
 
-def _instead(name: str, unknown: Mapping[str, Any], names: list[str]) -> str:
-    """Returns the end of an error message: what a caller from Python may give instead of the unknown option `name`."""
-    advice = advice_on(f"no_{name}" if unknown[name] is False else name)
-    if advice is not None:
-        question = f" (did you mean {advice.field!r}?)" if advice.field in names else ""
-        given = unknown if advice.defaults else {name: unknown[name]}
-        return f"{question}: {advice.text(given, names, '{}={!r}'.format)}"
+class _Keywords:
+    """Options as they are written in Python: a `vllm_translation.Spelling`."""
+
+    def ours(self, field: str, value: str) -> str:
+        return f"{field}={value!r}"
+
+    def given(self, name: str) -> str:
+        return name
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """Returns an unknown name with the known one that may have been meant, or with all that are known."""
     near = difflib.get_close_matches(name, names, 1)
-    return f": did you mean {near[0]!r}?" if near else f": known are {', '.join(names)}"
+    return f"{name!r}: " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}")

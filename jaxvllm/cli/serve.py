@@ -2,11 +2,15 @@
 
 import argparse
 import asyncio
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from jaxvllm.cli.flags import add_flags, flag_of, given, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
+from jaxvllm.cli.vllm_words import CONFIG_FLAG
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.logs import set_up_logs
@@ -63,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=ENGINE_EPILOG,
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument(
+        CONFIG_FLAG, metavar="FILE", help="YAML with options, `port: 8000` in each line; the command line wins"
+    )
     add_flags(parser, ServerConfig, "server", takes_lists=True)
     add_flags(parser, EngineConfig, "engine")
     add_flags(parser, DataParallelConfig, "replicas")
@@ -74,21 +81,49 @@ def _configs(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, Data
     if args.model_name is None and "model" not in options:
         _check_lists(args)
     options = with_model(options, args.model_name)
-    parallel = DataParallelConfig(**given(args, DataParallelConfig))
-    return EngineConfig.from_options(**options), ServerConfig(**given(args, ServerConfig)), parallel
+    return _all_made(
+        lambda: EngineConfig.from_options(**options),
+        lambda: ServerConfig(**given(args, ServerConfig)),
+        lambda: DataParallelConfig(**given(args, DataParallelConfig)),
+    )
+
+
+def _all_made[E, S, P](*makers: *tuple[Callable[[], E], Callable[[], S], Callable[[], P]]) -> tuple[E, S, P]:
+    """Makes every config. Raises one error with what is wrong with each of them."""
+    made: list[Any] = []
+    errors: list[Exception] = []
+    for make in makers:
+        try:
+            made.append(make())
+        except (ValueError, NotImplementedError) as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise ValueError("\njaxvllm serve: ".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+    return made[0], made[1], made[2]
 
 
 def _check_lists(args: argparse.Namespace) -> None:
-    """Raises ValueError when several values follow a flag and no model is given: the last may be meant as the model.
+    """Finds the model among several values after a flag if no model is given, or raises ValueError.
 
-    Otherwise `serve --api-key KEY MODEL` would serve the embedded model, with MODEL as a second key.
+    `serve --served-model-name a b org/model` serves org/model, since only names of the model stand there. But
+    `serve --api-key KEY MODEL` must not serve the embedded model, with MODEL as a second key.
     """
     for name, groups in vars(args).items():
         if isinstance(groups, list) and any(isinstance(group, list) and len(group) > 1 for group in groups):
+            if name == "served_model_name" and _may_be_model(groups[-1][-1]):
+                args.model_name = groups[-1].pop()
+                return
             raise ValueError(
                 f"several values follow {flag_of(name)} and no model is given: write the model before the flags "
                 "(demo is the embedded one)"
             )
+
+
+def _may_be_model(text: str) -> bool:
+    """Returns whether a text is a directory, or a name on the hub such as owner/name."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None or Path(text).expanduser().is_dir()
 
 
 def _follow(engine: EngineConfig) -> int:

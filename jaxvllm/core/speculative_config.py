@@ -20,9 +20,7 @@ _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None,), "give the directory of that revision as the model"),
     "code_revision": ((None,), "nothing in a checkpoint is ever executed"),
     "draft_load_config": ((None,), "drafts are read from safetensors"),
-    "enforce_eager": ((None, False), "every step is a compiled program"),
-    "moe_backend": ((None,), _ELSEWHERE),
-    "attention_backend": ((None,), _ELSEWHERE),
+    "enforce_eager": ((None, False, True), "every step is a compiled program"),
     "kv_cache_dtype": ((None,), _ELSEWHERE),
     "disable_by_batch_size": ((None,), "drafts stop by themselves where steps without them are measured to be quicker"),
     "num_speculative_tokens_per_batch_size": ((None,), "whether there are drafts is measured for each number of rows"),
@@ -41,6 +39,8 @@ _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix_decoding_max_cached_requests": ((None, 10000), "there is one for each of max_num_seqs"),
     "suffix_decoding_min_token_prob": ((None, 0.1), "what followed the same tokens last is guessed, without counting"),
 }
+# Fields of vLLM that choose kernels, which change nothing.
+_KERNELS = ("moe_backend", "attention_backend")
 
 _LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 
@@ -94,6 +94,7 @@ class SpeculativeConfig:
         try:
             if not isinstance(value, Mapping):
                 raise ValueError(f"must be a JSON object, not {value!r}")
+            value = {name: one for name, one in value.items() if name not in _KERNELS}
             for name, (neutral, why) in _NO_CHOICE.items():
                 if name in value and value[name] not in neutral:
                     raise ValueError(f"{name} = {value[name]!r} is not supported ({why}): leave it out")
