@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from jaxvllm.cli.flags import flag_of
 from jaxvllm.cli.serve import read_options
 from jaxvllm.config import EngineConfig
-from jaxvllm.server.config import ServerConfig, read_keys
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.http_config import read_keys
 from jaxvllm.worker.data_parallel_config import DataParallelConfig
 from jaxvllm.worker.ray_place import actor_options, bundle_of, import_ray, join_cluster
 
@@ -86,7 +87,7 @@ class EngineApp:
 
     def __init__(self, engine: EngineConfig, server: ServerConfig, parallel: DataParallelConfig):
         from jaxvllm.server.app import create_app
-        from jaxvllm.server.serve import guarded
+        from jaxvllm.server.http.http_door import guarded
         from jaxvllm.server.service import Service
         from jaxvllm.text.chat_template import read_chat_template
         from jaxvllm.worker.data_parallel import open_pool

@@ -183,5 +183,6 @@ def _help(comment: str, default: Any, shows_default: bool) -> str:
 def _helps(source: type) -> dict[str, str]:
     """Returns the comments of the fields. Names of other fields in them are replaced by their flags."""
     names = re.compile("|".join(rf"\b{field.name}\b" for field in fields(source) if "_" in field.name) or "$^")
-    matches = (_FIELD.match(line) for line in inspect.getsource(source).splitlines())
+    sources = [one for one in reversed(source.__mro__) if is_dataclass(one)]
+    matches = (_FIELD.match(line) for one in sources for line in inspect.getsource(one).splitlines())
     return {match[1]: names.sub(lambda name: flag_of(name[0]), match[2] or "") for match in matches if match}

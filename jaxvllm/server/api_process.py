@@ -12,8 +12,9 @@ import zmq
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.api_processes import ApiStart
-from jaxvllm.server.config import read_keys
 from jaxvllm.server.http.handover import Received
+from jaxvllm.server.http.http_config import read_keys
+from jaxvllm.server.http.http_door import HttpDoor
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
 from jaxvllm.server.logs import set_up_logs
 from jaxvllm.server.metrics.prometheus import Metrics
@@ -102,9 +103,9 @@ async def serve(start: ApiStart) -> int:
         llm = Engines.from_config(start.engine, start.limits, start.chat_template, place=Broker(start.address))
         try:
             llm.launch()
-            keys = read_keys(start.server)
             service = Service(llm, start.server, lambda: llm.metrics(service.metrics))
-            server = make_http(service, keys, start.is_local, start.max_files)
+            door = HttpDoor(connections, start.server, read_keys(start.server), start.is_local, start.max_files)
+            server = make_http(service, door)
 
             async def count() -> None:
                 while True:

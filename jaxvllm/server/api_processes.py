@@ -18,6 +18,7 @@ import msgspec
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http.handover import Handover
+from jaxvllm.server.http.http_door import HttpDoor
 from jaxvllm.server.lifecycle import StopSignals, until_first
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker.api_broker import ApiBroker
@@ -58,18 +59,15 @@ class ApiProcesses:
         config: ServerConfig,
         limits: QueueLimits,
         chat_template: str | None,
-        listener: socket.socket,
-        is_local: bool,
-        max_files: int,
+        door: HttpDoor,
         metrics: Metrics,
     ):
         self._engines = engines
         self._config = config
         self._limits = limits
         self._chat_template = chat_template
-        self._handover = Handover(listener)
-        self._is_local = is_local
-        self._max_files = max_files
+        self._door = door
+        self._handover = Handover(door.listener)
         self._metrics = metrics
         self._running: dict[int, Process] = {}  # by their number
         self._num_starts = 0
@@ -158,8 +156,8 @@ class ApiProcesses:
                 self._chat_template,
                 address,
                 fd,
-                self._is_local,
-                self._max_files,
+                self._door.is_local,
+                self._door.max_files,
             )
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

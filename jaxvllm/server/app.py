@@ -1,18 +1,16 @@
 """The FastAPI application: it has every endpoint of one `Service`, and gives all errors the same shape."""
 
 from functools import cache
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxvllm
 from jaxvllm.server import http_doc
-from jaxvllm.server.errors import ApiError, from_validation
-from jaxvllm.server.exchange import ClientGoneError, as_api_error
-from jaxvllm.server.http.request_id import RequestId
+from jaxvllm.server.error_handlers import add_error_handlers
+from jaxvllm.server.errors import from_validation
+from jaxvllm.server.exchange import as_api_error
 from jaxvllm.server.routes import (
     chat_completions,
     completions,
@@ -27,12 +25,9 @@ from jaxvllm.server.routes import (
 )
 from jaxvllm.server.service import Service
 
-# nginx's status for a client that closed the connection. No client sees it.
-GONE = 499
-
 
 def create_app(service: Service) -> FastAPI:
-    """Makes the application with all endpoints. `jaxvllm.server.serve` adds the guards (keys, limits) around it."""
+    """Makes the application with all endpoints. `HttpDoor` adds the guards (keys, limits) around it."""
     app = FastAPI(
         title="jaxvllm",
         version=jaxvllm.__version__,
@@ -70,24 +65,7 @@ def create_app(service: Service) -> FastAPI:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return from_validation(error.errors()).response(request.url.path)
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        texts = {404: "there is no such endpoint: GET /docs lists all", 405: "this endpoint does not take this method"}
-        response = ApiError(error.status_code, texts.get(error.status_code, str(error.detail))).response(
-            request.url.path
-        )
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(ClientGoneError)
-    async def gone(request: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=GONE)
-
-    async def failed(request: Request, error: Any) -> Response:
-        return as_api_error(error, RequestId.of(request).text).response(request.url.path)
-
-    for kind in (ApiError, ValueError, NotImplementedError, RuntimeError, TimeoutError, Exception):
-        app.add_exception_handler(kind, failed)
+    add_error_handlers(app, as_api_error)
     _forget_422(app)
     return app
 

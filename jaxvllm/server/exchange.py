@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.errors import ApiError, PromptTooLongError
 from jaxvllm.server.generation import Generation
+from jaxvllm.server.http.disconnect import send_unless_gone, unless_gone
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.service import Service
 from jaxvllm.worker.engine_client import EngineDiedError, EngineUnavailableError
@@ -85,27 +85,6 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
     return ApiError(500, "the server failed at this request: see its log")
 
 
-class ClientGoneError(Exception):
-    """Raised when the client has closed the connection, so that no answer is needed."""
-
-
-async def unless_gone[T](request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. If the client closes the connection, cancels it and raises ClientGoneError."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(request.receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return await working
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            with suppress(asyncio.CancelledError):
-                await working
-
-
 class EventStream(Response):
     """A response of server-sent events. It closes their generation when they end or the client disconnects."""
 
@@ -122,16 +101,9 @@ class EventStream(Response):
         self.init_headers({"content-type": EVENT_STREAM, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        works = (self._send(send), _disconnect(receive), self._keep_alive(send))
-        tasks = [asyncio.ensure_future(work) for work in works]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
+            await send_unless_gone(receive, self._send(send), self._keep_alive(send))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._generation.close()
 
     async def _send(self, send: Send) -> None:
@@ -194,8 +166,3 @@ def _as_header(texts: Sequence[str]) -> str:
 def _now() -> float:
     # The event loop's clock, which asyncio.sleep uses too.
     return asyncio.get_running_loop().time()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,12 +1,12 @@
-"""Sets up the logs of the server's processes."""
+"""Sets up the logs of the processes that answer HTTP."""
 
 import logging
 
 
-def set_up_logs() -> None:
-    """Sets up logs as short lines on standard error, in the same form as those of the engine's process."""
+def set_up_logs(name: str = "server") -> None:
+    """Sets up logs as short lines of the process `name` on standard error, in the form of the engine's process."""
     logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(asctime)s server: %(message)s", datefmt="%H:%M:%S"
+        level=logging.WARNING, format=f"%(levelname)s %(asctime)s {name}: %(message)s", datefmt="%H:%M:%S"
     )
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about clients' mistakes

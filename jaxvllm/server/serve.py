@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
-import signal
 import socket
 import time
-from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from os import cpu_count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.server.config import ServerConfig, read_keys
-from jaxvllm.server.http.listener import RESERVED_FILES, is_open_to_strangers, listen, raise_file_limit, url_of
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.http_door import HttpDoor
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
 from jaxvllm.text.chat_template import read_chat_template
 from jaxvllm.worker.data_parallel import open_pool
@@ -22,8 +20,6 @@ from jaxvllm.worker.engine_client import EngineClient, FollowedError
 from jaxvllm.worker.queue_limits import QueueLimits
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
     from jaxvllm.server.http.http_server import HttpServer
     from jaxvllm.server.service import Service
 
@@ -44,14 +40,9 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
     process 0, never becomes ready, and returns 0 when process 0 has ended.
     """
     start = time.monotonic()
-    keys = read_keys(config)
     chat_template = None if config.chat_template is None else read_chat_template(config.chat_template)
-    max_files = raise_file_limit()
-    with listen(config.host, config.port, max_files) as listener, StopSignals() as stop:
-        url = url_of(listener, config)
-        if not keys and is_open_to_strangers(listener):
-            logger.warning("every client that reaches %s may use this server: it has no --api-key", url)
-        logger.info("listening on %s: /ready tells when model %s is loaded", url, engine.model)
+    with HttpDoor.opened(config) as door, StopSignals() as stop:
+        logger.info("listening on %s: /ready tells when model %s is loaded", door.url, engine.model)
         if engine.max_outputs_per_second is None:
             engine = replace(engine, max_outputs_per_second=min(OUTPUTS_PER_CORE * (cpu_count() or 1), MOST_OUTPUTS))
         limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
@@ -59,13 +50,12 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
         try:
             llm.launch()
             await asyncio.sleep(0)  # starts the engine's process, which imports JAX while this one imports FastAPI
-            is_local = not is_open_to_strangers(listener)
-            front = _front(llm, config, keys, is_local, listener, limits, chat_template, max_files)
+            front = _front(llm, config, door, limits, chat_template)
             async with front.running() as serving:
                 try:
                     await until_first(llm.ready(), stop.asked())
                     if stop.first is None:
-                        logger.info("ready after %.1f s: %s", time.monotonic() - start, url)
+                        logger.info("ready after %.1f s: %s", time.monotonic() - start, door.url)
                         await until_first(stop.asked(), asyncio.shield(serving), llm.ended())
                     is_clean = await front.drain(stop)
                 except FollowedError:
@@ -77,38 +67,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
                         front.hurry()
         finally:
             await llm.close()
-    if stop.first is signal.SIGINT:
-        return 128 + signal.SIGINT
-    return 0 if is_clean else 1
-
-
-def guarded(app: "ASGIApp", config: ServerConfig, keys: Iterable[str], is_local: bool = False) -> "ASGIApp":
-    """Returns `app` behind its guards. The server reads no body of a client that has no key.
-
-    Without keys, a server that `is_local` (no other machine can reach it) answers only requests for its own names.
-    """
-    from starlette.middleware.cors import CORSMiddleware
-
-    from jaxvllm.server.http.auth import Auth
-    from jaxvllm.server.http.request_id import RequestIds
-    from jaxvllm.server.http.request_limits import RequestLimits, StrictHead
-    from jaxvllm.server.http.trusted_host import TrustedHost
-
-    app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
-    if config.allowed_origins:
-        # Around `Auth`, because a browser asks without a key whether a page may send one, and because a page may read
-        # that its key is wrong. Inside `TrustedHost`, which no origin can open.
-        app = CORSMiddleware(
-            app,
-            allow_origins=config.allowed_origins,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=("X-Request-Id", "Retry-After"),
-        )
-    if not keys and is_local and "*" not in config.allowed_host:
-        app = TrustedHost(app, (config.host, *config.allowed_host))
-    return RequestIds(StrictHead(app))
+    return stop.exit_code(is_clean)
 
 
 class Front(Protocol):
@@ -148,12 +107,9 @@ class OwnFront:
 def _front(
     llm: EngineClient,
     config: ServerConfig,
-    keys: Iterable[str],
-    is_local: bool,
-    listener: socket.socket,
+    door: HttpDoor,
     limits: QueueLimits,
     chat_template: str | None,
-    max_files: int,
 ) -> Front:
     # These imports take 0.8 s. Here they happen while the engine starts.
     from jaxvllm.server.metrics.log_line import StatsLogger
@@ -163,21 +119,16 @@ def _front(
     # It observes the engines, also where others answer for it.
     service = Service(llm, config)
     if config.api_server_count == 1:
-        return OwnFront(service, make_http(service, keys, is_local, max_files), listener)
+        return OwnFront(service, make_http(service, door), door.listener)
     from jaxvllm.server.api_processes import ApiProcesses
 
-    return ApiProcesses(llm, config, limits, chat_template, listener, is_local, max_files, service.metrics)
+    return ApiProcesses(llm, config, limits, chat_template, door, service.metrics)
 
 
-def make_http(service: "Service", keys: Iterable[str], is_local: bool, max_files: int) -> "HttpServer":
-    """Returns the HTTP server around a service, with all its guards. It may have `max_files` open files."""
+def make_http(service: "Service", door: HttpDoor) -> "HttpServer":
+    """Returns the HTTP server of a service at a door. Refusals by the guards count as answers, too."""
     from jaxvllm.server.app import create_app
-    from jaxvllm.server.http.connection import ConnectionLimits
-    from jaxvllm.server.http.http_server import HttpServer
     from jaxvllm.server.metrics.counting import Counting
 
     app = create_app(service)
-    counted = Counting(guarded(app, service.config, keys, is_local), service.metrics, app.routes)
-    limits = ConnectionLimits()
-    most = min(limits.max_connections, max(1, max_files - RESERVED_FILES))
-    return HttpServer(counted, service.config, replace(limits, max_connections=most))
+    return door.server(app, around=lambda guarded: Counting(guarded, service.metrics, app.routes))

@@ -1,9 +1,7 @@
 """`Service`: the state that all endpoints share, such as the engine, the model's names and the open requests."""
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +14,7 @@ from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.errors import ApiError, concerning
+from jaxvllm.server.lifecycle import Drainable
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.server.protocol.fields import now
 from jaxvllm.text.assistant_message import AnswerFormat
@@ -25,14 +24,16 @@ from jaxvllm.text.tokenizer import Tokenizer
 from jaxvllm.text.tool_calls.format import ToolCallFormat
 from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS, guessed_format
 from jaxvllm.text.tool_use import ToolUse
-from jaxvllm.worker.engine_client import EngineClient, EngineUnavailableError
+from jaxvllm.worker.engine_client import EngineClient
 
 # The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
 MAX_TEXT = 2**20
 
 
-class Service:
+class Service(Drainable):
     """One served model, with what its endpoints share."""
+
+    config: ServerConfig
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class Service:
         all_metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None,
     ):
         """`all_metrics`: renders the metrics where this process is one of several that answer."""
+        super().__init__(config)
         self.llm = llm
-        self.config = config
         # Only the directory's name: clients must not see its path.
         own_name = Path(llm.config.model).name if Path(llm.config.model).is_absolute() else llm.config.model
         self.model_names = config.served_model_name or (own_name,)
@@ -50,10 +51,6 @@ class Service:
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
         self._all_metrics = all_metrics
-        self.draining = False
-        self.num_open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         llm.observe(self.metrics)
 
     # ---- the model ----
@@ -221,30 +218,6 @@ class Service:
     async def render_metrics(self) -> tuple[bytes, str]:
         """Returns what Prometheus reads, and its content type."""
         return self.metrics.render() if self._all_metrics is None else await self._all_metrics()
-
-    # ---- its lifecycle ----
-
-    def drain(self) -> None:
-        """Stops taking new requests."""
-        self.draining = True
-
-    async def idle(self) -> None:
-        """Waits until no request is open."""
-        await self._idle.wait()
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Counts a generating request as open inside the context. Raises EngineUnavailableError during shutdown."""
-        if self.draining:
-            raise EngineUnavailableError("the server is shutting down")
-        self.num_open += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-            if not self.num_open:
-                self._idle.set()
 
 
 def _fingerprint(model: str, config: EngineConfig) -> str:

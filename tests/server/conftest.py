@@ -15,8 +15,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.app import create_app
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.http_door import guarded
 from jaxvllm.server.http.listener import listen
-from jaxvllm.server.serve import guarded
 from jaxvllm.server.service import Service
 from jaxvllm.worker.async_llm import AsyncLLM
 from jaxvllm.worker.observer import Observer

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http.connection import Connection, ConnectionLimits, OpenConnections
+from jaxvllm.server.http.http_config import HttpConfig
 
 # The time to finish sending answers when the server ends. Most of them are error events.
 LAST_ANSWERS_SECONDS = 2
@@ -21,7 +21,7 @@ CLOSING_SECONDS = 0.5
 class HttpServer(uvicorn.Server):
     """Serves `app`, watches its connections, and does not handle signals. Raises ValueError for a bad certificate."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, limits: ConnectionLimits):
+    def __init__(self, app: ASGIApp, config: HttpConfig, limits: ConnectionLimits):
         settings = uvicorn.Config(
             app,
             http=Connection,

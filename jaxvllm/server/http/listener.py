@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Any
 
-from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.http_config import HttpConfig
 
 BACKLOG = 2048
 # The limit of open files to ask for. Each connection is a file, and the usual limit of 1,024 is less than
@@ -103,7 +103,7 @@ def listen(host: str, port: int, max_files: int = OPEN_FILES) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket, config: ServerConfig) -> str:
+def url_of(listener: socket.socket, config: HttpConfig) -> str:
     """Returns the server's URL for a browser."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"

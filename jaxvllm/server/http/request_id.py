@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from uuid import uuid4
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"

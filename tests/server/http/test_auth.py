@@ -9,9 +9,10 @@ from starlette.responses import PlainTextResponse
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.server.app import create_app
-from jaxvllm.server.config import ServerConfig, read_keys
+from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http.auth import OPEN_PATHS, Auth
-from jaxvllm.server.serve import guarded
+from jaxvllm.server.http.http_config import read_keys
+from jaxvllm.server.http.http_door import guarded
 from jaxvllm.server.service import Service
 from jaxvllm.worker.async_llm import AsyncLLM
 

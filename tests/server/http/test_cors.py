@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse
 
 from jaxvllm.cli.serve import _configs, _parser
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.serve import guarded
+from jaxvllm.server.http.http_door import guarded
 
 ORIGIN = "https://app.example"
 PREFLIGHT = {

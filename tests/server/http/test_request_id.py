@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.http_door import guarded
 from jaxvllm.server.http.request_id import RequestId
-from jaxvllm.server.serve import guarded
 from tests.server.conftest import Server
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}

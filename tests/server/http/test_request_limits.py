@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse
 
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http import request_limits, strict_json
+from jaxvllm.server.http.http_door import guarded
 from jaxvllm.server.http.request_limits import MAX_HEAD_BYTES, SMALL_BODY, RequestLimits, StrictHead
 from jaxvllm.server.http.strict_json import (
     MAX_CONTAINERS,
@@ -24,7 +25,6 @@ from jaxvllm.server.http.strict_json import (
     JsonMarks,
     check_json,
 )
-from jaxvllm.server.serve import guarded
 from tests.waiting import until
 
 JSON = {"content-type": "application/json"}

@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.serve import guarded
+from jaxvllm.server.http.http_door import guarded
 
 
 def status(asked, keys=(), is_local=True, path="/", **config):

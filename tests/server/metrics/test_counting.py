@@ -7,9 +7,9 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
 
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.http.http_door import guarded
 from jaxvllm.server.metrics.counting import Counting
 from jaxvllm.server.metrics.prometheus import Metrics
-from jaxvllm.server.serve import guarded
 
 
 def test_answers_and_streams() -> None:
