@@ -1,51 +1,40 @@
 """`jaxvllm router`: runs a proxy before several servers."""
 
 import argparse
-import logging
+import asyncio
 import sys
 from collections.abc import Sequence
 
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import Parser
 from jaxvllm.router.config import RouterConfig
-
-# Answers that are being written may take so long after the first signal. Kubernetes waits for as long by default.
-LAST_ANSWERS_SECONDS = 30
+from jaxvllm.server.logs import set_up_logs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Passes requests on until a signal. Prints a line and returns 2 if an option is wrong, 1 if it cannot listen."""
+    """Passes requests on until a signal, and returns the exit code of `jaxvllm.router.serve.serve`.
+
+    After an error it prints a line on standard error and returns 2 if an option is wrong, 1 for an error of the system.
+    """
     args = _parser().parse_args(argv)
     try:
         config = RouterConfig(**given(args, RouterConfig))
+        set_up_logs("router")
+        # Imported after parsing, because --help needs no web framework.
+        from jaxvllm.router.serve import serve
+
+        return asyncio.run(serve(config))
     except ValueError as error:
-        print(f"jaxvllm router: {error}", file=sys.stderr)
-        return 2
-    # Imported after parsing, because --help needs no web framework.
-    import uvicorn
-
-    from jaxvllm.router.proxy import Proxy
-    from jaxvllm.server.http.listener import listen
-
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        listener = listen(config.host, config.port)
+        return _refuse(error, 2)
     except OSError as error:
-        print(f"jaxvllm router: {error}", file=sys.stderr)
-        return 1
-    with listener:
-        host, port = listener.getsockname()[:2]
-        logging.getLogger(__name__).info("passing requests on at http://%s:%d", host, port)
-        settings = uvicorn.Config(
-            Proxy(config).app,
-            http="httptools",
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
-        )
-        uvicorn.Server(settings).run([listener])
-    return 0
+        return _refuse(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(f"jaxvllm router: {error}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,26 +5,26 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from jaxvllm.core.routing import POLICIES
+from jaxvllm.server.http.http_config import HttpConfig
 
 _ENDPOINT = re.compile(r"(tcp://[^\s:*]+:\d{1,5}|ipc://\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-    """The options of a router."""
+class RouterConfig(HttpConfig):
+    """The options of a router. Those of HTTP are a server's."""
 
     backend: tuple[str, ...] = ()  # URLs of servers that do all of a request
     prefill: tuple[str, ...] = ()  # URLs of servers that compute prompts; needs decode, too
     decode: tuple[str, ...] = ()  # URLs of servers that go on from these prompts
-    host: str = "127.0.0.1"  # address to listen on
-    port: int = 8100  # 0: any that is free
+    port: int = 8100  # port to listen on; 0: any free port, which is printed
     routing_policy: str = "least-load"  # least-load, session (header X-Session-ID), or prefix (needs kv_events)
     kv_events: tuple[str, ...] = ()  # of each server, in their order: ENDPOINT or ENDPOINT,REPLAY_ENDPOINT
     probe_seconds: float = 1.0  # between two looks at whether a server is ready
     prefill_timeout: float = 120.0  # seconds that a prompt may take; then its whole request goes to a decode server
-    max_body_bytes: int = 8 << 20  # a longer body is refused
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("prefill and decode servers need each other: give --prefill URL and --decode URL")
         if bool(self.backend) == bool(self.decode):
@@ -36,9 +36,7 @@ class RouterConfig:
         if self.routing_policy not in POLICIES:
             raise ValueError(f"routing_policy must be one of {', '.join(POLICIES)}, not {self.routing_policy!r}")
         self._check_kv_events()
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
-        for name in ("probe_seconds", "prefill_timeout", "max_body_bytes"):
+        for name in ("probe_seconds", "prefill_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ import numpy as np
 
 from jaxvllm.core.kv_events import page_keys
 from jaxvllm.core.prefix_index import KVEventReader, PrefixIndex
+from jaxvllm.router.forwarding import ForwardedRequest
+from jaxvllm.server.errors import ApiError
 from jaxvllm.worker.kv_event_subscriber import follow_kv_events
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ class CachedPrefixes:
             for name, (endpoint, replay) in self._endpoints.items():
                 tasks.create_task(follow_kv_events(KVEventReader(self._index, name), endpoint, replay))
 
-    async def read(self, client: httpx.AsyncClient, url: str, headers: Mapping[str, str], body: bytes) -> "Prompt":
+    async def read(self, client: httpx.AsyncClient, url: str, request: ForwardedRequest) -> "Prompt":
         """Returns the prompt of a request as it is named in events. The server at `url` says what its tokens are.
 
         It is empty where the body has no prompt, or the server does not say: then no server is preferred.
@@ -52,10 +55,10 @@ class CachedPrefixes:
         if page_size is None:  # nothing is cached anywhere
             return Prompt(self._index, 0, ())
         try:
-            asked = json.loads(body)
-            token_ids = await _token_ids(client, url, headers, asked)
+            asked = json.loads(request.body)
+            token_ids = await _token_ids(client, url, request, asked)
             salt = asked.get("cache_salt")
-        except (ValueError, TypeError, AttributeError, KeyError, httpx.HTTPError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, ApiError, httpx.HTTPError) as error:
             logger.debug("the tokens of a prompt are unknown: %r", error)
             return Prompt(self._index, 0, ())
         keys = page_keys(np.array(token_ids, np.int32), page_size, salt if isinstance(salt, str) else None)
@@ -78,7 +81,7 @@ class Prompt:
 
 
 async def _token_ids(
-    client: httpx.AsyncClient, url: str, headers: Mapping[str, str], asked: Mapping[str, Any]
+    client: httpx.AsyncClient, url: str, request: ForwardedRequest, asked: Mapping[str, Any]
 ) -> Sequence[int]:
     """Returns the tokens of a request's prompt: it may consist of them, or else the server at `url` is asked."""
     prompt = asked.get("prompt")
@@ -88,7 +91,8 @@ async def _token_ids(
         return prompt
     names = _OF_MESSAGES if prompt is None else _OF_PROMPTS
     question = {name: asked[name] for name in names if asked.get(name) is not None}
-    answer = await client.post(f"{url}/tokenize", headers=dict(headers), json=question, timeout=TOKENIZE_SECONDS)
+    asking = replace(request, target=b"/tokenize", body=json.dumps(question).encode())
+    answer = await asking.send(client, url, TOKENIZE_SECONDS)
     answer.raise_for_status()
     token_ids: list[int] = answer.json()["tokens"]
     return token_ids

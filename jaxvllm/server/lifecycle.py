@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
-from typing import Self
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Self
 
-from jaxvllm.server.errors import ApiError
-from jaxvllm.server.http.http_config import HttpConfig
+if TYPE_CHECKING:
+    from jaxvllm.server.drainable import Drainable
 
 logger = logging.getLogger(__name__)
 
@@ -60,40 +59,7 @@ class StopSignals:
         return 0 if is_clean else 1
 
 
-class Drainable:
-    """Counts the requests that are open, and takes no more of them once it drains. It needs no running loop."""
-
-    def __init__(self, config: HttpConfig) -> None:
-        self.config = config
-        self.draining = False
-        self.num_open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def drain(self) -> None:
-        """Stops taking new requests."""
-        self.draining = True
-
-    async def idle(self) -> None:
-        """Waits until no request is open."""
-        await self._idle.wait()
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Counts a request as open inside the context. Raises ApiError during shutdown."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down")
-        self.num_open += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-            if not self.num_open:
-                self._idle.set()
-
-
-async def drain(service: Drainable, stop: StopSignals) -> bool:
+async def drain(service: "Drainable", stop: StopSignals) -> bool:
     """Takes no new requests and lets the running ones finish. Returns whether all of them did.
 
     They do not when they take longer than the shutdown_timeout, or a second signal comes.

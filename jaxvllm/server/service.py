@@ -13,8 +13,8 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.drainable import Drainable
 from jaxvllm.server.errors import ApiError, concerning
-from jaxvllm.server.lifecycle import Drainable
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.server.protocol.fields import now
 from jaxvllm.text.assistant_message import AnswerFormat

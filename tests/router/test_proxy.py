@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from jaxvllm.router.config import RouterConfig
 from jaxvllm.router.proxy import Proxy
+from jaxvllm.server.http.http_door import HttpDoor
 from jaxvllm.server.http.listener import listen
 from tests.waiting import until
 
@@ -103,9 +104,12 @@ async def router(
         urls = {"backend": backend, "prefill": prefill, "decode": decode}
         given = {name: tuple(server.url for server in servers) for name, servers in urls.items()}
         # Whether a server is ready is seen once, when the router starts, so that no test waits for a probe.
-        proxy = Proxy(RouterConfig(**given, **{"probe_seconds": 1000.0} | options))
-        url = await stack.enter_async_context(served(proxy.app, listen("127.0.0.1", 0)))
-        yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60)), proxy
+        config = RouterConfig(**given, **{"probe_seconds": 1000.0, "port": 0} | options)
+        proxy = Proxy(config)
+        door = stack.enter_context(HttpDoor.opened(config))
+        await stack.enter_async_context(proxy.running())
+        await stack.enter_async_context(door.server(proxy.app).running(door.listener))
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=door.url, timeout=60)), proxy
 
 
 def run(test: Callable[[], Any]) -> None:
@@ -155,7 +159,7 @@ def test_without_any_server_the_answer_says_so() -> None:
     async def test() -> None:
         async with router(backend=(Server("a", "gone"),)) as (client, proxy):
             answer = await client.post("/v1/completions", json=BODY)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
             await until(lambda: not proxy._main.is_ready)
             assert (await client.get("/health")).status_code == 503
 
