@@ -63,7 +63,11 @@ class Server:
         answer: dict[str, Any] = {"from": self.name}
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
             answer["kv_transfer_params"] = TICKET
-        return JSONResponse(answer)
+        if self.mode == "breaks":
+            return StreamingResponse(self._events(), media_type="application/json")
+        response = JSONResponse(answer, headers={"set-cookie": "a=1", "connection": "x-of-hop", "x-of-hop": "1"})
+        response.headers.append("set-cookie", "b=2")
+        return response
 
     async def _events(self) -> AsyncIterator[bytes]:
         yield f'data: {{"from": "{self.name}"}}\n\n'.encode()
@@ -175,6 +179,52 @@ def test_a_stream_whose_server_ends_says_so_and_is_not_complete() -> None:
             assert "has ended" in json.loads(last.removeprefix("data: "))["error"]["message"]
             assert "[DONE]" not in answer.text
             assert 'jaxvllm_router_answers_total{outcome="broken"} 1.0' in (await client.get("/metrics")).text
+
+    run(test)
+
+
+def test_an_answer_that_is_cut_is_not_taken_for_a_whole_one() -> None:
+    async def test() -> None:
+        async with router(backend=(Server("a", "breaks"),)) as (client, _):
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/v1/completions", json=BODY)
+
+    run(test)
+
+
+def test_headers_are_passed_on_but_not_those_of_a_connection_or_of_others() -> None:
+    async def test() -> None:
+        server = Server("a")
+        async with router(backend=(server,)) as (client, _):
+            url = str(client.base_url)
+            for _ in range(2):  # the second client must not have what the first one was given
+                async with httpx.AsyncClient(base_url=url, timeout=60) as one:
+                    headers = {"accept-encoding": "identity", "connection": "x-of-hop", "x-of-hop": "1", "x-a": "1"}
+                    answer = await one.post("/v1/completions", json=BODY, headers=headers)
+                assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
+                assert "x-of-hop" not in answer.headers
+                assert len(answer.headers.get_list("x-request-id")) == 1
+            for seen in server.headers:
+                assert seen["x-a"] == "1" and seen["accept-encoding"] == "identity"
+                assert not seen.keys() & {"cookie", "x-of-hop"}
+
+    run(test)
+
+
+def test_a_router_that_ends_takes_no_more_requests_and_finishes_those_it_has() -> None:
+    async def test() -> None:
+        server = Server("a", "stalls")
+        async with router(backend=(server,)) as (client, proxy):
+            asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await until(lambda: server.asked)
+            proxy.drain()
+            refused = await client.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            assert [(await client.get(path)).status_code for path in ("/ready", "/health")] == [503, 200]
+            assert proxy.num_open == 1
+            server.gate.set()
+            assert (await asking).json()["from"] == "a"
+            await proxy.idle()
 
     run(test)
 
