@@ -211,22 +211,27 @@ async def slow_template(server: Server) -> None:
     assert text == server.expected
 
 
-LOAD = [
+# What clients do with their connections, whatever answers them.
+CONNECTIONS = [
     Fault("a client that leaves before the first token", leaves_before_the_first_token),
     Fault("a client that leaves a stream", leaves_a_stream),
-    Fault("a client that leaves while its answer is computed", leaves_without_a_stream),
     Fault("a client that closes its side", half_closes),
     Fault("a client that leaves in the middle of its body", leaves_in_the_body),
-    Fault("1,000 streams opened and dropped", thousand_streams),
-    Fault("200 requests at once, more than may wait", crowd),
-    Fault("a reader that stops reading", stops_reading),
     Fault("heads that come byte by byte", slow_head),
     Fault("bodies that never end", slow_body),
-    Fault("200 connections that say nothing", silent_connections),
     Fault("more silent connections than the server may open files", more_silent_connections_than_files),
     Fault("requests that do not wait for answers", pipelined),
     Fault("valid requests, then garbage", pipelined_before_garbage),
     Fault("a stream over HTTP/1.0", stream_over_http_1_0),
+]
+
+LOAD = [
+    *CONNECTIONS,
+    Fault("a client that leaves while its answer is computed", leaves_without_a_stream),
+    Fault("1,000 streams opened and dropped", thousand_streams),
+    Fault("200 requests at once, more than may wait", crowd),
+    Fault("a reader that stops reading", stops_reading),
+    Fault("200 connections that say nothing", silent_connections),
     Fault("an X-Request-Id that is in use", same_header_twice),
     Fault("an id that is in use", same_id_twice),
     Fault("100 completions that the pool cannot hold at once", larger_than_the_pool),

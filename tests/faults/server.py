@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def serving(
     """A server, ready when it is entered, and gone with all its processes afterwards. It may open `max_files` files."""
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "jaxvllm.serve", "--port", "0", "--api-key", KEY, *words, *flags]
-    command = ["/bin/sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]  # soft and hard limit
+    command = limited(command, max_files)
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment) as process:
         server = Server(process, 0, log)
@@ -221,9 +221,27 @@ def serving(
                 raise
 
 
+@contextmanager
+def routing(log: Path, server: Server, max_files: int) -> Iterator[Server]:
+    """The same server through a router, which has the same key, and its own log. It may open `max_files` files."""
+    command = [sys.executable, "-m", "jaxvllm.router", "--port", "0", "--api-key", KEY]
+    command += ["--backend", f"http://127.0.0.1:{server.port}"]
+    with log.open("wb") as output, subprocess.Popen(limited(command, max_files), stderr=output) as process:
+        try:
+            yield replace(server, port=_port(process, log), log=log)
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+def limited(command: list[str], max_files: int) -> list[str]:
+    """A command whose process may open so many files: its soft and its hard limit."""
+    return ["/bin/sh", "-c", f'ulimit -n {max_files} && exec "$@"', "sh", *command]
+
+
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:
     def listening() -> re.Match[str] | None:
-        match = re.search(r"listening on http://127\.0\.0\.1:(\d+)", log.read_text())
+        match = re.search(r"(?:listening on|passing requests on at) http://127\.0\.0\.1:(\d+)", log.read_text())
         assert match or process.poll() is None, f"the server did not listen: {log.read_text()}"
         return match
 

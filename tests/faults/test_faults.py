@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.load import ENDLESS, LOAD, LONG, MAX_FILES, pool_of_two, streaming
+from tests.faults.load import CONNECTIONS, ENDLESS, LOAD, LONG, MAX_FILES, pool_of_two, streaming
 from tests.faults.requests import BODIES, COMPLETIONS, HTTP, VALUES, Fault
-from tests.faults.server import GREEDY, KEY, OPTIONS, Server, check_error, serving
+from tests.faults.server import GREEDY, KEY, OPTIONS, Server, check_error, routing, serving
 from tests.processes import stopped, wait_until_gone
 from tests.waiting import PATIENCE, until
 
@@ -38,8 +38,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "Traceback" not in lines, lines
 
 
+@pytest.fixture(scope="module")
+def router(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("router") / "log"
+    with routing(log, server, MAX_FILES) as router:
+        yield router
+        lines = log.read_text()
+    assert not re.search("Traceback|does not answer|is not ready", lines), lines
+
+
 @pytest.mark.parametrize("fault", HARMLESS, ids=str)
 def test_costs_nobody_anything(server: Server, fault: Fault) -> None:
+    _suffer(server, fault)
+
+
+@pytest.mark.parametrize("fault", [*HTTP, *CONNECTIONS], ids=str)
+def test_costs_nobody_anything_at_the_router(router: Server, fault: Fault) -> None:
+    """What a client does wrong below the API is answered as by a server, and no server is taken for dead."""
+    _suffer(router, fault)
+
+
+def _suffer(server: Server, fault: Fault) -> None:
     async def run() -> None:
         meanwhile = asyncio.create_task(_until_taken(server))
         await fault.do(server)
