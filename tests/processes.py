@@ -9,12 +9,17 @@ from pathlib import Path
 from tests.waiting import wait_until
 
 
+def state_of(pid: int) -> str | None:
+    """The kernel's letter for what a process does, such as T for one that is stopped, or None if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is such a process, and more of it than its exit code."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state_of(pid) not in (None, "Z")
 
 
 def wait_until_gone(pid: int) -> None:
@@ -27,6 +32,7 @@ def stopped(pid: int) -> Iterator[None]:
     """Stops a process. What it works on cannot end meanwhile, however long the test takes to look at it."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: state_of(pid) in ("T", "Z", None), lambda: f"process {pid} goes on")
         yield
     finally:
         with suppress(ProcessLookupError):  # it may be what the test ends

@@ -84,6 +84,7 @@ class ApiProcesses:
             self._is_ending = True
             ended.cancel()
             await asyncio.gather(ended, *supervisors, return_exceptions=True)
+            self._handover.close()
 
     async def drain(self, stop: StopSignals) -> bool:
         """Implements `Front.drain`."""
@@ -126,11 +127,13 @@ class ApiProcesses:
                 lambda counts: self._metrics.count_http(source, counts),
                 self._render,
             )
-            ours.setblocking(False)
-            tasks = [asyncio.create_task(broker.run()), asyncio.create_task(self._handover.serve(ours))]
+            tasks = [asyncio.create_task(broker.run()), asyncio.create_task(self._handover.serve(ours, theirs))]
             self._running[number] = process
             ending = asyncio.create_task(process.wait())
-            await until_first(asyncio.shield(ending), asyncio.shield(tasks[0]))  # raises a broker's error
+            await until_first(asyncio.shield(ending), *map(asyncio.shield, tasks))  # raises a broker's error
+            if not ending.done():
+                logger.error("API process %d has not answered for long, and is killed", number)
+                process.kill()
             return await ending
         finally:
             self._running.pop(number, None)
@@ -142,32 +145,32 @@ class ApiProcesses:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             ours.close()
+            theirs.close()
             self._metrics.http_ended(source)
             channel.close()
             shutil.rmtree(directory, ignore_errors=True)
 
     async def _start(self, address: str, connections: socket.socket) -> Process:
-        with connections:
-            fd = connections.fileno()
-            start = ApiStart(
-                self._engines.config,
-                self._config,
-                self._limits,
-                self._chat_template,
-                address,
-                fd,
-                self._door.is_local,
-                self._door.max_files,
-            )
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "jaxvllm.server.api_process",
-                stdin=PIPE,
-                start_new_session=True,
-                pass_fds=(fd,),
-                env=os.environ,
-            )
+        fd = connections.fileno()
+        start = ApiStart(
+            self._engines.config,
+            self._config,
+            self._limits,
+            self._chat_template,
+            address,
+            fd,
+            self._door.is_local,
+            self._door.max_files,
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "jaxvllm.server.api_process",
+            stdin=PIPE,
+            start_new_session=True,
+            pass_fds=(fd,),
+            env=os.environ,
+        )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
         return process

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.processes import is_alive, wait_until_gone
+from tests.processes import is_alive, stopped, wait_until_gone
 from tests.router.test_kills import ENGINE, all_streams, is_ready, running
 from tests.waiting import PATIENCE, wait_until
 
@@ -42,6 +42,13 @@ def test_one_of_three_processes_is_killed_and_the_others_answer(tmp_path: Path) 
         state = httpx.get(f"{server.url}/playground/state", timeout=PATIENCE)
         assert len(state.json()["replicas"]) == 1
         assert httpx.post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code == 400
+
+        # One process is stopped: the others answer all connections, also those that it was given before that was noticed.
+        with stopped(server.children(MODULE)[0]):
+            for _ in range(9):
+                assert httpx.get(f"{server.url}/ready", timeout=PATIENCE).status_code == 200
+            assert "does not answer: it gets no connections" in log.read_text()
+        wait_until(lambda: "answers again" in log.read_text(), log.read_text)
 
         # One process dies. Its streams break off, the others are as ever, and another takes its place.
         before = server.children(MODULE)

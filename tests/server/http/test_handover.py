@@ -7,8 +7,26 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
+from jaxvllm.server.http import handover
 from jaxvllm.server.http.handover import Handover, Received
 from jaxvllm.server.http.listener import SPARE_FILES, listen
+from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch):
+    monkeypatch.setattr(handover, "LOOK_SECONDS", 0.01)
+
+
+class Stoppable(Received):
+    """Where a process receives connections that may be stopped: then it takes nothing and says nothing."""
+
+    is_stopped = False
+
+    def accept(self):
+        if self.is_stopped:
+            raise BlockingIOError
+        return super().accept()
 
 
 class Server:
@@ -17,10 +35,9 @@ class Server:
     def __init__(self, name, handover, stack):
         self.name, self.handover, self._stack, self._server = name, handover, stack, None
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         stack.callback(ours.close)
-        self.received = stack.enter_context(Received(theirs.detach(), max_files=65536))
-        self.serving = asyncio.create_task(handover.serve(ours))
+        self.received = stack.enter_context(Stoppable(theirs.dup().detach(), max_files=65536))
+        self.serving = asyncio.create_task(handover.serve(ours, stack.enter_context(theirs)))
 
     async def start(self):
         server = self
@@ -55,6 +72,7 @@ async def servers(*names):
         yield stack, listener, *started
         for one in started:
             await one.end()
+        handover.close()
 
 
 def connected(listener, stack, count):
@@ -93,8 +111,7 @@ def test_connections_wait_while_no_process_takes_them():
         async with servers(b"1") as (stack, listener, stuck):
             stuck.received.listen()  # it is ready, and then takes none
             clients = connected(listener, stack, 400)
-            await asyncio.sleep(0.1)
-            assert stuck.handover._waiting is not None, "the way to it is full"
+            await until(lambda: stuck.handover._waiting)  # which had been on the way to it
             await stuck.start()
             assert {await answer(one) for one in clients} == {b"1"}
 
@@ -109,11 +126,61 @@ def test_a_connection_that_no_process_took_is_not_forgotten():
             await dead.start()
             await dead.die()
             [client] = connected(listener, stack, 1)
-            while dead.handover._waiting is None:
-                await asyncio.sleep(0)
+            await until(lambda: dead.handover._recipients[0]._num_unanswered or dead.handover._waiting)
             await dead.end()
             await alive.start()
             assert await answer(client) == b"2"
+
+    asyncio.run(run())
+
+
+def test_only_processes_that_answer_get_connections():
+    """What a process did not take before it was stopped is answered by another, and only once."""
+
+    async def run():
+        async with servers(b"1", b"2", b"3") as (stack, listener, first, second, third):
+            for one in (first, second, third):
+                await one.start()
+            second.received.is_stopped = True
+            clients = connected(listener, stack, 31)
+            said = [await answer(one) for one in clients]
+            assert said.count(b"1") + said.count(b"3") == 31
+            assert abs(said.count(b"1") - said.count(b"3")) <= 11, "what it left is dealt out, too"
+
+            for one in (first, third):
+                one.received.is_stopped = True
+            late = connected(listener, stack, 5)
+            await until(lambda: len(first.handover._waiting) == 5 or not any_answers(first.handover))
+            second.received.is_stopped = False  # it finds nothing of what it has missed
+            assert [await answer(one) for one in late] == [b"2"] * 5
+
+            for one in (first, third):
+                one.received.is_stopped = False
+            await until(lambda: all(one.may_take for one in first.handover._recipients))
+            again = connected(listener, stack, 30)
+            said = [await answer(one) for one in again]
+            assert [said.count(name) for name in (b"1", b"2", b"3")] == [10, 10, 10]
+            for one in (*clients, *late, *again):
+                with pytest.raises(BlockingIOError):
+                    one.recv(9)
+
+    asyncio.run(run())
+
+
+def any_answers(handover):
+    return any(not one.is_silent for one in handover._recipients)
+
+
+def test_a_process_that_never_answers_again_is_given_up(monkeypatch):
+    monkeypatch.setattr(handover, "STUCK_LOOKS", 20)
+
+    async def run():
+        async with servers(b"1", b"2") as (stack, listener, first, second):
+            await first.start()
+            second.received.listen()
+            await asyncio.wait_for(asyncio.shield(second.serving), timeout=60)
+            assert not first.serving.done()
+            assert [await answer(one) for one in connected(listener, stack, 4)] == [b"1"] * 4
 
     asyncio.run(run())
 
