@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -127,7 +127,7 @@ class EnginePool(EngineClient):
         self._is_scaling = False
         self._watching: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
-        self._members = [Member(rank, self._new_llm(rank)) for rank in range(size)]
+        self._members = self._new_members(range(size))
 
     # ---- its lifecycle ----
 
@@ -290,8 +290,7 @@ class EnginePool(EngineClient):
         self._is_scaling = True
         try:
             if size > len(self._members):
-                ranks = range(len(self._members), size)
-                await self._grow([Member(rank, self._new_llm(rank)) for rank in ranks])
+                await self._grow(self._new_members(range(len(self._members), size)))
             else:
                 leaving = self._members[size:]
                 for member in leaving:
@@ -331,9 +330,14 @@ class EnginePool(EngineClient):
 
     # ---- its engines ----
 
-    def _new_llm(self, rank: int) -> AsyncLLM:
+    def _new_members(self, ranks: Iterable[int]) -> list[Member]:
+        """Makes an engine for each number. Raises ValueError, and has made none, when one of them has no place."""
+        places = {rank: self._places.place(rank) for rank in ranks}
+        return [Member(rank, self._new_llm(rank, place)) for rank, place in places.items()]
+
+    def _new_llm(self, rank: int, place: Place) -> AsyncLLM:
         config = replace(self.config, data_parallel_rank=self.config.data_parallel_rank + rank)
-        place, rescue = self._places.place(rank), partial(self._rescue, rank)
+        rescue = partial(self._rescue, rank)
         llm = AsyncLLM.from_config(config, self._limits, place=place, readers=self._readers, rescue=rescue)
         for observer in (*self._observers, Starts(self._forget_prompts)):
             llm.observe_as(rank, observer)
@@ -360,7 +364,7 @@ class EnginePool(EngineClient):
                 logger.error("engine %d could not be built (%s): it is tried again", member.rank, error)
                 await asyncio.sleep(LONGEST_PAUSE)
                 await member.llm.close()
-                member.llm = self._new_llm(member.rank)
+                member.llm = self._new_llm(member.rank, self._places.place(member.rank))
                 member.llm.launch()
                 self._watch(member)
 

@@ -49,7 +49,13 @@ def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path:
                 assert not (await client.post("/is_scaling_elastic_ep")).json()["is_scaling_elastic_ep"]
 
         asyncio.run(scaled(3))
+        starts = metric("engine_starts_total")
+        assert starts.keys() == {"0", "1", "2"}
+        refused = httpx.post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 1000}, timeout=PATIENCE)
+        assert refused.status_code == 400
+        assert metric("engine_starts_total") == starts, "engines that never came have no metrics"
         asyncio.run(scaled(1))
+        assert metric("engine_starts_total").keys() == {"0"}
         wait_until(lambda: set(metric("kv_cache_usage_perc").values()) == {0}, lambda: metric("kv_cache_usage_perc"))
 
 

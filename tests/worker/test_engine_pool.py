@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker import data_parallel, engine_pool, wire
 from jaxvllm.worker.async_llm import AsyncLLM
 from jaxvllm.worker.data_parallel import MOST_ON_A_CORE, OneHost, OneProcess, num_cores
@@ -214,6 +216,39 @@ def test_an_engine_that_cannot_be_added(pool: EnginePool, portal: BlockingPortal
     assert len(pool.engines) == 2 and not pool.is_scaling
     with pytest.raises(ValueError, match="their number is fixed"):
         OneProcess().place(1)
+
+
+def test_metrics_are_of_the_engines_that_there_are(
+    pool: EnginePool, portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of those that were refused, nor of those that could not be built, nor of those that have left."""
+    metrics = Metrics("jaxvllm", "demo")
+    pool.observe(metrics)
+
+    def engines() -> set[str]:
+        return set(re.findall(r'^jaxvllm:num_requests_running{engine="(\d+)"', metrics.render()[0].decode(), re.M))
+
+    class Occupied:
+        async def start(self, config: EngineConfig, limits: QueueLimits) -> EngineProcess:
+            assert engines() == {"0", "1", "2"}
+            raise OSError("the device is in use")
+
+    class Places:
+        """One place that is in use, and no other."""
+
+        def place(self, rank: int) -> Occupied:
+            if rank > 2:
+                raise ValueError(f"engine {rank} needs a device")
+            return Occupied()
+
+    assert engines() == {"0", "1"}
+    monkeypatch.setattr(pool, "_places", Places())
+    with pytest.raises(ValueError, match="engine 3 needs a device"):
+        portal.call(pool.scale, 4, 1.0)
+    assert engines() == {"0", "1"}
+    with pytest.raises(OSError, match="in use"):
+        portal.call(pool.scale, 3, 1.0)
+    assert engines() == {"0", "1"}
 
 
 def test_an_engine_that_cannot_be_built_beside_one_that_works_is_tried_again(

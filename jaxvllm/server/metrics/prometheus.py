@@ -69,10 +69,14 @@ class Metrics(Observer, Collector):
         self._registry.register(self)
 
     def of_engine(self, index: int) -> "EngineMetrics":
-        """Implements `Observer.of_engine`. An engine that comes back under its number goes on with its counts."""
+        """Implements `Observer.of_engine`. The engine is shown from now on until its end.
+
+        One that comes back under its number goes on with its counts.
+        """
         if index not in self._engines:
             families = replace(self._families, labels={**self._families.labels, "engine": str(index)})
             self._engines[index] = EngineMetrics(families)
+        self._engines[index].is_shown = True
         return self._engines[index]
 
     def render(self) -> tuple[bytes, str]:
@@ -116,7 +120,7 @@ class Metrics(Observer, Collector):
         """Yields every metric with its present values, for prometheus_client."""
         families: dict[str, Metric] = {}
         for engine in self._engines.values():
-            for family in engine.collect():
+            for family in engine.collect() if engine.is_shown else ():
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:
@@ -135,6 +139,7 @@ class EngineMetrics(Observer):
     """Counts events of one engine, whose replicas in one process count as one."""
 
     def __init__(self, families: "MetricFamilies"):
+        self.is_shown = True
         self._engine = families
         self._requests = RequestHistograms()
         self._totals = EngineTotals()
@@ -158,8 +163,9 @@ class EngineMetrics(Observer):
         self._stats = None  # nothing runs or waits in a new engine
 
     def on_end(self) -> None:
-        """Implements `Observer.on_end`."""
+        """Implements `Observer.on_end`. Engines that are gone have no metrics."""
         self._stats = None
+        self.is_shown = False
 
     def on_pulse(self, pulse: wire.Pulse) -> None:
         """Implements `Observer.on_pulse`."""
