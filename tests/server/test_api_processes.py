@@ -43,7 +43,7 @@ def test_one_of_three_processes_is_killed_and_the_others_answer(tmp_path: Path) 
         assert len(state.json()["replicas"]) == 1
         assert httpx.post(f"{server.url}/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code == 400
 
-        # One process is stopped: the others answer all connections, also those that it was given before that was noticed.
+        # One process is stopped: the others answer all connections, also those that it was given before.
         with stopped(server.children(MODULE)[0]):
             for _ in range(9):
                 assert httpx.get(f"{server.url}/ready", timeout=PATIENCE).status_code == 200
