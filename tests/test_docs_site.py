@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import jaxvllm
+from jaxvllm.router.config import RouterConfig
 from jaxvllm.server.config import ServerConfig
 from tests.waiting import PATIENCE
 from tools.docs_comments import comment_of
@@ -88,6 +89,7 @@ def test_the_reference_has_every_public_name_and_option(site: Path) -> None:
     names = {f"jaxvllm.{name}" for name in jaxvllm.__all__}
     names |= {f"jaxvllm.EngineConfig.{field.name}" for field in fields(jaxvllm.EngineConfig)}
     names |= {f"jaxvllm.server.config.ServerConfig.{field.name}" for field in fields(ServerConfig)}
+    names |= {f"jaxvllm.router.config.RouterConfig.{field.name}" for field in fields(RouterConfig)}
     names |= {"jaxvllm.LLM.generate", "jaxvllm.AsyncLLM.generate", "jaxvllm.SamplingParams.temperature"}
     assert not names - anchors
 
