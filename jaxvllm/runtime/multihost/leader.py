@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from jaxvllm.runtime.multihost.agreement import agree, all_well
 from jaxvllm.runtime.multihost.calls import Abandon, Call, Close, Message, to_bytes
-from jaxvllm.runtime.multihost.link import accept, end_process, grace, listen, new_token, say
+from jaxvllm.runtime.multihost.link import end_process, grace, greet, listen, new_token, say
 from jaxvllm.runtime.multihost.watch import Watch
 from sharding.hosts import JOIN_SECONDS, Hosts
 
 # The time for the other processes to end before this one, which runs jax's coordination service: without the service,
 # jax aborts them. A process that is compiling ends after the bucket at hand.
 LEAVE_SECONDS = 120.0
+# The time between two looks at who has connected, and who has said who it is.
+LOOK_SECONDS = 0.05
 
 
 class Leader:
@@ -99,19 +102,23 @@ class Leader:
 
 
 def _gather(server: socket.socket, token: bytes, hosts: Hosts) -> dict[int, socket.socket]:
-    """Accepts the connections of all other processes and returns them by process index. It rejects strangers."""
+    """Accepts the connections of all other processes and returns them by process index. It rejects strangers.
+
+    Each guest has a thread while it says who it is, so one that says nothing keeps nobody waiting.
+    """
     wires: dict[int, socket.socket] = {}
+    guests: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
     deadline = time.monotonic() + JOIN_SECONDS
+    server.settimeout(LOOK_SECONDS)
     while len(wires) < hosts.count - 1:
-        server.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            guest = accept(server, token)
-        except TimeoutError:
-            came = len(wires) + 1
+        if time.monotonic() > deadline:
             raise TimeoutError(
-                f"{came} of {hosts.count} processes connected within {JOIN_SECONDS} s: see their logs"
-            ) from None
-        if guest is not None:
-            index, wire = guest
-            wires[index] = wire
+                f"{len(wires) + 1} of {hosts.count} processes connected within {JOIN_SECONDS} s: see their logs"
+            )
+        with suppress(TimeoutError):
+            connection, _ = server.accept()
+            threading.Thread(target=lambda one: guests.put(greet(one, token)), args=(connection,), daemon=True).start()
+        while not guests.empty():
+            if (guest := guests.get()) is not None:
+                wires[guest[0]] = guest[1]
     return wires

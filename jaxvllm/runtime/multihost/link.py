@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 TOKEN_BYTES = 32
-# The time for a connected peer to send its token. A stranger that sends nothing keeps the others waiting this long.
+# The time for a connected peer to send its token.
 GREETING_SECONDS = 5.0
 # The time for the last lines to be written. A full pipe without a reader would block forever.
 FLUSH_SECONDS = 1.0
@@ -41,12 +41,8 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
 
 
-def accept(server: socket.socket, token: bytes) -> tuple[int, socket.socket] | None:
-    """Accepts a connection and returns the process's index and the wire to it, or None for a stranger.
-
-    Raises TimeoutError after the timeout of `server`.
-    """
-    connection, _ = server.accept()
+def greet(connection: socket.socket, token: bytes) -> tuple[int, socket.socket] | None:
+    """Returns the index of the process that has connected and the wire to it, or None for a stranger."""
     greeting = _greeting(connection)
     if len(greeting) < TOKEN_BYTES + _INDEX.size or not hmac.compare_digest(greeting[:TOKEN_BYTES], token):
         connection.close()

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,8 +118,8 @@ def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     slow = Dribble()
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: slow.now))
-    server: Any = SimpleNamespace(accept=lambda: (slow, None))
-    assert link.accept(server, link.new_token()) is None
+    connection: Any = slow
+    assert link.greet(connection, link.new_token()) is None
     assert slow.is_closed and slow.now == pytest.approx(link.GREETING_SECONDS, abs=0.01)
 
 
@@ -146,13 +147,28 @@ def test_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         silent.connect(address)
         with monkeypatch.context() as patch:
             patch.setattr(link, "GREETING_SECONDS", 0.05)
-            assert link.accept(server, token) is None
+            assert link.greet(server.accept()[0], token) is None
         with link.connect(address, link.new_token(), 1):
-            assert link.accept(server, token) is None
+            assert link.greet(server.accept()[0], token) is None
         with link.connect(address, token, 1):
-            welcome = link.accept(server, token)
+            welcome = link.greet(server.accept()[0], token)
             assert welcome is not None and welcome[0] == 1
             welcome[1].close()
+
+
+def test_strangers_that_say_nothing_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GREETING_SECONDS", PATIENCE)
+    token = link.new_token()
+    with ExitStack() as stack:
+        server = stack.enter_context(link.listen())
+        address = ("localhost", server.getsockname()[1])
+        for said in (b"", b"", token[:-1]):
+            stranger = stack.enter_context(socket.create_connection(address))
+            stranger.sendall(said)
+        stack.enter_context(link.connect(address, token, 1))
+        wires = leader._gather(server, token, Hosts(0, 2, "localhost"))
+        assert list(wires) == [1]
+        stack.enter_context(wires[1])
 
 
 # A leader and its followers in one process: only the devices are missing.
