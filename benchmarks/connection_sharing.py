@@ -66,7 +66,7 @@ async def processes(way: str) -> AsyncIterator[tuple[int, list[int]]]:
                 given = stack.enter_context(listening(port))
             elif way == "handed over":
                 ours, given = map(stack.enter_context, socket.socketpair())
-                serving.append(asyncio.create_task(handover.serve(ours, given)))
+                serving.append(asyncio.create_task(handover.serve(str(number), ours, given)))
             command = (sys.executable, "-m", "benchmarks.connection_sharing", "--answer", way, str(given.fileno()))
             process = await asyncio.create_subprocess_exec(
                 *command, str(number), pass_fds=(given.fileno(),), stdout=asyncio.subprocess.PIPE, cwd=ROOT

@@ -127,7 +127,8 @@ class ApiProcesses:
                 lambda counts: self._metrics.count_http(source, counts),
                 self._render,
             )
-            tasks = [asyncio.create_task(broker.run()), asyncio.create_task(self._handover.serve(ours, theirs))]
+            handing = self._handover.serve(f"API process {number}", ours, theirs)
+            tasks = [asyncio.create_task(broker.run()), asyncio.create_task(handing)]
             self._running[number] = process
             ending = asyncio.create_task(process.wait())
             await until_first(asyncio.shield(ending), *map(asyncio.shield, tasks))  # raises a broker's error

@@ -40,15 +40,15 @@ class Handover:
         self._waiting: deque[socket.socket] = deque()  # accepted, while no process takes them
         self._later: asyncio.TimerHandle | None = None  # accepts nothing until then
 
-    async def serve(self, ours: socket.socket, theirs: socket.socket) -> None:
-        """Hands connections to a process, once it is ready, until it is stuck or this is cancelled.
+    async def serve(self, name: str, ours: socket.socket, theirs: socket.socket) -> None:
+        """Hands connections to the process `name`, once it is ready, until it is stuck or this is cancelled.
 
         Both ends of its socket pair are needed. What it has not received by the end is handed to another process.
         """
         for end in (ours, theirs):
             end.setblocking(False)
         await self._loop.sock_recv(ours, len(BYTE))
-        recipient = Recipient(ours, theirs)
+        recipient = Recipient(name, ours, theirs)
         self._recipients.append(recipient)
         self._loop.add_reader(ours, self._hear, recipient)
         self._hand_over()
@@ -73,7 +73,7 @@ class Handover:
         was_silent = recipient.is_silent
         recipient.hear()
         if was_silent and not recipient.is_silent:
-            logger.info("an API process answers again, and gets connections")
+            logger.info("%s answers again, and gets connections", recipient.name)
         self._hand_over()
 
     def _look(self, recipient: "Recipient") -> None:
@@ -81,7 +81,7 @@ class Handover:
         was_silent = recipient.is_silent
         recipient.look()
         if recipient.is_silent and not was_silent:
-            logger.warning("an API process does not answer: it gets no connections until it does")
+            logger.warning("%s does not answer: it gets no connections until it does", recipient.name)
         if recipient.is_silent:
             self._take_back(recipient)
             recipient.give(None)
@@ -131,7 +131,8 @@ class Recipient:
     its own end of the socket pair. The kernel gives each message to one of both, so no connection is answered twice.
     """
 
-    def __init__(self, ours: socket.socket, theirs: socket.socket):
+    def __init__(self, name: str, ours: socket.socket, theirs: socket.socket):
+        self.name = name
         self._ours = ours
         self._theirs = theirs
         self._num_unanswered = 0  # messages

@@ -37,7 +37,7 @@ class Server:
         ours, theirs = socket.socketpair()
         stack.callback(ours.close)
         self.received = stack.enter_context(Stoppable(theirs.dup().detach(), max_files=65536))
-        self.serving = asyncio.create_task(handover.serve(ours, stack.enter_context(theirs)))
+        self.serving = asyncio.create_task(handover.serve(name.decode(), ours, stack.enter_context(theirs)))
 
     async def start(self):
         server = self
