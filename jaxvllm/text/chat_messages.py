@@ -12,11 +12,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 type Message = dict[str, Any]
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def checked_messages(messages: Sequence[Mapping[str, Any]], keeps_parts: bool = False) -> list[Message]:
     """Returns copies of the messages in which content is text and the arguments of tool calls are objects.
 
-    The parts of a multi-part content are joined by newlines. Keys that only a template knows are kept. The older form
-    of tool calls, a `function_call` and then a message of role "function", becomes the form that templates know.
+    The parts of a multi-part content are joined by newlines, unless `keeps_parts`. Keys that only a template knows are
+    kept. The older form of tool calls, a `function_call` and then a message of role "function", becomes the form that
+    templates know.
     """
     if not isinstance(messages, list | tuple):
         raise ParameterError(f"messages must be a list of messages, not a {type(messages).__name__}", "messages")
@@ -28,13 +29,50 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         where = f"messages[{i}]"
         if isinstance(message, Mapping) and message.get("function_call") is not None:
             call_id = _call_id(i)
-        checked.append(_checked(where, _with_tools(where, message, call_id)))
+        checked.append(_checked(where, _with_tools(where, message, call_id), keeps_parts))
     return checked
 
 
 def ends_with(message: Message, mark: str) -> Message:
     """Returns a copy of a checked message with `mark` after its content."""
-    return message | {"content": (message["content"] or "") + mark}
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": content + mark}
+    *first, last = content or [_part("")]
+    return message | {"content": [*first, _part(last["text"] + mark)]}
+
+
+def as_parts(message: Message) -> Message:
+    """Returns a copy of a checked message whose content, if it is a text, is a list of one part, or of none."""
+    content = message["content"]
+    return message | {"content": [_part(content)] if content else []} if isinstance(content, str) else message
+
+
+def text_of(message: Message) -> str:
+    """Returns the content of a checked message as one text."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def with_one_system_message(messages: Sequence[Message], everywhere: bool = False) -> list[Message]:
+    """Returns checked messages that begin with at most one message of the system.
+
+    The system's messages at the beginning become one, and with `everywhere` the others join them.
+    """
+    start = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    rest = list(messages[start:])
+    system = list(messages[:start])
+    if everywhere:
+        system += [message for message in rest if message["role"] == "system"]
+        rest = [message for message in rest if message["role"] != "system"]
+    if len(system) < 2:
+        return [*system, *rest]
+    texts = [text for message in system if (text := text_of(message))]
+    return [system[0] | {"content": "\n\n".join(texts)}, *rest]
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _call_id(index: int) -> str:
@@ -68,7 +106,7 @@ def _with_tools(where: str, message: object, call_id: str) -> object:
     return changed
 
 
-def _checked(where: str, message: object) -> Message:
+def _checked(where: str, message: object, keeps_parts: bool) -> Message:
     if not isinstance(message, Mapping):
         raise ParameterError(f"{where} must be an object with role and content, not {_shown(message)}", where)
     role = message.get("role")
@@ -91,13 +129,16 @@ def _checked(where: str, message: object) -> Message:
             "reasoning may lack",
             f"{where}.content",
         )
-    checked["content"] = None if content is None else _text(f"{where}.content", content)
+    if content is None or isinstance(content, str):
+        checked["content"] = content or ""  # templates would write null as "None"
+    else:
+        texts = _texts(f"{where}.content", content)
+        checked["content"] = [_part(text) for text in texts] if keeps_parts and texts else "\n".join(texts)
     return checked
 
 
-def _text(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
+def _texts(where: str, content: object) -> list[str]:
+    """Returns the texts of the parts of a message's content."""
     if not isinstance(content, Sequence):
         raise ParameterError(f"{where} must be a string or a list of text parts, not {_shown(content)}", where)
     texts = []
@@ -108,7 +149,7 @@ def _text(where: str, content: object) -> str:
                 f"{where}[{i}] must be a part of type 'text' with a text, not {_shown(kind)}", f"{where}[{i}]"
             )
         texts.append(part["text"])
-    return "\n".join(texts)
+    return texts
 
 
 def _checked_call(where: str, call: object) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.text.chat_messages import Message, checked_messages, ends_with
+from jaxvllm.text.chat_messages import (
+    Message,
+    as_parts,
+    checked_messages,
+    ends_with,
+    text_of,
+    with_one_system_message,
+)
+from jaxvllm.text.content_format import ContentFormat, find_content_format, tests_for_text
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"  # the name that checkpoints give to their template with tools
@@ -37,14 +45,22 @@ class ChatTemplate:
     messages, rendering raises a ValueError with the template's own message.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        content_format: ContentFormat | None = None,
+    ) -> None:
+        """`content_format`: what the templates expect as the content of messages. None: what they show."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, Template] = {}
+        self._content_format = content_format
+        self._compiled: dict[str, _Compiled] = {}
 
-    def replaced(self, source: str) -> "ChatTemplate":
-        """Returns templates in which `source` is the only one, with the same variables."""
-        return ChatTemplate({DEFAULT: source}, self._special_tokens)
+    def replaced(self, source: str | None = None, content_format: ContentFormat | None = None) -> "ChatTemplate":
+        """Returns the templates with another content format, or `source` as the only one, with the same variables."""
+        sources = self._sources if source is None else {DEFAULT: source}
+        return ChatTemplate(sources, self._special_tokens, content_format)
 
     @property
     def source_with_tools(self) -> str | None:
@@ -70,15 +86,12 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message exclude each other: set one to False",
                 "add_generation_prompt",
             )
-        conversation = checked_messages(messages)
+        template = self._template(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
+        conversation = template.checked(messages)
         if continue_final_message:
             conversation[-1] = ends_with(conversation[-1], CONTINUE_HERE)
-        prompt = self._run(
-            conversation,
-            tools=_checked_tools(tools),
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        fixed = dict(tools=_checked_tools(tools), add_generation_prompt=add_generation_prompt)
+        prompt = template.render(conversation, self._special_tokens | variables | fixed)
         if not continue_final_message:
             return prompt
         head, mark, _ = prompt.rpartition(CONTINUE_HERE)
@@ -89,19 +102,57 @@ class ChatTemplate:
             )
         return head
 
-    def _run(self, conversation: list[Message], tools: object, **variables: Any) -> str:
-        template = self._template(TOOL_USE if tools and TOOL_USE in self._sources else DEFAULT)
-        try:
-            return template.render(messages=conversation, tools=tools, **self._special_tokens | variables)
-        except Exception as error:  # a template may raise any class
-            raise ValueError(f"the chat template refused the messages: {error}") from error
-
-    def _template(self, name: str) -> Template:
+    def _template(self, name: str) -> "_Compiled":
         if name not in self._sources:
             raise ValueError("the checkpoint has no chat template: use a chat model, or generate() with a prompt")
         if name not in self._compiled:
-            self._compiled[name] = _compiled(self._sources[name], "the checkpoint's chat template")
+            self._compiled[name] = _Compiled(self._sources[name], self._content_format)
         return self._compiled[name]
+
+
+class _Compiled:
+    """One template, and the form in which it takes messages."""
+
+    def __init__(self, source: str, content_format: ContentFormat | None) -> None:
+        self._template = _compiled(source, "the checkpoint's chat template")
+        environment = _environment()
+        self._takes_parts = (content_format or find_content_format(environment, source)) == "openai"
+        # As in transformers, a text stays a text where the template asks for both.
+        self._takes_text = content_format is None and tests_for_text(environment, source)
+        self._knows_developers = "developer" in source
+
+    def checked(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Returns the checked messages. A developer is the system where the template does not know developers."""
+        checked = checked_messages(messages, self._takes_parts)
+        if self._knows_developers or all(message["role"] != "developer" for message in checked):
+            return checked
+        named = [message | {"role": "system"} if message["role"] == "developer" else message for message in checked]
+        return with_one_system_message(named)
+
+    def render(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """Renders the template. Raises ValueError if it refuses the messages.
+
+        Messages of the system after the first message stay where they are if the template writes them there. Many
+        templates refuse them, or leave them out: then they join the system's message at the beginning.
+        """
+        later = [text_of(message).strip() for message in conversation[1:] if message["role"] == "system"]
+        if not later:
+            return self._render(conversation, variables)
+        try:
+            prompt = self._render(conversation, variables)
+            if all(text in prompt for text in later):
+                return prompt
+        except ValueError:
+            pass
+        return self._render(with_one_system_message(conversation, everywhere=True), variables)
+
+    def _render(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        as_text = self._takes_text or not self._takes_parts
+        messages = list(conversation) if as_text else [as_parts(message) for message in conversation]
+        try:
+            return self._template.render({**variables, "messages": messages})
+        except Exception as error:  # a template may raise any class
+            raise ValueError(f"the chat template refused the messages: {error}") from error
 
 
 def read_chat_template(given: str) -> str:
