@@ -1,8 +1,10 @@
 """`EngineConfig`: all options of an engine, validated once and never changed."""
 
 import difflib
+import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
@@ -12,6 +14,7 @@ from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
+from jaxvllm.core.value_checks import json_object
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_translation import translate, translated_value
@@ -32,6 +35,7 @@ class EngineConfig:
 
     model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
     tokenizer: str | None = None  # a directory or hub name; None: the model's
+    hf_overrides: str = "{}"  # what replaces values of the model's config.json, as JSON: {"rope_theta": 1e6}
     generation_config: str = "auto"  # default sampling: auto: as the model says; vllm: neutral; or a directory
     override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
@@ -106,6 +110,8 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
+        overrides = json_object("hf_overrides", self.hf_overrides)
+        object.__setattr__(self, "hf_overrides", json.dumps(overrides))
         object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", str(SpeculativeConfig.read(self.speculative_config)))
@@ -197,6 +203,10 @@ class EngineConfig:
         config = None if self.kv_events_config is None else KVEventsConfig.read(self.kv_events_config)
         return config if config is not None and config.publishes else None
 
+    def overridden(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the config.json of the model with `hf_overrides`. Objects in it are changed member by member."""
+        return _merged(hf_config, json_object("hf_overrides", self.hf_overrides))
+
     @property
     def mesh_shape(self) -> MeshShape:
         return MeshShape.parse(self.mesh)
@@ -204,6 +214,16 @@ class EngineConfig:
     @property
     def cache_directory(self) -> Path | None:
         return Path(self.compilation_cache).expanduser() if self.compilation_cache else None
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `values` with `changes`."""
+    merged = dict(values)
+    for name, change in changes.items():
+        old = merged.get(name)
+        are_objects = isinstance(old, Mapping) and isinstance(change, Mapping)
+        merged[name] = _merged(old or {}, change) if are_objects else change
+    return merged
 
 
 class _Keywords:

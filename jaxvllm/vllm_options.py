@@ -332,7 +332,7 @@ OPTIONS: Mapping[str, Option] = {
     **_each(
         Refused("there is no such feature", "nothing"),
         "enable_trace_replay return_sampling_mask grpc tokens_only enable_scale_out trust_request_chat_template "
-        "exclude_tools_when_tool_choice_none enable_force_include_usage",
+        "exclude_tools_when_tool_choice_none",
     ),
     # The members of a JSON object, which dotted flags name too.
     "structured_outputs_config.backend": Unneeded("one library compiles all forms"),

@@ -1,8 +1,10 @@
 """Checks of the values that callers give. Each returns the value in its stored form, or raises a `ParameterError`."""
 
+import json
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import Any
 
 from jaxvllm.core.errors import ParameterError
 
@@ -92,6 +94,18 @@ def token_biases(param: str, value: object, most: int, limit: float) -> tuple[tu
         token_id = integer(param, token_id, 0, MAX_INT32, f"{param}: a token id")
         pairs[token_id] = min(max(number(param, bias, -math.inf, math.inf), -limit), limit)
     return tuple(sorted(pairs.items()))
+
+
+def json_object(param: str, value: object) -> dict[str, Any]:
+    """Returns a mapping, or the JSON object that a text is, as a dict."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ParameterError(f"{param} {shown(value)} is not valid JSON: {error}", param) from None
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{param} must be a JSON object, not {shown(value)}", param)
+    return dict(value)
 
 
 def shown(value: object) -> str:

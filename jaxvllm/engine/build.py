@@ -256,6 +256,7 @@ def _load(
         load_format=config.load_format,
         seed=config.seed,
         mesh=meshes[0],
+        hf_config=resolved.hf_config,
     )
     if isinstance(backend.chip, CpuChip) and resolved.layout == "separate":
         params = with_kernel(params, resolved.spec, backend.chip)

@@ -51,7 +51,7 @@ class Drafting:
             depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
             return cls(SuffixProposer(depth, factor))
         directory = target_directory if config.model is None else checkpoint.resolve(config.model)
-        hf_config = checkpoint.read_config(directory)
+        hf_config = target.hf_config if config.model is None else checkpoint.read_config(directory)
         method = config.method or method_of(Path(config.model or "").name, hf_config)
         if method != "mtp":  # whose head is a part of the model
             check_kind(method, directory, hf_config)

@@ -25,6 +25,7 @@ _EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": 
 class ResolvedConfig:
     """The settings of an engine, none of them open. The engine and the planner resolve a config in this one way."""
 
+    hf_config: dict[str, Any]  # the model's config.json, with what the user has replaced in it
     spec: ModelSpec
     max_model_len: int  # tokens
     dtype: jnp.dtype  # of weights and activations
@@ -41,15 +42,17 @@ class ResolvedConfig:
         Raises ValueError when they do not go together.
         """
         on_cpu = platform == "cpu"
+        read = config.overridden(hf_config)
         # The length goes into the spec because some RoPE scalings depend on it.
-        spec = model_spec(dict(hf_config), config.max_model_len)
-        dtype = _dtype(config, hf_config, platform)
+        spec = model_spec(read, config.max_model_len)
+        dtype = _dtype(config, read, platform)
         # The limits of a step in requests and in tokens. If the config sets only one, the other adapts to it.
         seqs, tokens = (64, 512) if on_cpu else (256, 2048)
         max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
         max_num_batched_tokens = config.max_num_batched_tokens or max(tokens, max_num_seqs)
         check_token_budget(max_num_batched_tokens, max_num_seqs)
         return cls(
+            hf_config=read,
             spec=spec,
             max_model_len=config.max_model_len or spec.max_position,
             dtype=dtype,

@@ -112,12 +112,14 @@ def load(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     mesh: Mesh | None = None,
+    hf_config: Mapping[str, Any] | None = None,
 ) -> Params:
     """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
     Each device's shard is read straight from the files, safetensors or the tree that `jaxvllm convert` wrote, by the
     process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
-    needed: they are made from `seed`, the same on every mesh.
+    needed: they are made from `seed`, the same on every mesh. `hf_config` replaces the config.json of the
+    directory, which names the family.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
     if load_format not in get_args(LoadFormat):
@@ -134,7 +136,7 @@ def load(
         weights = (
             OrbaxTree.open(path / TREE, spec)
             if (path / TREE).is_dir()
-            else StoredWeights.open(path, find_family(read_config(path)), spec)
+            else StoredWeights.open(path, find_family(hf_config or read_config(path)), spec)
         )
     of_stages = []
     for number, stage in enumerate(stage_meshes(mesh)):

@@ -1,8 +1,12 @@
 """`ServerConfig`: all options of the server around an engine, validated once and never changed."""
 
+import json
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from jaxvllm.core.value_checks import json_object
 from jaxvllm.server.http.http_config import HttpConfig
+from jaxvllm.text.chat_messages import RESERVED_VARIABLES
 from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS
 
 
@@ -13,6 +17,12 @@ class ServerConfig(HttpConfig):
     api_server_count: int = 1  # processes that answer HTTP; more than 1 where one is too slow for all streams
     served_model_name: tuple[str, ...] = ()  # names of the model for clients; answers use the first; (): its own name
     chat_template: str | None = None  # a file with a chat template, or the template itself; None: the model's
+    # What the chat template gets as the content of a message: a text, or a list of parts as in OpenAI's API.
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"  # auto: what the template reads
+    default_chat_template_kwargs: str = "{}"  # variables of the chat template, as JSON; those of a request win
+    return_tokens_as_token_ids: bool = False  # tokens in logprobs are "token_id:17" in all answers
+    enable_force_include_usage: bool = False  # every chunk of every stream has the usage so far
+    enable_per_request_metrics: bool = False  # answers have the times of their request: queue, first token, speed
     max_num_queued_requests: int | None = None  # requests beyond those that can run; more get 503. None: no limit
     max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; more get 503. None: no limit
     request_timeout: float = 600.0  # seconds that a request may take in all
@@ -41,3 +51,22 @@ class ServerConfig(HttpConfig):
             )
         if not all(self.served_model_name):
             raise ValueError("served_model_name has an empty value: leave it out")
+        if self.chat_template_content_format not in ("auto", "string", "openai"):
+            raise ValueError(
+                "chat_template_content_format must be auto, string or openai, not "
+                f"{self.chat_template_content_format!r}"
+            )
+        object.__setattr__(self, "default_chat_template_kwargs", json.dumps(self._read_variables()))
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables that every chat template gets where a request does not set them."""
+        return self._read_variables()
+
+    def _read_variables(self) -> dict[str, Any]:
+        given = json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        if reserved := [name for name in RESERVED_VARIABLES if name in given]:
+            raise ValueError(
+                f"default_chat_template_kwargs has {reserved[0]}, which only a request can set: leave it out"
+            )
+        return given

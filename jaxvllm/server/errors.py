@@ -27,6 +27,19 @@ RETRY_AFTER = 1
 # possible forms is followed by one of these forms.
 _SOURCES = ("body", "query", "path")
 _FORMS = ("str", "list[", "literal[")
+# Fields of other servers, and of older versions of vLLM, that have another name here.
+_INSTEAD = {
+    "guided_json": 'use structured_outputs: {"json": ...}',
+    "guided_regex": 'use structured_outputs: {"regex": ...}',
+    "guided_choice": 'use structured_outputs: {"choice": ...}',
+    "guided_grammar": 'use structured_outputs: {"grammar": ...}',
+    "guided_decoding_backend": "leave it out, since one library compiles all forms",
+    "guided_whitespace_pattern": "leave it out, since the form says where there may be white space",
+    "enable_thinking": 'use chat_template_kwargs: {"enable_thinking": ...}',
+    "max_new_tokens": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "num_predict": "use max_tokens",
+}
 # The error of an object whose `type` is none of those that it may have.
 UNKNOWN_TYPE = "unknown_type"
 
@@ -118,18 +131,28 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     at = _path(location)
     param = at or None
     if kind == "extra_forbidden":
-        return ApiError(400, f"{at} is not a field that is supported here: leave it out", param=param)
+        instead = _INSTEAD.get(str(location[-1]), "leave it out")
+        return ApiError(400, f"{at} is not a field that is supported here: {instead}", param=param)
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON")
     if kind == "missing":
         return ApiError(400, f"{at or 'the body'} is missing", param=param)
     if len(location) > 1 and str(location[1]).startswith(_FORMS):
         name = str(location[0])
-        return ApiError(400, f"{name} has none of the types that it may have", param=name)
+        was = f"{name} is null, which is" if error.get("input", ...) is None else f"{name} has"
+        return ApiError(400, f"{was} none of the types that it may have{_forms_of(name, errors)}", param=name)
     message = str(error["msg"]).removeprefix("Value error, ")
     if at and not message.startswith(str(location[0])):
         message = f"{at}: {message}"
     return ApiError(400, message, param=param)
+
+
+def _forms_of(name: str, errors: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the end of a sentence about a field: the forms that it may have, as far as they are common ones."""
+    forms = [str(part) for error in errors for part in error["loc"][1:3] if str(part) != name]
+    known = {"str": "a text", "list[str]": "a list of texts", "list[int]": "a list of integers"}
+    named = list(dict.fromkeys(known[form] for form in forms if form in known))
+    return f": give {' or '.join(named)}" if named else ""
 
 
 def _path(location: Sequence[str | int]) -> str:

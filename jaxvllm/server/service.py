@@ -16,8 +16,9 @@ from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.drainable import Drainable
 from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.metrics.prometheus import Metrics
-from jaxvllm.server.protocol.fields import now
+from jaxvllm.server.protocol.fields import RequestFields, now
 from jaxvllm.text.assistant_message import AnswerFormat
+from jaxvllm.text.chat_template import ChatTemplate
 from jaxvllm.text.prompts import ANY_LENGTH, PromptReader, PromptRoom
 from jaxvllm.text.reasoning import FORMATS, ReasoningFormat
 from jaxvllm.text.tokenizer import Tokenizer
@@ -66,6 +67,12 @@ class Service(Drainable):
             raise ApiError(400, "this model has no tokenizer: give token ids as prompt to /v1/completions")
         return self.reader.tokenizer
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, which gets contents in the form that the operator wants."""
+        format = self.config.chat_template_content_format
+        return self.tokenizer.chat_template.replaced(content_format=None if format == "auto" else format)
+
     @property
     def defaults(self) -> SamplingParams:
         return self.llm.facts.default_params
@@ -84,12 +91,15 @@ class Service(Drainable):
         """Whether the server takes requests: the engine is idle and answers, or its steps make progress."""
         return not self.draining and self.llm.is_responsive
 
-    def answer_head(self, model: str) -> dict[str, Any]:
-        """Returns the fields after the id with which answers of OpenAI's older endpoints, and their chunks, begin."""
+    def answer_head(self, model: str, tier: str | None) -> dict[str, Any]:
+        """Returns the fields after the id with which answers of OpenAI's older endpoints, and their chunks, begin.
+
+        As in OpenAI's API, only a client that has set a tier is told which one it got.
+        """
         return {
             "created": now(),
             "model": model,
-            "service_tier": None,
+            "service_tier": None if tier is None else "default",
             "system_fingerprint": self.fingerprint,
         }
 
@@ -126,12 +136,12 @@ class Service(Drainable):
             add_generation_prompt = not continue_final_message
         with concerning(field):
             try:
-                return self.tokenizer.apply_chat_template(
+                return self.chat_template.render(
                     messages,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
-                    **(variables or {}),
+                    **{**self.config.template_variables, **(variables or {})},
                 )
             except ParameterError as error:
                 if field != "messages" and (error.param or "").startswith("messages"):
@@ -160,17 +170,30 @@ class Service(Drainable):
             raise ApiError(400, f"a text of {len(text)} characters is longer than {most}: send it in parts")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def check_room(self, prompt: Prompt, max_tokens: int | None, field: str) -> None:
-        """Raises ApiError when the model's context has no room for `max_tokens` new tokens after `prompt`."""
-        length, count = self.reader.max_model_len, len(prompt.token_ids)
-        if max_tokens is not None and max_tokens > length - count:
+    def check_limit(self, max_tokens: int | None, field: str) -> None:
+        """Raises ApiError for a `max_tokens` that is longer than the model's context.
+
+        What is only longer than the room after the prompt is right: the answer ends where the context ends.
+        """
+        length = self.reader.max_model_len
+        if max_tokens is not None and max_tokens > length:
             raise ApiError(
                 400,
-                f"{field} is too large: {max_tokens}. This model's maximum context length is {length} tokens and the "
-                f"prompt has {count}: lower {field} to {length - count}, or leave it out",
+                f"{field} is too large: {max_tokens}. This model's maximum context length is {length} tokens: lower "
+                f"{field}, or leave it out",
                 param=field,
                 code="context_length_exceeded",
             )
+
+    def with_options[T: RequestFields](self, body: T) -> T:
+        """Returns the request with what the operator has set for all requests."""
+        changes: dict[str, Any] = {}
+        if self.config.return_tokens_as_token_ids:
+            changes["return_tokens_as_token_ids"] = True
+        if self.config.enable_force_include_usage and body.stream:
+            usage = {"include_usage": True, "continuous_usage_stats": True}
+            changes["stream_options"] = body.streaming.model_copy(update=usage)
+        return body.model_copy(update=changes) if changes else body
 
     # ---- its answers ----
 

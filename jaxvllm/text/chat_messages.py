@@ -9,6 +9,9 @@ from jaxvllm.core.errors import ParameterError
 # The common roles, "function", the older name of "tool", and "ipython", which is Llama 3.1's role for tool results.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
+# The names of the variables that the engine itself gives to a chat template.
+RESERVED_VARIABLES = ("self", "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
+
 type Message = dict[str, Any]
 
 

@@ -77,6 +77,24 @@ def test_pages_in_eight_bits() -> None:
     assert resolved("tpu", kv_cache_dtype="fp8_e5m2").page_dtype.name == "float8_e5m2"
 
 
+def test_values_of_the_models_config_are_replaced() -> None:
+    overrides = '{"max_position_embeddings": 64, "torch_dtype": "float16", "rope_scaling": {"factor": 2.0}}'
+    config = EngineConfig(hf_overrides=overrides)
+    scaled = LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    made = ResolvedConfig.of(config, scaled, "gpu")
+    assert (made.max_model_len, made.dtype.name) == (2 * 64, "float16")
+    assert made.hf_config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert EngineConfig(hf_overrides={"a": 1}).hf_overrides == '{"a": 1}'
+    with pytest.raises(ValueError, match="architecture 'Other' is not supported"):
+        resolved("cpu", hf_overrides='{"architectures": ["Other"]}')
+
+
+@pytest.mark.parametrize("wrong", ["[]", "{", 5])
+def test_overrides_must_be_an_object(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="hf_overrides"):
+        EngineConfig(hf_overrides=wrong)
+
+
 def test_limits_make_room_for_each_other() -> None:
     def limits(platform: str, **options: int) -> tuple[int, int]:
         made = resolved(platform, **options)

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: conversations in, answers out, and OpenAI's own client as judge."""
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -83,10 +84,13 @@ def test_usage_of_a_stream(server):
     *chunks, last = stream(server, **GREEDY, stream_options={"include_usage": True})
     assert (last["choices"], last["usage"]) == ([], whole)
     assert all(chunk["usage"] is None for chunk in chunks)
-    options = {"continuous_usage_stats": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
     counts = [chunk["usage"]["total_tokens"] for chunk in stream(server, **GREEDY, stream_options=options)]
     assert counts == sorted(counts)
     assert counts[-1] == whole["total_tokens"]
+    # As in vLLM, the second option needs the first.
+    alone = stream(server, **GREEDY, stream_options={"continuous_usage_stats": True})
+    assert all(chunk["usage"] is None for chunk in alone)
 
 
 def test_it_ends_where_the_model_does(server):
@@ -125,13 +129,16 @@ def test_prompt_logprobs(server):
     first, *scores = answer["prompt_logprobs"]
     assert first is None
     assert [next(iter(told)) for told in scores] == [str(token) for token in answer["prompt_token_ids"][1:]]
-    assert "prompt_logprobs" not in chat(server, **GREEDY)
+    assert chat(server, **GREEDY)["prompt_logprobs"] is None
     assert server.error(PATH, **GREEDY, prompt_logprobs=1, stream=True)[1]["param"] == "prompt_logprobs"
 
 
 def test_more_tokens_than_there_is_room_for(server):
+    """A limit beyond the room is the room. Only what no prompt could have is refused."""
     for field in ("max_tokens", "max_completion_tokens"):
-        status, error = server.error(PATH, messages=MESSAGES, **{field: 512})
+        answer = chat(server, messages=MESSAGES, **{field: 512}, ignore_eos=True)
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]) == ("length", 512)
+        status, error = server.error(PATH, messages=MESSAGES, **{field: 513})
         assert (status, error["param"], error["code"]) == (400, field, "context_length_exceeded")
         assert "maximum context length is 512 tokens" in error["message"]
 
@@ -150,6 +157,48 @@ def test_who_answered_is_told(server):
     [fingerprint] = {one["system_fingerprint"] for one in told}
     assert re.fullmatch(r"fp_[0-9a-f]{12}", fingerprint)
     assert {one["service_tier"] for one in told} == {None}
+    assert chat(server, **GREEDY, service_tier="auto")["service_tier"] == "default"
+
+
+def test_a_whole_answer_has_all_fields(server):
+    """Programs for vLLM and OpenAI read them without asking whether they are there."""
+    answer = chat(server, **GREEDY)
+    assert {"prompt_logprobs", "prompt_token_ids", "kv_transfer_params", "metrics"} <= answer.keys()
+    [choice] = answer["choices"]
+    assert {"logprobs", "stop_reason", "token_ids"} <= choice.keys()
+    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    assert choice["message"] == {"role": "assistant", "content": choice["message"]["content"]} | nothing
+
+
+def test_what_operators_set_for_all_requests(server):
+    config = ServerConfig(
+        enable_per_request_metrics=True,
+        enable_force_include_usage=True,
+        return_tokens_as_token_ids=True,
+        default_chat_template_kwargs='{"bos_token": ""}',
+    )
+    body = dict(messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True)
+    answer = server.ask(config, PATH, **body).json()
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert all(entry["token"].startswith("token_id:") for entry in entries)
+    times = answer["metrics"]
+    assert times["queue_time_ms"] >= 0 and times["tokens_per_second"] > 0
+    assert times["generation_time_ms"] == pytest.approx(2 * times["mean_itl_ms"])
+    assert server.ask(config, PATH, **body, n=2).json()["metrics"] is None
+    prompt = server.ask(config, PATH, **body, return_token_ids=True).json()["prompt_token_ids"]
+    plain = chat(server, **body, return_token_ids=True)["prompt_token_ids"]
+    assert prompt == plain[1:]
+    # A request's own variable wins.
+    own = dict(chat_template_kwargs={"bos_token": "<|bos|>"}, return_token_ids=True)
+    assert server.ask(config, PATH, **body, **own).json()["prompt_token_ids"] == plain
+    # This template adds a text to the content, and cannot have a list.
+    refused = server.ask(ServerConfig(chat_template_content_format="openai"), PATH, **body)
+    assert refused.status_code == 400 and "the chat template refused the messages" in refused.text
+    chunks = [
+        line for line in server.ask(config, PATH, **body, stream=True).text.splitlines() if line.startswith("data: {")
+    ]
+    *parts, last = map(json.loads, (chunk.removeprefix("data: ") for chunk in chunks))
+    assert all(part["usage"]["total_tokens"] for part in parts) and last["metrics"]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("options", [{"mesh": "2x1"}, {"dtype": "bfloat16"}, {"model": "other"}])
@@ -266,7 +315,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(audio={"voice": "alloy"}), "audio"),
     (dict(prediction={"type": "content"}), "prediction"),
     (dict(reasoning_effort="heavy"), "reasoning_effort"),
-    (dict(verbosity="low"), "verbosity"),
+    (dict(verbosity="loud"), "verbosity"),
     (dict(web_search_options={}), "web_search_options"),
     (dict(store=True), "store"),
     (dict(chat_template="{{ 1 }}"), "chat_template"),
@@ -286,9 +335,9 @@ def test_a_bad_field_is_named(server, body, param):
 
 
 def test_what_a_template_refuses_is_told(server):
-    status, error = server.error(PATH, messages=[{"role": "developer", "content": "Be brief."}, USER])
+    status, error = server.error(PATH, messages=[{"role": "ipython", "content": "Be brief."}, USER])
     assert (status, error["param"]) == (400, "messages")
-    assert "role developer is unknown" in error["message"]
+    assert "role ipython is unknown" in error["message"]
 
 
 def test_a_request_that_takes_too_long(server):

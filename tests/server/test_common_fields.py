@@ -23,7 +23,12 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *((path, dict(prompt_cache_key="u-1")) for path in (CHAT, RESPONSES, COMPLETIONS)),
     *((path, dict(store=False)) for path in (CHAT, RESPONSES)),
     *((path, dict(parallel_tool_calls=True)) for path in (CHAT, RESPONSES)),
+    *((path, dict(service_tier=tier)) for path in (CHAT, RESPONSES, COMPLETIONS) for tier in ("default", "flex")),
+    *((path, dict(user=5, metadata=[{"run": 5}])) for path in (CHAT, COMPLETIONS)),
+    *((path, dict(chat_id="c", num_ctx=4096)) for path in (CHAT, RESPONSES, COMPLETIONS)),
+    *((path, dict(stream=True, stream_options={"include_obfuscation": True})) for path in (CHAT, COMPLETIONS)),
     (CHAT, dict(verbosity="medium")),
+    (CHAT, dict(verbosity="low")),
     (CHAT, dict(prompt_cache_retention="in_memory")),
     (RESPONSES, dict(text={"format": {"type": "text"}, "verbosity": "medium"})),
     (RESPONSES, dict(prompt_cache_retention="in_memory")),
@@ -31,12 +36,11 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (MESSAGES_PATH, dict(thinking={"type": "disabled"})),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *((path, dict(service_tier="flex"), "service_tier") for path in BODIES),
+    *((path, dict(service_tier="gold"), "service_tier") for path in BODIES),
+    *((path, dict(guided_json={}), "guided_json") for path in BODIES),
     *((path, dict(store=True), "store") for path in BODIES),
-    *((path, dict(user=5), "user") for path in (CHAT, RESPONSES, COMPLETIONS)),
-    *((path, dict(metadata={"run": 5}), "metadata.run") for path in (CHAT, RESPONSES, COMPLETIONS)),
     *((path, dict(suffix="end"), "suffix") for path in (CHAT, RESPONSES, COMPLETIONS)),
-    (CHAT, dict(verbosity="low"), "verbosity"),
+    (CHAT, dict(verbosity="loud"), "verbosity"),
     (RESPONSES, dict(text={"verbosity": "low"}), "text.verbosity"),
     (COMPLETIONS, dict(parallel_tool_calls=True), "parallel_tool_calls"),
     (COMPLETIONS, dict(reasoning_effort="low"), "reasoning_effort"),
@@ -46,7 +50,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "fields"), ACCEPTED, ids=[f"{path}-{next(iter(b))}" for path, b in ACCEPTED])
 def test_is_accepted(server: Any, path: str, fields: dict[str, Any]) -> None:
-    server.answer(path, **BODIES[path], **fields)
+    assert server.post(path, **BODIES[path], **fields).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), REFUSED, ids=[f"{path}-{param}" for path, _, param in REFUSED])
@@ -55,6 +59,19 @@ def test_is_refused_by_name(server: Any, path: str, fields: dict[str, Any], para
     assert status == 400 and param in error["message"]
     if path != MESSAGES_PATH:  # Anthropic's errors have no such field
         assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("guided_json", 'use structured_outputs: {"json": ...}'),
+        ("enable_thinking", 'use chat_template_kwargs: {"enable_thinking": ...}'),
+        ("max_new_tokens", "use max_tokens"),
+    ],
+)
+def test_a_field_of_other_servers_is_told_by_what_it_is_here(server: Any, field: str, hint: str) -> None:
+    _, error = server.error(CHAT, **BODIES[CHAT], **{field: True})
+    assert error["message"] == f"{field} is not a field that is supported here: {hint}"
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(temperature=-1), "temperature"),
     (dict(top_p=2), "top_p"),
     (dict(n=2), "n"),
-    (dict(metadata={"a": 5}), "metadata.a"),
     (dict(chat_template_kwargs={"self": 5}), "chat_template_kwargs"),
     (dict(store=True), "store"),
     (dict(background=True), "background"),
@@ -249,7 +248,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(tools=[{"type": "web_search"}]), "tools[0].type"),
     (dict(tool_choice="required"), "tool_choice"),
     (dict(return_token_ids=True), "return_token_ids"),
-    (dict(service_tier="priority"), "service_tier"),
+    (dict(service_tier="gold"), "service_tier"),
     (dict(messages=[]), "messages"),
 ]
 

@@ -30,6 +30,7 @@ from jaxvllm.server.protocol.fields import (
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs
+from jaxvllm.server.protocol.request_times import RequestTimes
 from jaxvllm.server.protocol.response_format import ResponseFormat, one_form
 from jaxvllm.text.assistant_message import AssistantMessage
 from jaxvllm.text.message_events import Arguments, CallBegin, Content, Event, Reasoning
@@ -109,7 +110,7 @@ class ChatRequest(EngineFields, SamplingFields, CompletionFields):
     modalities: Strings | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral()
     prediction: dict[str, Any] | None = neutral()
-    verbosity: str | None = neutral("medium")
+    verbosity: Literal["low", "medium", "high"] | None = None  # has no effect: no template knows it
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
     prompt_cache_retention: str | None = neutral("in_memory")
@@ -213,6 +214,8 @@ class ChatMessage(Reply):
     role: Literal["assistant"]
     content: str | None  # null where the answer has tool calls or reasoning, and nothing else
     refusal: None = None
+    annotations: None = None
+    audio: None = None
     tool_calls: list[ChatToolCall] | None = None
     function_call: FunctionCall | None = None  # in place of tool_calls, where the request has functions
     reasoning: str | None = None  # what the model wrote for itself; only with --reasoning-parser
@@ -238,13 +241,14 @@ class ChatResponse(Reply):
     object: Literal["chat.completion"]
     created: int
     model: str
-    service_tier: None  # the server has no tiers
+    service_tier: Literal["default"] | None  # null unless the request has the field
     system_fingerprint: str  # a hash of the software's version, the model, its mesh and its dtypes
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobList | None = None
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that goes on from this request's KV
+    metrics: RequestTimes | None = None  # of one answer, with --enable-per-request-metrics
 
 
 class FunctionDelta(Reply):
@@ -294,11 +298,12 @@ class ChatChunk(Reply):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    service_tier: None
+    service_tier: Literal["default"] | None
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    metrics: RequestTimes | None = None  # in the chunk with the usage, of one answer, with --enable-per-request-metrics
 
 
 def parts(request: ChatRequest, completion: CompletionOutput, has_calls: bool) -> dict[str, Any]:
@@ -325,6 +330,10 @@ def message_of(request: ChatRequest, answer: AssistantMessage, echo: str) -> dic
         "role": "assistant",
         "content": content if content or not (answer.calls or answer.reasoning) else None,
         "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": None,
     }
     calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
     if calls and request.has_functions:

@@ -20,6 +20,7 @@ from jaxvllm.server.protocol.fields import (
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import CompletionLogprobs, PromptLogprobList
+from jaxvllm.server.protocol.request_times import RequestTimes
 from jaxvllm.server.protocol.response_format import ResponseFormat, one_form
 
 MAX_PROMPTS = 1024  # in one request
@@ -104,8 +105,9 @@ class CompletionResponse(Reply):
     object: Literal["text_completion"]
     created: int
     model: str
-    service_tier: None  # the server has no tiers
+    service_tier: Literal["default"] | None  # null unless the request has the field
     system_fingerprint: str  # a hash of the software's version, the model, its mesh and its dtypes
     choices: list[CompletionChoice]
     usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that goes on from this request's KV
+    metrics: RequestTimes | None = None  # of one completion, with --enable-per-request-metrics

@@ -17,6 +17,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.errors import UNKNOWN_TYPE
+from jaxvllm.text.chat_messages import RESERVED_VARIABLES
 
 # The count of log-probabilities for the whole vocabulary.
 ALL_LOGPROBS = -1
@@ -76,12 +77,9 @@ def by_type(*kinds: str, default: str | None = None) -> Discriminator:
 # The most messages of a conversation: rendering 50,000 keeps all other requests waiting for half a second.
 MAX_MESSAGES = 10_000
 
-# The names of the variables that the engine itself gives to a template.
-_RESERVED = ("self", "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
-
 
 def _template_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    for name in _RESERVED:
+    for name in RESERVED_VARIABLES:
         if name in variables:
             raise ValueError(f"{name} cannot be set as a template's variable: use the field of the request")
     return variables
@@ -118,6 +116,9 @@ def effort_variables(effort: ReasoningEffort | None) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
+# OpenAI's tiers. All requests have the same one here.
+type ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+
 # JSON has integers of any length, but the messages to the engine do not.
 type Priority = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)]
 
@@ -126,9 +127,14 @@ class StreamOptions(Strict):
     """The information that a stream contains in addition to its text."""
 
     include_usage: bool = False  # send the usage in a last chunk without choices
-    continuous_usage_stats: bool = False  # send the usage in every chunk
+    continuous_usage_stats: bool = False  # send the usage in every chunk; only with include_usage
     include_draft_spans: bool = False  # choices have `draft_spans`: what guesses wrote of the text
-    include_obfuscation: bool | None = neutral(False)
+    include_obfuscation: bool | None = None  # has no effect: no chunk is padded
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return self.include_usage and self.continuous_usage_stats
 
 
 class SamplingFields(Strict):
@@ -287,16 +293,19 @@ class RequestFields(Strict):
     model: str | None = None  # None: the served model
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for the client's own use, as are metadata, safety_identifier and prompt_cache_key
-    metadata: dict[str, str] | None = None
+    # Fields for the client's own use, or for what other servers do with a request: they have no effect.
+    user: Any = None
+    metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    chat_id: str | None = None
+    num_ctx: int | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # write tokens in logprobs as "token_id:17" instead of their text
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = neutral({"type": "text"})
-    service_tier: str | None = neutral("auto", "default")
+    service_tier: ServiceTier | None = None  # has no effect: there is one tier
     vllm_xargs: dict[str, Any] | None = neutral({})
 
     @property
@@ -323,9 +332,9 @@ class CompletionFields(RequestFields):
 
 
 def transfer_params_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Returns the field `kv_transfer_params` of an answer, or none if no other engine is to go on from it."""
+    """Returns the field `kv_transfer_params` of an answer, which is null if no other engine is to go on from it."""
     found = next((output.kv_transfer_params for output in outputs if output.kv_transfer_params), None)
-    return {} if found is None else {"kv_transfer_params": found}
+    return {"kv_transfer_params": found}
 
 
 class DraftSpan(Reply):

@@ -15,6 +15,7 @@ from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.protocol.chat_completions import ChatRequest, ChatResponse, delta_of, message_of, parts
 from jaxvllm.server.protocol.fields import StreamOptions, params_of, transfer_params_of, usage, usage_of
 from jaxvllm.server.protocol.logprobs import prompt_logprobs
+from jaxvllm.server.protocol.request_times import times_of
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
@@ -39,6 +40,7 @@ def router(service: Service) -> APIRouter:
 async def create(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
+    body = service.with_options(body)
     body.check_stream()
     service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     params = params_of(
@@ -51,14 +53,16 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     )
     format = service.answer_format(body.tool_use())
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
-    service.check_room(prompt, body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
+    service.check_limit(body.limit, "max_tokens" if body.limit is body.max_tokens else "max_completion_tokens")
     answer_id, engine_id = RequestId.of(request).names("chatcmpl-", body.request_id)
     params = service.with_marks(params, format)
     room = service.reader.max_model_len - len(prompt.token_ids)
     beams = body.beams(params, room if body.limit is None else body.limit)
     with_spans = body.streaming.include_draft_spans
     asked = body.request(engine_id, prompt, params, beams, with_spans, body.explain)
-    exchange = _Exchange(body, service, format, {"id": answer_id} | service.answer_head(model), asked.prompt)
+    exchange = _Exchange(
+        body, service, format, {"id": answer_id} | service.answer_head(model, body.service_tier), asked.prompt
+    )
     with form_given_as(body.form_field):
         return await respond(request, service, [asked], exchange.whole, exchange.events)
 
@@ -72,7 +76,7 @@ class _Exchange:
         self._format = format
         self._head = head
         self._prompt = prompt
-        self._prompt_ids = {"prompt_token_ids": prompt.token_list} if body.return_token_ids else {}
+        self._prompt_ids = {"prompt_token_ids": prompt.token_list if body.return_token_ids else None}
         [last] = checked_messages(body.messages[-1:])  # all were checked when the template was rendered
         self._continued = (last["content"] or "") if body.continue_final_message else None
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
@@ -83,12 +87,13 @@ class _Exchange:
         answers = [Answer(self._format, self._service, self._prompt, self._continued) for _ in output.outputs]
         for answer, completion in zip(answers, output.outputs, strict=True):
             message = AssistantMessage.of(self._shown(answer.read(completion)))
-            made = parts(self._body, completion, bool(message.calls))
+            made = {"token_ids": None} | parts(self._body, completion, bool(message.calls))
             choices.append(made | {"message": message_of(self._body, message, self._echo)})
-        head = self._head | {"object": "chat.completion"} | self._prompt_ids
+        head = self._head | {"object": "chat.completion", "prompt_logprobs": None} | self._prompt_ids
         if output.prompt_logprobs is not None:
             head["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs or 0)
-        told = {"choices": choices, "usage": usage_of([output], self._num_reasoning(answers))}
+        times = self._times(output, sum(len(completion.token_ids) for completion in output.outputs))
+        told = {"choices": choices, "usage": usage_of([output], self._num_reasoning(answers)), "metrics": times}
         return head | told | transfer_params_of([output])
 
     async def events(self, generation: Generation) -> Events:
@@ -106,7 +111,7 @@ class _Exchange:
                 answer = answers[completion.index]
                 delta = delta_of(self._body, self._shown(answer.read(completion)))
                 shown: dict[str, Any] = {}
-                if options.continuous_usage_stats:
+                if options.usage_in_chunks:
                     num_reasoning = self._num_reasoning(answers.values())
                     shown["usage"] = usage(num_prompt, num_tokens, num_cached, num_reasoning)
                 elif self._body.stream_options:
@@ -115,14 +120,21 @@ class _Exchange:
                     # Without tools and reasoning there will be content, although it may be empty.
                     begin = {"role": "assistant", "content": self._echo or ("" if self._format.is_plain else None)}
                     first = {"index": completion.index, "delta": begin, "logprobs": None, "finish_reason": None}
-                    yield event(head | self._prompt_ids | {"choices": [first]} | shown)
+                    with_ids = self._prompt_ids if self._body.return_token_ids else {}
+                    yield event(head | with_ids | {"choices": [first]} | shown)
                 if delta or completion.finish_reason or self._has_more(options):
                     made = parts(self._body, completion, answer.has_calls) | {"delta": delta}
                     yield event(head | {"choices": [made]} | shown)
+            last = output
         if options.include_usage:
             total = usage(num_prompt, num_tokens, num_cached, self._num_reasoning(answers.values()))
-            yield event(head | {"choices": [], "usage": total})
+            yield event(head | {"choices": [], "usage": total, "metrics": self._times(last, num_tokens)})
         yield DONE
+
+    def _times(self, output: RequestOutput, num_tokens: int) -> dict[str, Any] | None:
+        """Returns when the only answer's tokens came, which is null if there are several or nobody asked."""
+        is_shown = self._service.config.enable_per_request_metrics and (self._body.n or 1) == 1
+        return times_of(output.metrics, num_tokens) if is_shown else None
 
     def _shown(self, events: list[Event]) -> list[Event]:
         if self._body.shows_reasoning:
@@ -131,7 +143,7 @@ class _Exchange:
 
     def _has_more(self, options: StreamOptions) -> bool:
         """Whether a chunk without text tells something."""
-        more = (options.continuous_usage_stats, options.include_draft_spans)
+        more = (options.usage_in_chunks, options.include_draft_spans)
         return bool(self._body.logprobs or self._body.return_token_ids or any(more))
 
     def _num_reasoning(self, answers: Iterable[Answer]) -> int | None:

@@ -24,6 +24,7 @@ from jaxvllm.server.protocol.fields import (
     usage_of,
 )
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
+from jaxvllm.server.protocol.request_times import times_of
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
@@ -45,6 +46,7 @@ def router(service: Service) -> APIRouter:
 async def create(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Answers `body`, the body of `request`."""
     model = service.model_name(body.model)
+    body = service.with_options(body)
     body.check_stream()
     params = params_of(
         service.defaults,
@@ -55,8 +57,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
         stream=bool(body.stream),
     )
     prompts = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
-    for prompt in prompts:
-        service.check_room(prompt, body.max_tokens, "max_tokens")
+    service.check_limit(body.max_tokens, "max_tokens")
     answer_id, engine_id = RequestId.of(request).names("cmpl-", body.request_id)
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
     beams = body.beams(params, body.limit)
@@ -85,7 +86,7 @@ class _Exchange:
         self._body = body
         self._asked = asked
         self._n = asked[0].params.n
-        self._head = {"id": answer_id, "object": "text_completion"} | service.answer_head(model)
+        self._head = {"id": answer_id, "object": "text_completion"} | service.answer_head(model, body.service_tier)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = [
@@ -93,7 +94,9 @@ class _Exchange:
             for index, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return self._head | {"choices": choices, "usage": usage_of(outputs)} | transfer_params_of(outputs)
+        times = self._times(outputs[0], sum(len(completion.token_ids) for completion in outputs[0].outputs))
+        told = {"choices": choices, "usage": usage_of(outputs), "metrics": times}
+        return self._head | told | transfer_params_of(outputs)
 
     async def events(self, generation: Generation) -> Events:
         options = self._body.streaming
@@ -114,13 +117,14 @@ class _Exchange:
                 lengths[number] = lengths.get(number, 0) + sum(len(text) for _, text, _ in tokens)
                 num_tokens += len(completion.token_ids)
                 chunk = self._head | {"choices": [made]}
-                if options.continuous_usage_stats:
+                if options.usage_in_chunks:
                     chunk["usage"] = self._usage(last, num_tokens)
                 elif options.include_usage:
                     chunk["usage"] = None
                 yield event(chunk)
         if options.include_usage:
-            yield event(self._head | {"choices": [], "usage": self._usage(last, num_tokens)})
+            total = {"usage": self._usage(last, num_tokens), "metrics": self._times(last[0], num_tokens)}
+            yield event(self._head | {"choices": []} | total)
         yield DONE
 
     def _tokens(self, completion: CompletionOutput, first: RequestOutput | None) -> list[Told]:
@@ -160,16 +164,24 @@ class _Exchange:
         }
         if body.return_token_ids:
             made["token_ids"] = completion.token_ids
+        elif not body.stream:
+            made["token_ids"] = None
         return made | draft_spans_of(completion) | explanation_of(completion)
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Returns the fields about the prompt, which a choice has once."""
-        made: dict[str, Any] = {}
+        # A whole answer has all fields, as vLLM's has.
+        made: dict[str, Any] = {} if self._body.stream else {"prompt_token_ids": None, "prompt_logprobs": None}
         if self._body.return_token_ids:
             made["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
             made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs)
         return made
+
+    def _times(self, output: RequestOutput, num_tokens: int) -> dict[str, Any] | None:
+        """Returns when the only completion's tokens came, which is null if there are several or nobody asked."""
+        is_shown = self._service.config.enable_per_request_metrics and len(self._asked) * self._n == 1
+        return times_of(output.metrics, num_tokens) if is_shown else None
 
     def _usage(self, last: dict[int, RequestOutput], num_tokens: int) -> dict[str, Any]:
         outputs = last.values()
