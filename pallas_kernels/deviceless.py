@@ -16,6 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.chips import Chip, GpuChip, TpuChip
+from pallas_kernels.extras import install_command
 
 MAX_DEVICES = 8
 # Without these, libtpu asks the cloud's metadata server which machine this is, and prints long complaints. Programs are
@@ -61,7 +62,7 @@ def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Dev
         raise RuntimeError("compiling without a device needs JAX_PLATFORMS=cpu from the start of the process")
     compiler = "libtpu" if isinstance(chip, TpuChip) else "jax_plugins.xla_cuda13"
     if not _is_installed(compiler):
-        raise RuntimeError(f"no compiler for {chip.name}, {compiler} is not installed: pip install jaxvllm[aot]")
+        raise RuntimeError(f"no compiler for {chip.name}, {compiler} is not installed: {install_command('aot')}")
     devices = _tpu_devices(chip, count, hosts) if isinstance(chip, TpuChip) else _gpu_devices(chip, count, hosts)
     assert len(devices) >= count and devices[0].device_kind == chip.device_kind, devices
     return devices[:count]

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxvllm.bench.sweep import Point
+from pallas_kernels.extras import install_command
 
 _PANELS = {"ttft": "time to first token, ms", "tpot": "time per output token, ms"}
 _COLORS = {"median": "#4269d0", "P99": "#efb118"}
@@ -13,7 +14,7 @@ _COLORS = {"median": "#4269d0", "P99": "#efb118"}
 def check_plot(path: Path) -> None:
     """Raises ValueError when a picture could not be written to `path`. Call it before the sweep."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install jaxvllm[plot]")
+        raise ValueError(f"--plot needs matplotlib, which is not installed: {install_command('plot')}")
     if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
         raise ValueError(f"--plot {path} must be a .png, .svg or .pdf file in a directory that exists")
 

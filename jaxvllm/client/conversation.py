@@ -24,7 +24,7 @@ class Completions:
     """Prompts to /v1/completions. Each is independent of the others."""
 
     path = "/v1/completions"
-    help = "/quit ends"
+    help = "/exit ends"
     needs_max_tokens = True  # OpenAI's default is 16
 
     def request(self, text: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Conversation:
     """Messages to /v1/chat/completions. Each request contains all earlier messages."""
 
     path = "/v1/chat/completions"
-    help = "/clear forgets what was said, /system TEXT sets the system message, /save FILE writes JSON, /quit ends"
+    help = "/clear forgets what was said, /system TEXT sets the system message, /save FILE writes JSON, /exit ends"
     needs_max_tokens = False
 
     def __init__(self, system: str | None = None):

@@ -7,9 +7,12 @@ from jaxvllm.client.answer import Asker
 from jaxvllm.client.conversation import Conversation, Dialogue
 from jaxvllm.client.errors import ServerError
 
+# The lines that end a dialogue. People try the first two in other programs.
+LEAVE = ("/exit", "/bye", "/quit")
+
 
 class Repl:
-    """Reads lines until `/quit` or Ctrl-D. Ctrl-C stops the answer that is arriving, or the line being typed."""
+    """Reads lines until `/exit` or Ctrl-D. Ctrl-C stops the answer that is arriving, or the line being typed."""
 
     def __init__(self, asker: Asker, dialogue: Dialogue, read_line: Callable[[str], str]):
         self._asker = asker
@@ -22,12 +25,12 @@ class Repl:
             try:
                 line = self._read_line("> ").strip()
             except KeyboardInterrupt:
-                self._asker.screen.note("\n(Ctrl-D or /quit ends)")
+                self._asker.screen.note("\n(Ctrl-D or /exit ends)")
                 continue
             except EOFError:
                 self._asker.screen.note("")
                 return
-            if line == "/quit":
+            if line in LEAVE:
                 return
             try:
                 if line.startswith("/") and isinstance(self._dialogue, Conversation):

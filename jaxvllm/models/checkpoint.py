@@ -4,7 +4,6 @@ No code of a checkpoint is ever executed: config.json is JSON, weights are safet
 """
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-import jaxvllm
+from jaxvllm.model_name import ASSETS, CONFIG, local_directory
 from jaxvllm.models import orbax_tree
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.hf_weights import INDEX, StoredWeights
@@ -27,15 +26,10 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, stage_meshes
 
-# The model that ships inside the package, and what drafts for it.
-ASSETS = Path(jaxvllm.__file__).parent / "assets"
 DEMO_MODEL = ASSETS / "demo"
-SHIPPED = ("demo", "demo-draft", "demo-eagle3", "demo-medusa")
 LoadFormat = Literal["auto", "dummy"]
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Only these files of a hub repository are downloaded.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-CONFIG = "config.json"
 # The files of a converted model beside its weights: configs, tokenizers in every format, chat templates.
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -47,18 +41,8 @@ def resolve(model: str) -> Path:
     A hub repository that is not here yet is downloaded. Raises ValueError when `model` is none of these, or the
     download fails.
     """
-    if model in SHIPPED:
-        return ASSETS / model
-    try:
-        path = Path(model).expanduser()
-    except RuntimeError as error:  # the ~ of a user who does not exist
-        raise ValueError(f"model {model!r} is in nobody's home ({error}): give the directory without ~") from error
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise ValueError(f"model {model!r} is a file: give the directory that holds config.json")
-    if not HUB_NAME.fullmatch(model):
-        raise ValueError(f"model {model!r} is not a directory, nor a hub name such as owner/name")
+    if (directory := local_directory(model)) is not None:
+        return directory
     from huggingface_hub import snapshot_download
 
     try:

@@ -23,6 +23,7 @@ from jaxvllm.models.params import Params, declaration, declare, declare_layer
 from jaxvllm.models.shards import Parts, ShardingOf
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.tiling import Box, spread_boxes
+from pallas_kernels.extras import install_command
 from sharding.placement import place
 
 # The directory of the tree, beside config.json.
@@ -174,6 +175,6 @@ def _orbax() -> Any:
         import orbax.checkpoint
     except ImportError as error:
         raise NotImplementedError(
-            "orbax trees need a package that is not here: pip install jaxvllm[orbax], or load the safetensors"
+            f"orbax trees need a package that is not here: {install_command('orbax')}; or load the safetensors"
         ) from error
     return orbax.checkpoint

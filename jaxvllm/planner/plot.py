@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jaxvllm.planner.capacity_plan import Plan
+from pallas_kernels.extras import install_command
 
 GIB = 2**30
 _COLORS = {"weights": "#4269d0", "step": "#efb118", "KV": "#3ca951", "unused": "#d9d9d9"}
@@ -12,7 +13,7 @@ _COLORS = {"weights": "#4269d0", "step": "#efb118", "KV": "#3ca951", "unused": "
 def check_plot(path: Path) -> None:
     """Raises ValueError when a picture cannot be written to `path`, before a minute of compiling and not after it."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib, which is not installed: pip install jaxvllm[plot]")
+        raise ValueError(f"--plot needs matplotlib, which is not installed: {install_command('plot')}")
     if path.suffix != ".png" or not path.parent.is_dir():
         raise ValueError(f"--plot {path} must be a .png file in a directory that exists")
 

@@ -10,6 +10,7 @@ from os import cpu_count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.model_name import local_directory
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http.http_door import HttpDoor
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
@@ -40,6 +41,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
     process 0, never becomes ready, and returns 0 when process 0 has ended.
     """
     start = time.monotonic()
+    local_directory(engine.model)  # what is wrong with it is told before anybody may think that the server works
     chat_template = None if config.chat_template is None else read_chat_template(config.chat_template)
     with HttpDoor.opened(config) as door, StopSignals() as stop:
         logger.info("listening on %s: /ready tells when model %s is loaded", door.url, engine.model)

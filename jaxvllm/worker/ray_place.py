@@ -17,6 +17,7 @@ from jaxvllm.worker.engine_link import Address, listen, lost
 from jaxvllm.worker.engine_pool import Places
 from jaxvllm.worker.engine_process import EngineProcess, Place
 from jaxvllm.worker.queue_limits import QueueLimits
+from pallas_kernels.extras import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def import_ray() -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        raise ImportError("replicas on a Ray cluster need Ray: pip install 'jaxvllm[ray]'") from error
+        raise ImportError(f"replicas on a Ray cluster need Ray: {install_command('ray')}") from error
     return ray
 
 

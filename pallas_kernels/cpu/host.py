@@ -4,13 +4,14 @@ from functools import cache
 from importlib.util import find_spec
 
 from pallas_kernels.chips import CpuChip
+from pallas_kernels.extras import install_command
 
 
 @cache
 def host_chip() -> CpuChip:
     """Returns this machine's CPU. Raises NotImplementedError where there are no kernels for it, or no llvmlite."""
     if find_spec("llvmlite") is None:
-        raise NotImplementedError("the cpu kernels need llvmlite: pip install jaxvllm[cpu]")
+        raise NotImplementedError(f"the cpu kernels need llvmlite: {install_command('cpu')}")
     # Imported here: it takes a tenth of a second, which only an engine on CPU needs.
     import llvmlite.binding as llvm
 

@@ -168,7 +168,7 @@ def test_without_llvmlite_attention_runs_on_xla(monkeypatch: pytest.MonkeyPatch)
     host_chip.cache_clear()
     try:
         assert Backend.of_device("auto", jax.devices()[0], np.dtype(np.float32)) == REFERENCE
-        with pytest.raises(NotImplementedError, match=r"pip install jaxvllm\[cpu\]"):
+        with pytest.raises(NotImplementedError, match="pip install .*llvmlite>="):
             Backend.of_device("cpu", jax.devices()[0], np.dtype(np.float32))
     finally:
         host_chip.cache_clear()

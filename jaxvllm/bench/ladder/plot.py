@@ -9,6 +9,7 @@ from typing import Any
 from jaxvllm.bench.ladder.figures import FIGURES, Change, Figure, Verdict
 from jaxvllm.bench.ladder.measure import Ladder
 from jaxvllm.bench.ladder.report import heading, slow
+from pallas_kernels.extras import install_command
 
 _COLORS = {Verdict.BETTER: "#2e8b57", Verdict.WORSE: "#d1495b", Verdict.SAME: "#9aa5b1", None: "#5b7083"}
 _QUIET = "#6b7280"
@@ -25,7 +26,7 @@ _WRAP = {"idea": 88, "limits": 100}  # characters of a line
 def check_plot(path: Path) -> None:
     """Raises ValueError when a picture cannot be written to `path`. Call it before the measurement."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--output needs matplotlib, which is not installed: pip install jaxvllm[plot]")
+        raise ValueError(f"--output needs matplotlib, which is not installed: {install_command('plot')}")
     if path.suffix != ".png" or not path.parent.is_dir():
         raise ValueError(f"--output {path} must be a .png file in a directory that exists")
 

@@ -16,7 +16,8 @@ _NEVER_EMPTY = ("api_key", "allowed_host", "allowed_origins", "allowed_methods",
 class HttpConfig:
     """Where to listen, who may ask, and what a request may cost. Names and meanings are vLLM's where vLLM has them."""
 
-    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: every network of this host, which needs an api_key
+    # Without an api_key, everybody who can reach the address may use the server: then only the network protects it.
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: every network of this host, so give an api_key, too
     port: int = 8000  # port to listen on; 0: any free port, which is printed
     api_key: tuple[str, ...] = field(default=(), repr=False)  # keys that clients may use, beside $JAXVLLM_API_KEY
     api_key_file: str | None = None  # a file with one key in each line; lines that begin with # are comments
@@ -25,6 +26,7 @@ class HttpConfig:
     allowed_methods: tuple[str, ...] = ("*",)  # methods that pages of allowed_origins may use
     allowed_headers: tuple[str, ...] = ("*",)  # headers that they may send
     allow_credentials: bool = False  # their browsers may send cookies, which this server ignores but a proxy may need
+    root_path: str = ""  # the first part of all paths where a proxy in front leaves it on, such as /llm
     open_metrics: bool = False  # serve /metrics without a key
     shutdown_timeout: float = 30.0  # seconds for running requests to finish after SIGTERM
     max_body_bytes: int = 8 * 2**20  # largest body of a request, in bytes, before it is parsed
@@ -41,6 +43,10 @@ class HttpConfig:
             raise ValueError(f"max_body_bytes must be positive, not {self.max_body_bytes!r}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("ssl_certfile and ssl_keyfile belong together: give both, or none")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise ValueError(
+                f"root_path must be a path such as /llm, without a slash at its end, not {self.root_path!r}"
+            )
         for name in _NEVER_EMPTY:
             if not all(getattr(self, name)):
                 raise ValueError(f"{name} has an empty value: leave it out")

@@ -39,7 +39,11 @@ class HttpDoor:
         with listen(config.host, config.port, max_files) as listener:
             door = cls(listener, config, keys, not is_open_to_strangers(listener), max_files)
             if not keys and not door.is_local:
-                logger.warning("every client that reaches %s may use this server: it has no --api-key", door.url)
+                logger.warning(
+                    "no --api-key is set, so every client that can reach %s may use this server: only your network and "
+                    "its firewall protect it. Give --api-key-file FILE, or --host 127.0.0.1 for this machine alone",
+                    door.url,
+                )
             yield door
 
     @property
@@ -57,10 +61,13 @@ class HttpDoor:
         # Imported here, because it takes 0.2 s, and the server's engine has begun to start by then.
         from jaxvllm.server.http.connection import ConnectionLimits
         from jaxvllm.server.http.http_server import HttpServer
+        from jaxvllm.server.http.root_path import RootPath
 
         limits = ConnectionLimits()
         most = min(limits.max_connections, max(1, (self.max_files - RESERVED_FILES) // files_each))
         answering = around(guarded(app, self.config, self.keys, self.is_local))
+        if self.config.root_path:
+            answering = RootPath(answering, self.config.root_path)
         return HttpServer(answering, self.config, replace(limits, max_connections=most))
 
 
