@@ -5,8 +5,11 @@ from pathlib import Path
 
 # The model that ships inside the package, and what drafts for it.
 ASSETS = Path(__file__).parent / "assets"
+DEMO_MODEL = ASSETS / "demo"
 SHIPPED = ("demo", "demo-draft", "demo-eagle3", "demo-medusa")
 CONFIG = "config.json"
+# Only these files of a hub repository are downloaded.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 # A name on the hub begins with a letter or a digit, so that ./nope and ../nope are paths.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -30,7 +33,27 @@ def local_directory(model: str) -> Path | None:
         raise ValueError(f"model {model!r} is a file: give the directory that holds {CONFIG}")
     if not _HUB_NAME.fullmatch(model):
         raise ValueError(
-            f"model {model!r} is no directory on this machine, nor a hub name such as owner/name: correct it, or leave "
+            f"model {model!r} is not a directory, nor a hub name such as owner/name: correct it, or leave "
             "it out for the embedded model"
         )
     return None
+
+
+def resolve(model: str) -> Path:
+    """Returns the directory of a model: of one that ships with us, of a local directory, or of a Hugging Face hub name.
+
+    A hub repository that is not here yet is downloaded. Raises ValueError when `model` is none of these, or the
+    download fails.
+    """
+    if (directory := local_directory(model)) is not None:
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+    # Anything may go wrong on a network, and each kind has its own exception.
+    except Exception as error:
+        raise ValueError(
+            f"model {model!r} is not a directory, and could not be downloaded "
+            f"({type(error).__name__}: {error}): give a local directory"
+        ) from error

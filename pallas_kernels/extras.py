@@ -23,7 +23,8 @@ def install_command(extra: str) -> str:
 def _packages(extra: str) -> list[str]:
     """Returns what an extra requires, or the extra itself where jaxvllm is not installed but only lies there."""
     try:
-        matches = map(_REQUIREMENT.fullmatch, requires("jaxvllm") or ())
+        requirements = requires("jaxvllm") or []
     except PackageNotFoundError:
-        matches = iter(())
+        requirements = []
+    matches = map(_REQUIREMENT.fullmatch, requirements)
     return [match["package"] for match in matches if match and match["extra"] == extra] or [f".[{extra}]"]

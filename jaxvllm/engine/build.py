@@ -26,6 +26,7 @@ from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.kv_transfer.connector import KVConnector
 from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
@@ -105,7 +106,7 @@ def build(
     on_cpu = device.platform == "cpu"
     if on_cpu:
         keep_temporaries()
-    directory = checkpoint.resolve(config.model)
+    directory = resolve(config.model)
     resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
     spec = resolved.spec
     _log_costs(Spread.on(spec, meshes[0]))
@@ -351,5 +352,5 @@ def _eos_token_ids(config: EngineConfig, directory: Path, tokenizer: Tokenizer |
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path | None:
     if config.tokenizer is not None:
-        return checkpoint.resolve(config.tokenizer)
+        return resolve(config.tokenizer)
     return directory if Tokenizer.exists_in(directory) else None

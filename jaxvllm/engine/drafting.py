@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.heads.draft_model import DraftModel
@@ -50,7 +51,7 @@ class Drafting:
         if config.method == "suffix":
             depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
             return cls(SuffixProposer(depth, factor))
-        directory = target_directory if config.model is None else checkpoint.resolve(config.model)
+        directory = target_directory if config.model is None else resolve(config.model)
         hf_config = target.hf_config if config.model is None else checkpoint.read_config(directory)
         method = config.method or method_of(Path(config.model or "").name, hf_config)
         if method != "mtp":  # whose head is a part of the model

@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxvllm.model_name import ASSETS, CONFIG, local_directory
 from jaxvllm.models import orbax_tree
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.hf_weights import INDEX, StoredWeights
@@ -26,33 +25,11 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, stage_meshes
 
-DEMO_MODEL = ASSETS / "demo"
 LoadFormat = Literal["auto", "dummy"]
-# Only these files of a hub repository are downloaded.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+CONFIG = "config.json"
 # The files of a converted model beside its weights: configs, tokenizers in every format, chat templates.
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def resolve(model: str) -> Path:
-    """Returns the directory of a model: of one that ships with us, of a local directory, or of a Hugging Face hub name.
-
-    A hub repository that is not here yet is downloaded. Raises ValueError when `model` is none of these, or the
-    download fails.
-    """
-    if (directory := local_directory(model)) is not None:
-        return directory
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
-    # Anything may go wrong on a network, and each kind has its own exception.
-    except Exception as error:
-        raise ValueError(
-            f"model {model!r} is not a directory, and could not be downloaded "
-            f"({type(error).__name__}: {error}): give a local directory"
-        ) from error
 
 
 def read_config(path: Path) -> dict[str, Any]:

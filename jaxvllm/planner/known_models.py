@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models import checkpoint
 
 _FILE = Path(__file__).with_name("known_models.json")
@@ -25,7 +26,7 @@ def find_config(model: str) -> tuple[str, dict[str, Any]]:
     downloaded. Raises ValueError with the nearest known names when `model` is none of these.
     """
     try:
-        path = checkpoint.DEMO_MODEL if model == "demo" else Path(model).expanduser()
+        path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
     except RuntimeError as error:
         raise ValueError(f"model {model!r} begins with a home that is not here: give the whole path") from error
     if path.is_dir():

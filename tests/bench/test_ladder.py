@@ -28,7 +28,7 @@ from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import FullGroup
 from jaxvllm.core.page_pool import PagePool
-from jaxvllm.models import checkpoint
+from jaxvllm.model_name import resolve
 from jaxvllm.text.tokenizer import Tokenizer
 
 SIZE = 4  # tokens of a page
@@ -266,7 +266,7 @@ def test_a_table_of_few_rungs_compares_those() -> None:
 
 
 def test_workloads_are_drawn_alike_and_arrive_in_order() -> None:
-    tokenizer = Tokenizer.from_directory(checkpoint.resolve("demo"))
+    tokenizer = Tokenizer.from_directory(resolve("demo"))
     drawn = Workload.draw(tokenizer, 24, seed=3, seconds=0.6)
     assert drawn == Workload.draw(tokenizer, 24, seed=3, seconds=0.6) != Workload.draw(tokenizer, 24, 4, 0.6)
     prompts = [chat.prompt_token_ids for chat in drawn.chats]

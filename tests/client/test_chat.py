@@ -144,7 +144,7 @@ def test_no_server_wrong_key_and_wrong_flags(server, capsys, monkeypatch):
 def test_a_conversation_remembers_until_it_is_cleared(server, tmp_path):
     file = tmp_path / "saved.json"
     out, err, _ = talk(
-        server, "one", "/system Be brief.", "two", f"/save {file}", "/clear", "three", "/what", "/quit", "never"
+        server, "one", "/system Be brief.", "two", f"/save {file}", "/clear", "three", "/what", "/exit", "never"
     )
     assert out == f"{ANSWER}\n" * 3
     first, second, third = (body["messages"] for body in server.bodies)

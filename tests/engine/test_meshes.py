@@ -18,8 +18,8 @@ from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.engine import build
 from jaxvllm.engine.replica import DEPTH, Replica
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models import checkpoint
-from jaxvllm.models.checkpoint import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder

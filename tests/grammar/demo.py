@@ -7,7 +7,7 @@ import numpy as np
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.compiler import GrammarCompiler
 from jaxvllm.grammar.constraint import CompiledGrammar
-from jaxvllm.models.checkpoint import DEMO_MODEL
+from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048

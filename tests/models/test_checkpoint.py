@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from tests.models.fixture import Fixture
@@ -168,13 +169,13 @@ def test_configs_that_are_not(tmp_path: Path) -> None:
 def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    assert checkpoint.resolve(str(model)) == model
+    assert resolve(str(model)) == model
     with pytest.raises(ValueError, match="is a file: give the directory"):
-        checkpoint.resolve(str(model / SINGLE))
+        resolve(str(model / SINGLE))
     with pytest.raises(ValueError, match="is not a directory, nor a hub name"):
-        checkpoint.resolve("/no/such/place")
+        resolve("/no/such/place")
     with pytest.raises(ValueError, match="model '~no such user/x' is in nobody's home"):
-        checkpoint.resolve("~no such user/x")
+        resolve("~no such user/x")
 
     def download(name: str, allow_patterns: list[str]) -> str:
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
@@ -183,9 +184,9 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert checkpoint.resolve("owner/model") == model
+    assert resolve("owner/model") == model
     with pytest.raises(ValueError, match=r"could not be downloaded \(OSError: no network\)"):
-        checkpoint.resolve("owner/other")
+        resolve("owner/other")
 
 
 def test_the_dtype_of_a_config() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxvllm.models.checkpoint import DEMO_MODEL
+from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
