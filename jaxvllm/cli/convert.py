@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported after parsing, because --help needs no device.
         import jax
 
-        from jaxvllm.models.checkpoint import convert, resolve
+        from jaxvllm.model_name import resolve
+        from jaxvllm.models.checkpoint import convert
         from sharding.placement import make_mesh
 
         model = resolve(args.model)
