@@ -8,6 +8,8 @@ from urllib.parse import quote, unquote
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.grammar.schema_numbers import hold_numbers, unheld_numbers
+from jaxvllm.grammar.schema_patterns import as_rust
 
 # Where a schema has others: under names of the caller's choice, in a list, or one (or a list, in old drafts).
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -32,17 +34,25 @@ WHITESPACE = r" |\r?\n[ \t]{0,64}"
 FORGOTTEN = ("extends", "disallow", "divisibleBy")
 # The characters that stay as they are in a `$ref`; "%" escapes others.
 _IN_REFERENCES = "#%/:?@!$&'()*+,;="
-# llguidance takes a 29 February of every year and a 60th second of every minute. The first need not exist. The second
-# exists at the end of some years, but most of what reads a time cannot read it, Python for one: it is left out.
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_EXISTING_DAY = f"(?:{_LEAP_YEAR}|[0-9]{{4}}-(?:0[13-9]|1|02-(?:[01]|2[0-8])))"
+# llguidance takes the year 0, a 29 February of every year and a 60th second of every minute. The 29 February need not
+# exist. Most of what reads a time, Python for one, cannot read the other two: they are left out.
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_EXISTING_DAY = f"(?:{_LEAP_YEAR}|{_YEAR}-(?:0[13-9]|1|02-(?:[01]|2[0-8])))"
 _NO_LEAP_SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
 # What a string of these formats has to match besides what llguidance knows of the format.
 STRICTER_FORMATS = {
     "date": f"^{_EXISTING_DAY}",
     "time": f"^{_NO_LEAP_SECOND}",
     "date-time": f"^{_EXISTING_DAY}.*[tT]{_NO_LEAP_SECOND}",
+    "email": r"^[^@]{1,64}@(?:\[|[^.]{1,63}(?:\.[^.]{1,63})*$)",
+    "hostname": "^.{1,253}$",
 }
+# The options of llguidance that a request has names of its own for: a schema within a grammar cannot set them.
+RESERVED_OPTIONS = ("lenient", "coerce_one_of", "json_allowed_escapes")
+# The letters of the escapes of JSON, without that of a character's number.
+SHORT_ESCAPES = 'nrbtf\\"'
+_LONG_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u|\x7f")
 # Objects within objects of a schema; llguidance parses by recursion and stops at 128.
 MAX_DEPTH = 64
 # Compiling takes more than linear time: 2000 properties of an object took 0.5 s and 9000 took 27 s, and a pattern of
@@ -87,14 +97,32 @@ def check_schema(schema: Any, name: str) -> dict[str, Any]:
 
 
 def guided(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
-    """Returns `schema` with the options of `params` in the form in which llguidance reads them from a schema."""
+    """Returns `schema` with the options of `params` in the form in which llguidance reads them from a schema.
+
+    Raises ParameterError for a number that the grammar cannot hold, unless `params` are lenient: then what has such a
+    number is left out.
+    """
     options: dict[str, Any] = {"lenient": params.lenient, "coerce_one_of": params.lenient}
     if params.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
+    if any(map(_has_other_keys, _parts(schema))):
+        # Otherwise a key that is spelled with escapes, such as "\\u0061" for "a", would count as one not declared.
+        options["json_allowed_escapes"] = SHORT_ESCAPES
+        _check_characters(schema, params)
     schema = json.loads(json.dumps(schema))  # a copy
+    for number in unheld_numbers(schema):
+        if not params.lenient:
+            raise ParameterError(f"{params.kind} has {number}", "structured_outputs")
+        if isinstance(part := _pointed_to(number.place, schema), dict):
+            part.pop(number.keyword, None)
     for _, part in list(subschemas(schema)):
+        hold_numbers(part)
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = as_rust(pattern)
+        if isinstance(by_pattern := part.get("patternProperties"), dict):
+            part["patternProperties"] = {as_rust(pattern): one for pattern, one in by_pattern.items()}
         if params.disable_additional_properties and ("properties" in part or "patternProperties" in part):
             part.setdefault("additionalProperties", False)
         stricter = [{"pattern": pattern} for name, pattern in STRICTER_FORMATS.items() if part.get("format") == name]
@@ -103,6 +131,29 @@ def guided(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str,
         if isinstance(reference := part.get("$ref"), str):  # schemas made from types have "#/$defs/List<Item>"
             part["$ref"] = quote(reference, safe=_IN_REFERENCES)
     return schema | {"x-guidance": options}
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (part for _, part in subschemas(schema))
+
+
+def _has_other_keys(part: dict[str, Any]) -> bool:
+    """Whether a schema names some properties of an object and leaves it others."""
+    is_open = "patternProperties" in part or part.get("additionalProperties") is not False
+    return is_open and any(part.get(name) for name in ("properties", "patternProperties", "required"))
+
+
+def _check_characters(schema: dict[str, Any], params: StructuredOutputsParams) -> None:
+    """Raises ParameterError for a value that cannot be written without an escape of the form \\u, unless lenient."""
+    for place, part in subschemas(schema):
+        for keyword in ("const", "enum"):
+            if not params.lenient and _LONG_ESCAPE.search(json.dumps(part.get(keyword), ensure_ascii=False)):
+                raise ParameterError(
+                    f'{params.kind} has the keyword "{keyword}" at {place} with a control character that is written '
+                    "as \\u, which is not possible beside objects that have further properties: leave it out, or set "
+                    "additionalProperties to false",
+                    "structured_outputs",
+                )
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,8 +169,8 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         seen.add(id(part))
         yield place, part
-        if isinstance(reference := part.get("$ref"), str) and reference.startswith("#/"):
-            found.append((pointer := unquote(reference), _pointed_to(pointer, schema)))
+        if isinstance(reference := part.get("$ref"), str) and "#/" in reference:  # maybe after the schema's own `$id`
+            found.append((pointer := unquote(reference[reference.index("#") :]), _pointed_to(pointer, schema)))
         for name, value in part.items():
             below = f"{place}/{_escaped(name)}"
             if name in _BY_NAME and isinstance(value, dict):
@@ -154,11 +205,22 @@ def unenforced(message: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 def forgotten(schema: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the keywords of `schema` that llguidance forgets, each with the place of the first schema that has it.
 
-    They are the `FORGOTTEN` ones, and `required` where it is said of a property, as the oldest draft did.
+    They are those with numbers that it cannot hold, the `FORGOTTEN` ones, `minProperties` where the same key could be
+    written twice to satisfy it, and `required` where it is said of a property, as the oldest draft did.
     """
-    found = [(keyword, place) for keyword in FORGOTTEN if (place := place_of(keyword, schema)) is not None]
+    found = [(number.keyword, number.place) for number in unheld_numbers(schema)]
+    found += [(keyword, place) for keyword in FORGOTTEN if (place := place_of(keyword, schema)) is not None]
+    found += [("minProperties", place) for place, part in subschemas(schema) if _may_repeat_keys(part)][:1]
     old = [place for place, part in subschemas(schema) if part.get("required") is True]
     return found + [("required", min(old, key=len))] if old else found
+
+
+def _may_repeat_keys(part: dict[str, Any]) -> bool:
+    """Whether an object needs two keys that are not named. llguidance takes the same key twice."""
+    least, required = part.get("minProperties"), part.get("required")
+    is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    num_named = len(set(map(str, required))) if isinstance(required, list) else 0
+    return isinstance(least, int | float) and least >= num_named + 2 and not is_closed
 
 
 def _check_size(schema: dict[str, Any], name: str) -> None:

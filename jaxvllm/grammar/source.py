@@ -9,15 +9,24 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
-from jaxvllm.grammar.json_schema import MAX_PATTERN_BYTES, check_schema, forgotten, guided, read_schema
-from jaxvllm.grammar.structural_tag import structural_tag_grammar
+from jaxvllm.grammar.json_schema import (
+    MAX_PATTERN_BYTES,
+    RESERVED_OPTIONS,
+    check_schema,
+    forgotten,
+    guided,
+    read_schema,
+)
+from jaxvllm.grammar.structural_tag import quoted, structural_tag_grammar
 
 # Converting 80 KB of GBNF takes 0.2 s, and compiling 870 KB 6 s.
 MAX_LARK_BYTES = 2**16
-# The first mask of 1 MB of choices took 1.1 s.
-MAX_CHOICE_BYTES = 2**17
+# Compiling 1 MB of choices takes 0.4 s.
+MAX_CHOICE_BYTES = 2**20
 
 _LARK_REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")
+# What may hold the word without being it, and the word before a JSON schema.
+_LARK_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|' + _LARK_REGEX.pattern + r"|//[^\n]*|#[^\n]*|%json\s*(?P<schema>)")
 
 
 def grammar_source(params: StructuredOutputsParams, special_tokens: dict[str, int]) -> str:
@@ -42,7 +51,7 @@ def grammar_source(params: StructuredOutputsParams, special_tokens: dict[str, in
             return _of_choices(params.choice)
         case "grammar":
             assert params.grammar is not None
-            return LLMatcher.grammar_from_lark(to_lark(params.grammar, "grammar"))
+            return LLMatcher.grammar_from_lark(to_lark(params.grammar, params))
         case _:
             assert params.structural_tag is not None
             return structural_tag_grammar(params, special_tokens, _Parts(params))
@@ -56,6 +65,7 @@ class _Parts:
 
     def schema(self, schema: Any) -> str:
         checked = check_schema(schema, "structural_tag")
+        for_llguidance = guided(checked, self._params)
         if not self._params.lenient and (found := forgotten(checked)):
             listed = ", ".join(f"the keyword {json.dumps(keyword)} at {place}" for keyword, place in found)
             raise ParameterError(
@@ -63,7 +73,7 @@ class _Parts:
                 "ignore it",
                 "structural_tag",
             )
-        return f"%json {json.dumps(guided(checked, self._params), ensure_ascii=False)}"
+        return f"%json {json.dumps(for_llguidance, ensure_ascii=False)}"
 
     def regex(self, pattern: Any) -> str:
         if not isinstance(pattern, str):
@@ -73,23 +83,45 @@ class _Parts:
     def lark(self, text: Any) -> str:
         if not isinstance(text, str):
             raise ParameterError("structural_tag has a grammar that is not a string: give a string", "structural_tag")
-        return to_lark(text, "structural_tag")
+        return to_lark(text, self._params)
 
 
-def to_lark(text: str, name: str) -> str:
+def to_lark(text: str, params: StructuredOutputsParams) -> str:
     """Returns a grammar in Lark's form, or in that of GBNF (`root ::= ...`), as llguidance's Lark."""
+    name = params.kind
     if (size := len(text.encode())) > MAX_LARK_BYTES:
         raise ParameterError(f"{name} has {size} bytes, the limit is {MAX_LARK_BYTES}: make it smaller", name)
     # A division of two rules is none, so what is between two slashes is a regex or harmless.
     for found in _LARK_REGEX.findall(text):
         check_pattern(found, name)
     if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE) is None:
-        return text
+        return _with_guided_schemas(text, params)
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, RecursionError, ValueError, IndexError, KeyError, AssertionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ParameterError(f"{name} is not valid GBNF: {reason}", name) from error
+
+
+def _with_guided_schemas(lark: str, params: StructuredOutputsParams) -> str:
+    """Returns a grammar in Lark in which llguidance reads each schema after `%json` as it reads one of a request."""
+    parts = []
+    end = 0
+    while found := _LARK_JSON.search(lark, end):
+        parts.append(lark[end : found.end()])
+        end = found.end()
+        if found["schema"] is not None:
+            try:
+                schema, end = json.JSONDecoder().raw_decode(lark, end)
+            except (ValueError, RecursionError) as error:
+                raise ParameterError(
+                    f"{params.kind} has a %json that is not valid JSON: {error}", params.kind
+                ) from error
+            held = guided(check_schema(schema, params.kind), params)
+            if isinstance(schema, dict) and isinstance(given := schema.get("x-guidance"), dict):
+                held["x-guidance"] |= {name: value for name, value in given.items() if name not in RESERVED_OPTIONS}
+            parts.append(json.dumps(held, ensure_ascii=False))
+    return "".join([*parts, lark[end:]])
 
 
 def check_pattern(pattern: str, name: str) -> str:
@@ -101,11 +133,6 @@ def check_pattern(pattern: str, name: str) -> str:
     return pattern
 
 
-def quoted(text: str) -> str:
-    """Returns `text` as a string in Lark."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _of_schema(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
     return json.dumps({"grammars": [{"json_schema": guided(schema, params)}]}, ensure_ascii=False)
 
@@ -115,7 +142,8 @@ def _of_choices(choices: tuple[str, ...]) -> str:
         raise ParameterError(
             f"choice has {size} bytes, the limit is {MAX_CHOICE_BYTES}: give fewer or shorter ones", "choice"
         )
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, dict.fromkeys(choices))))
+    # One terminal, because llguidance follows at most 2000 alternatives of a rule.
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(quoted, dict.fromkeys(choices))))
 
 
 def _in_lark(pattern: str) -> str:

@@ -168,7 +168,7 @@ class _Rules:
             return _ANY
         if end in self._special_tokens:
             return f"{_ANY} {self._text(end)}"
-        return self._rule(f"{_ANY} {_string(end)}", attributes="[lazy]")
+        return self._rule(f"{_ANY} {quoted(end)}", attributes="[lazy]")
 
     def _text(self, text: str) -> str:
         """A fixed text, in which special tokens stand for themselves."""
@@ -180,7 +180,7 @@ class _Rules:
                 default=(len(text), ""),
             )
             if at:
-                terms.append(_string(text[:at]))
+                terms.append(quoted(text[:at]))
             if token:
                 terms.append(f"<[{self._special_tokens[token]}]>")
             text = text[at + len(token) :]
@@ -197,8 +197,9 @@ class _Rules:
         return name
 
 
-def _string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """Returns `text` as a string in Lark, which takes every character as it is but the control characters."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _text(part: dict[str, Any], name: str) -> str:

@@ -145,7 +145,7 @@ def chain(length: int) -> dict[str, Any]:
         (dict(grammar="start: " + "(" * 5000 + '"a"' + ")" * 5000), "too deeply nested"),
         (dict(grammar="start: " + " | ".join(f'"w{i}"' for i in range(20_000))), "the limit is 65536"),
         (dict(grammar=f"start: /{'(a|b)?' * 5000}/"), "the limit is 16384"),
-        (dict(choice=tuple(f"{i} " * 1000 for i in range(100))), "the limit is 131072"),
+        (dict(choice=tuple(f"{i} " * 2000 for i in range(200))), "the limit is 1048576"),
         (dict(json={"type": "object"}, whitespace_pattern="["), "unclosed"),
     ],
     ids=lambda value: str(value)[:40],
