@@ -100,7 +100,7 @@ def test_the_command_line_is_valid(variant: str) -> None:
 def test_probes_ask_what_there_is_and_need_no_key(variant: str) -> None:
     container = container_of(variant)
     paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
-    assert paths == {"startup": "/ready", "liveness": "/health", "readiness": "/ready"}
+    assert paths == {"startup": "/ready", "liveness": "/live", "readiness": "/ready"}
     assert all(container[f"{name}Probe"]["httpGet"]["port"] == "http" for name in paths)
 
 

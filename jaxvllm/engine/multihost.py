@@ -1,5 +1,6 @@
 """One engine over several processes: process 0 leads, and the others follow it."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -33,12 +34,14 @@ def follow(model: str = "demo", **options: Any) -> bool:
     return follow_config(EngineConfig.from_options(model=model, **options))
 
 
-def follow_config(config: EngineConfig) -> bool:
-    """Does the same as `follow` for a config."""
+def follow_config(config: EngineConfig, tell: Callable[[], None] | None = None) -> bool:
+    """Does the same as `follow` for a config. Calls `tell` once it is clear that this process follows."""
     hosts = _hosts(config)
     if hosts.leads:
         return False
     say(f"{hosts} follows process 0")
+    if tell is not None:
+        tell()
     with Follower(hosts, _facts(config)) as follower:
         [runner] = build(config, hosts).runners
         follower.follow(runner)

@@ -25,7 +25,7 @@ class Upstream:
         self.num_waiting = 0  # what waits in there is counted as running: this router cannot tell
         self.num_queued_tokens = 0
         self.last_chosen = -1
-        self.is_ready = True  # until something says otherwise
+        self.is_ready = False  # until it has said so
         self.num_sent = 0
         self.num_failed = 0
 
@@ -96,8 +96,12 @@ class Pool:
     async def probe(self, client: httpx.AsyncClient, seconds: float) -> None:
         """Looks every so many `seconds` whether each server is ready, for ever."""
         while True:
-            await asyncio.gather(*(self._look(client, upstream) for upstream in self.upstreams))
             await asyncio.sleep(seconds)
+            await self.look(client)
+
+    async def look(self, client: httpx.AsyncClient) -> None:
+        """Asks each server whether it is ready."""
+        await asyncio.gather(*(self._look(client, upstream) for upstream in self.upstreams))
 
     async def _look(self, client: httpx.AsyncClient, upstream: Upstream) -> None:
         try:

@@ -66,6 +66,7 @@ class Proxy(Drainable):
             routes=[
                 Route("/health", self._health),
                 Route("/ready", self._ready),
+                Route("/live", self._live),
                 Route("/metrics", self._metrics),
                 Route("/{path:path}", self._pass_on, methods=["GET", "POST", "DELETE"]),
             ]
@@ -76,6 +77,8 @@ class Proxy(Drainable):
     async def running(self) -> AsyncIterator[None]:
         """Looks at the servers inside the context. Requests may be passed on only there."""
         pools = [pool for pool in (self._main, self._prefill) if pool is not None]
+        # Nothing is answered before it is known which servers are ready.
+        await asyncio.gather(*(pool.look(self._client) for pool in pools))
         tasks = [asyncio.create_task(pool.probe(self._client, self.config.probe_seconds)) for pool in pools]
         if self._prefixes is not None:
             tasks.append(asyncio.create_task(self._prefixes.follow()))
@@ -94,6 +97,10 @@ class Proxy(Drainable):
     async def _ready(self, request: Request) -> Response:
         """Answers whether new requests are taken."""
         return Response(status_code=200 if self._main.is_ready and not self.draining else 503)
+
+    async def _live(self, request: Request) -> Response:
+        """Answers that this process is alive."""
+        return Response()
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxvllm
 from jaxvllm.server import http_doc
+from jaxvllm.server.after_start import AfterStart
 from jaxvllm.server.error_handlers import add_error_handlers
 from jaxvllm.server.errors import from_validation
 from jaxvllm.server.exchange import as_api_error
@@ -53,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(development.router(service))
 
     app.add_middleware(HeadAsGet)
+    app.add_middleware(AfterStart, service=service)
     page = cache(lambda: http_doc.page(app))
 
     @app.get("/docs", include_in_schema=False)

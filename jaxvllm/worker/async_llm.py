@@ -111,6 +111,7 @@ class AsyncLLM(EngineClient):
         self._was_ready = False  # whether the present process has been ready
         self._began = 0.0  # time when the present process was started
         self._build_seconds = 0.0  # duration of the slowest start
+        self._started = asyncio.Event()  # set once the state has changed
         self._settled = asyncio.Event()  # set while the state is READY, FAILED or CLOSED
         self._task: asyncio.Task[None] | None = None
 
@@ -125,6 +126,9 @@ class AsyncLLM(EngineClient):
         if self._state is EngineState.FAILED:
             assert self._task is not None
             await self._task  # raises
+
+    async def started(self) -> None:
+        await self._started.wait()
 
     async def ended(self) -> None:
         assert self._task is not None, "not launched"
@@ -399,6 +403,8 @@ class AsyncLLM(EngineClient):
                 self._enter(EngineState.RESTARTING, reason)
             case wire.Ready(facts):
                 self._open(facts)
+            case wire.Follows():
+                self._enter(EngineState.FOLLOWING, "this process computes for process 0 of the engine: ask that one")
             case wire.Followed():
                 raise FollowedError("process 0 of this engine has closed it")
             case wire.Failed(reason, usage):
@@ -418,10 +424,11 @@ class AsyncLLM(EngineClient):
 
     def _enter(self, state: EngineState, reason: str) -> None:
         self._state, self._reason = state, reason
-        if state in (EngineState.STARTING, EngineState.RESTARTING):
-            self._settled.clear()
-        else:
+        self._started.set()
+        if state in (EngineState.READY, EngineState.FAILED, EngineState.CLOSED):
             self._settled.set()
+        else:
+            self._settled.clear()
 
     def _deliver(self, output: wire.Output) -> None:
         failed = [completion for completion in output.completions if completion.finish_reason == "error"]

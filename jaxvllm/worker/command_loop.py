@@ -48,7 +48,7 @@ def serve(address: str | Address) -> bool:
         start = wire.decode_command(socket.recv())
         assert isinstance(start, wire.Start)
         try:
-            if follow_config(start.config):
+            if follow_config(start.config, lambda: socket.send(wire.encode(wire.Follows()))):
                 socket.send(wire.encode(wire.Followed()))
                 return True
             engine = Engine(start.config, SERVING_SECONDS)

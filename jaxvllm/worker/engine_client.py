@@ -25,6 +25,7 @@ class EngineState(enum.StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    FOLLOWING = "following"  # it computes for process 0 of an engine of several processes, and takes no requests
     RESTARTING = "restarting"
     FAILED = "failed"  # it could not be built, and trying again would not help
     CLOSED = "closed"
@@ -56,6 +57,10 @@ class EngineClient(ABC):
     @abstractmethod
     async def ready(self) -> None:
         """Waits until requests are taken. Raises ValueError or RuntimeError when an engine cannot be built."""
+
+    @abstractmethod
+    async def started(self) -> None:
+        """Waits for the end of the first start, whatever came of it: requests are taken, or there is no engine here."""
 
     @abstractmethod
     async def ended(self) -> None:

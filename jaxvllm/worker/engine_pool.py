@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -139,19 +139,10 @@ class EnginePool(EngineClient):
 
     async def ready(self) -> None:
         """Waits until one engine takes requests. Raises ValueError or RuntimeError when one cannot be built before."""
-        waiting = [asyncio.ensure_future(member.llm.ready()) for member in self._members]
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        await _first(member.llm.ready() for member in self._members)
 
-    async def all_ready(self) -> None:
-        """Waits until every engine takes requests. Raises ValueError or RuntimeError when one cannot be built."""
-        await asyncio.gather(*(member.llm.ready() for member in self._members))
+    async def started(self) -> None:
+        await _first(member.llm.started() for member in self._members)
 
     async def ended(self) -> None:
         assert self._failure is not None, "not launched"
@@ -430,6 +421,19 @@ class EnginePool(EngineClient):
             return False
         self._choose(candidates, open_request.request).llm.adopt(open_request)
         return True
+
+
+async def _first(works: Iterable[Awaitable[None]]) -> None:
+    """Waits until one of `works` has ended, and raises its error."""
+    waiting = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def sum_of(stats: Sequence[EngineStats]) -> EngineStats:

@@ -111,6 +111,10 @@ class Failed(Message, frozen=True):
     usage: bool
 
 
+class Follows(Message, frozen=True):
+    """Says that the process is one of several and not process 0, so that it will take no requests."""
+
+
 class Followed(Message, frozen=True):
     """Says that the process was one of several and not process 0, and that process 0 has closed its engine."""
 
@@ -200,6 +204,7 @@ class MetricsText(Message, frozen=True):
 type Report = (
     Ready
     | Failed
+    | Follows
     | Followed
     | Accepted
     | Rejected

@@ -161,11 +161,12 @@ def test_another_server_takes_over_before_an_answer_begins(mode: str) -> None:
 
 def test_without_any_server_the_answer_says_so() -> None:
     async def test() -> None:
-        async with router(backend=(Server("a", "gone"),)) as (client, proxy):
+        async with router(backend=(Server("a", "gone"),)) as (client, _):
+            assert (await client.get("/health")).status_code == 503, "nobody has said that the server is ready"
             answer = await client.post("/v1/completions", json=BODY)
             assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
-            await until(lambda: not proxy._main.is_ready)
             assert (await client.get("/health")).status_code == 503
+            assert (await client.get("/live")).status_code == 200
 
     run(test)
 

@@ -92,7 +92,7 @@ def test_head_answers_as_get_does_without_the_body(server):
     document = server.client.get("/openapi.json").json()
     listed = [path for path, methods in document["paths"].items() if "get" in methods]
     assert not any("head" in methods for methods in document["paths"].values())  # docs/http.md has each endpoint once
-    assert {"/", "/health", "/ready", "/v1/models", "/playground/state"} <= set(listed)
+    assert {"/", "/health", "/live", "/ready", "/v1/models", "/playground/state"} <= set(listed)
     paths = [path.replace("{name}", "demo" if path.startswith("/v1/models") else "main.js") for path in listed]
     for path in [*paths, "/docs", "/openapi.json"]:
         get, head = server.client.get(path), server.client.head(path)

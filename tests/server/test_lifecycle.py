@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,12 +142,19 @@ def events(lines):
 def test_sigterm_lets_requests_finish(start):
     server = start("--shutdown-timeout", "100000")
     engine = server.engine()
-    with stopped(engine):  # it starts no further
-        assert get(server, "/health").status_code == 200
-        not_ready = get(server, "/ready")
-        assert not_ready.status_code == 503 and "starting" in not_ready.text
+    with ThreadPoolExecutor() as early:
+        with stopped(engine):  # it starts no further
+            assert get(server, "/live").status_code == 200
+            for path in ("/health", "/ready"):
+                not_ready = get(server, path)
+                assert not_ready.status_code == 503 and "starting" in not_ready.text
+            # Scripts for vLLM take any answer for the sign that requests are taken.
+            waiting = [early.submit(get, server, path) for path in ("/v1/models", "/v1/completions")]
+            assert get(server, "/metrics").status_code == 200
+            assert not any(each.done() for each in waiting)
+        assert [each.result().status_code for each in waiting] == [200, 405]
+    assert get(server, "/health").status_code == get(server, "/ready").status_code == 200
     server.ready()
-    assert get(server, "/ready").status_code == 200
     with open_streams(server, 2) as (client, streams, go_on):
         server.signal_all(signal.SIGTERM)
         server.until(r"stopping: 2 requests may finish within 100000 s")
@@ -294,7 +302,8 @@ def test_the_same_command_on_every_host(tmp_path):
         short = LONG | {"max_tokens": 8, "stream": False}
         answer = httpx.post(f"{first.url}/v1/completions", json=short, timeout=PATIENCE)
         assert len(answer.json()["choices"][0]["text"]) > 8
-        assert get(second, "/ready").status_code == 503
+        assert get(second, "/ready").json()["status"] == "following"
+        assert get(second, "/health").status_code == 503 and get(second, "/live").status_code == 200
         refusal = httpx.post(f"{second.url}/v1/completions", json=short, timeout=PATIENCE)
         assert refusal.status_code == 503
         first.process.send_signal(signal.SIGTERM)

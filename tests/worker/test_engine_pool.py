@@ -33,6 +33,11 @@ NUM_STREAMS = 50
 PROMPTS = [f"Once upon a time there were {n} frogs who lived in a small pond near the old mill." for n in range(50)]
 
 
+async def all_ready(pool: EnginePool) -> None:
+    """Waits until every engine takes requests."""
+    await asyncio.gather(*(engine.ready() for engine in pool.engines))
+
+
 def params(number: int) -> SamplingParams:
     """Parameters of all kinds, so that what is known already is left out of each kind of output."""
     kind = (Kind.DELTA, Kind.DELTA, Kind.CUMULATIVE, Kind.FINAL_ONLY)[number // 2 % 4]
@@ -50,7 +55,7 @@ def portal() -> Iterator[BlockingPortal]:
 def pool(portal: BlockingPortal) -> Iterator[EnginePool]:
     pool = EnginePool(EngineConfig.from_options(**OPTIONS), 2, OneHost(2, 1, "cpu"))
     portal.call(pool.start)
-    portal.call(pool.all_ready)
+    portal.call(all_ready, pool)
     yield pool
     portal.call(pool.close)
 
@@ -135,7 +140,7 @@ def test_the_streams_of_a_step_that_breaks_off_go_on_in_another_engine(
     pool: EnginePool, portal: BlockingPortal, expected: list[Any]
 ) -> None:
     async def run() -> None:
-        await pool.all_ready()
+        await all_ready(pool)
         streams = asyncio.create_task(all_streams(pool))
         engine = pool.engines[0]
         await until(lambda: len(engine._requests.serials(accepted=True)) > 15)
@@ -159,7 +164,7 @@ def test_a_request_whose_second_engine_dies_fails(pool: EnginePool, portal: Bloc
     """It may be what kills them."""
 
     async def run() -> None:
-        await pool.all_ready()
+        await all_ready(pool)
         long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=Kind.DELTA, n=16)
         asked = await pool.submit(PROMPTS[0], long)
         await anext(asked)
@@ -171,7 +176,7 @@ def test_a_request_whose_second_engine_dies_fails(pool: EnginePool, portal: Bloc
         with pytest.raises(RuntimeError, match="was ended by signal 9.*send it again"):
             async for _ in asked:
                 pass
-        await pool.all_ready()
+        await all_ready(pool)
 
     portal.call(run)
 

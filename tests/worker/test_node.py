@@ -20,7 +20,7 @@ from jaxvllm.worker.data_parallel_config import DataParallelConfig
 from jaxvllm.worker.engine_client import EngineState
 from jaxvllm.worker.node_messages import SECRET_VARIABLE, read_secret, server_keys
 from tests.waiting import PATIENCE, until
-from tests.worker.test_engine_pool import OPTIONS, all_streams, pages_owned
+from tests.worker.test_engine_pool import OPTIONS, all_ready, all_streams, pages_owned
 
 SECRET = "of this test and of nothing else"
 
@@ -73,7 +73,7 @@ def test_an_engine_on_a_headless_host_dies_and_comes_back(port: int) -> None:
                 assert await streams == expected
 
             with node(port) as host:
-                await asyncio.wait_for(pool.all_ready(), PATIENCE)
+                await asyncio.wait_for(all_ready(pool), PATIENCE)
                 assert await all_streams(pool) == expected
                 [engine] = children(host.pid)
                 await while_streams_run(lambda: os.kill(engine, signal.SIGKILL))

@@ -18,7 +18,7 @@ from jaxvllm.worker.engine_pool import EnginePool
 from jaxvllm.worker.ray_place import RayPlaces, bundle_of, environment_of
 from tests.router.test_kills import ENGINE, LISTENING, is_ready
 from tests.waiting import PATIENCE, until, wait_until
-from tests.worker.test_engine_pool import OPTIONS, all_streams, pages_owned
+from tests.worker.test_engine_pool import OPTIONS, all_ready, all_streams, pages_owned
 
 # JAX, about processes that Ray starts at once after the fork.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
@@ -60,13 +60,13 @@ def test_engines_on_a_cluster_die_and_come_back(cluster: Any) -> None:
     with start_blocking_portal() as portal, ExitStack() as undo:
         portal.call(launch)
         undo.callback(portal.call, pool.close)
-        portal.call(pool.all_ready)
+        portal.call(all_ready, pool)
         expected = portal.call(all_streams, pool)
         assert len({engine.pid for engine in pool.engines}) == 2
 
         # kill -9 of a worker: its streams go on in the other, and it comes back.
         assert portal.call(killed, 1) == expected
-        portal.call(pool.all_ready)
+        portal.call(all_ready, pool)
         assert portal.call(pages_owned, pool) == 0
 
         # A node goes for good: its engine waits for room, and comes back where there is some.
@@ -76,7 +76,7 @@ def test_engines_on_a_cluster_die_and_come_back(cluster: Any) -> None:
         assert streams.result() == expected
         assert sum(engine.state is EngineState.READY for engine in pool.engines) == 1
         cluster.add_node(num_cpus=1)
-        portal.call(pool.all_ready)
+        portal.call(all_ready, pool)
         assert portal.call(all_streams, pool) == expected
 
         # One more, and one less.

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxvllm.server.errors import ApiError
 
 # Health checks, and the page that asks for a key: a browser must load it before it has a key to send.
-OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/"})
 OPEN_FOLDER = "/playground/static/"
 # A request without these headers has no body (RFC 9112, 6.3).
 BODY_HEADERS = (b"content-length", b"transfer-encoding")

@@ -3,9 +3,11 @@
 from typing import Any, Literal
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 import jaxvllm
+from jaxvllm.server.errors import RETRY_AFTER
 from jaxvllm.server.protocol.fields import new_id
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
@@ -101,9 +103,20 @@ def router(service: Service) -> APIRouter:
         """Describes the model that has this name."""
         return card(service.model_name(name))
 
-    @routes.get("/health", tags=["Server"], response_class=Response)
+    @routes.get("/health", tags=["Server"], response_class=Response, responses=_STARTING)
     async def health() -> Response:
-        """Answers 200 as long as the server's process is alive, even if its engine is not."""
+        """Answers 200 from the first time that an engine is ready until the server ends, and 503 before.
+
+        vLLM's server does not listen before. If an engine dies later, the server starts it again: `/ready` tells that.
+        """
+        if llm.is_known:
+            return Response(status_code=200)
+        status = Status(status=llm.state, reason=f"the model {service.model_names[0]} is not ready: {llm.reason}")
+        return JSONResponse(status.model_dump(), 503, {"Retry-After": str(RETRY_AFTER)})
+
+    @routes.get("/live", tags=["Server"], response_class=Response)
+    async def live() -> Response:
+        """Answers 200 as long as the server's process is alive, even if no engine is."""
         return Response(status_code=200)
 
     @routes.get("/ready", tags=["Server"], response_model=Status, responses={503: {"model": Status}})
@@ -151,6 +164,9 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+_STARTING: dict[int | str, dict[str, Any]] = {
+    503: {"model": Status, "description": "The model has never been ready: the reason says what is waited for"}
+}
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus's text format"},
     401: COMMON[401],

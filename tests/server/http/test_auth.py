@@ -86,6 +86,7 @@ def test_open_paths_are_to_be_read_only(method):
 def test_nobody_reads_a_body_of_a_stranger(headers):
     assert ask("/health", headers=headers).status_code == 401
     assert ask("/health", headers={"content-length": "0"}).status_code == 200
+    assert ask("/live").status_code == ask("/ready").status_code == 200
 
 
 @pytest.mark.parametrize(
