@@ -7,14 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.ranges import Count, Range, Seed, Share, Tokens, check_ranges
 from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
-from jaxvllm.core.value_checks import json_object
+from jaxvllm.core.value_checks import MAX_INT32, json_object
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_translation import translate, translated_value
@@ -27,6 +28,14 @@ _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64
+# The host has arrays of this size, and devices programs: what no machine computes is refused before it is allocated.
+MOST_SEQS, MOST_TOKENS = 2**20, 2**24
+Seqs = Annotated[int, Range(1, MOST_SEQS)]
+StepTokens = Annotated[int, Range(1, MOST_TOKENS)]
+Burst = Annotated[int, Range(1, MAX_BURST)]
+Logprobs = Annotated[int, Range(-1, MAX_INT32)]
+PageSize = Annotated[int, Range(min(PAGE_SIZES), max(PAGE_SIZES))]
+Rank = Annotated[int, Range(0, 65535)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +50,16 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
-    seed: int = 0  # seed of dummy weights, and of the seeds for requests without one
-    max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own
-    max_num_seqs: int | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
-    max_num_batched_tokens: int | None = None  # tokens in a replica's step; None: 512 on CPU, 2048 elsewhere
+    seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
+    max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own
+    max_num_seqs: Seqs | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
+    max_num_batched_tokens: StepTokens | None = None  # tokens in a replica's step; None: 512 on CPU, 2048 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
-    page_size: int = 16  # tokens in a page; small pages share prefixes more finely, large ones are faster to read
+    page_size: PageSize = 16  # tokens in a page; small pages share prefixes more finely, large ones are faster to read
     # KV pages of each replica; None: as many as fit into memory_utilization. Where some layers have a window, these are
     # the pages of the layers that see most, and the others' follow.
-    num_pages: int | None = None
-    memory_utilization: float = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
+    num_pages: Tokens | None = None
+    memory_utilization: Share = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens
     async_scheduling: bool = True  # the host plans a step while the devices compute the one before it
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
@@ -62,16 +71,14 @@ class EngineConfig:
     routing_policy: Literal["least-load", "prefix", "session"] = "least-load"
     # Replicas of the model x devices that each replica is spread over; 2x1x8: two stages, each has half of the layers.
     mesh: str = "1x1"
-    data_parallel_rank: int = 0  # the number of this engine among equal ones: added to the ports of its KV events
+    data_parallel_rank: Rank = 0  # the number of this engine among equal ones: added to the ports of its KV events
     multihost: bool = False  # the mesh spans several hosts, and the environment (a TPU pod, Slurm) says which
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
-    num_processes: int | None = None  # processes that make up the mesh, usually one on each host
-    process_id: int | None = None  # the number of this process; process 0 takes the requests, the others follow it
-    row_buckets: tuple[int, ...] | None = (
-        None  # decode batch sizes to compile; None: powers of two, on CPU 24, 48 ... too
-    )
-    token_buckets: tuple[int, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
-    max_decode_burst: int = 32  # decode steps that one program may take while no request waits; 1: never more than one
+    num_processes: Count | None = None  # processes that make up the mesh, usually one on each host
+    process_id: Rank | None = None  # the number of this process; process 0 takes the requests, the others follow it
+    row_buckets: tuple[Seqs, ...] | None = None  # decode batches to compile; None: powers of two, on CPU 24, 48 ... too
+    token_buckets: tuple[StepTokens, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
+    max_decode_burst: Burst = 32  # decode steps that one program may take while no request waits; 1: never several
     speculation: bool = True  # guess tokens and verify several in one step, where that is measured to be quicker
     # What guesses, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. None: the tokens that a request repeats,
     # and programs for that are compiled only when requests do repeat themselves.
@@ -79,11 +86,11 @@ class EngineConfig:
     # What keeps KV pages beyond the pool or carries them to other engines, as JSON: {"kv_connector": "host"}.
     kv_transfer_config: str | None = None
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
-    max_logprobs: int = 20  # the most log-probabilities that a request may want of each token; -1: of the vocabulary
+    max_logprobs: Logprobs = 20  # the most log-probabilities that a request may want of each token; -1: all
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
     structured_outputs_lenient: bool = False  # ignore what cannot be enforced of a JSON schema, and warn in the output
     reasoning_parser: str | None = None  # the marks of the model's reasoning, by vLLM's names; None: it has none
-    max_outputs_per_second: int | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
+    max_outputs_per_second: Count | None = None  # chunks to all streams together; None: no limit, in serve 500 a core
     compilation_cache: str | None = "~/.cache/jaxvllm/xla"  # where compiled programs are kept; "": nowhere
 
     @classmethod
@@ -130,25 +137,9 @@ class EngineConfig:
             object.__setattr__(self, "kv_events_config", str(KVEventsConfig.read(self.kv_events_config)))
             if self.kv_events is not None and not self.enable_prefix_caching:
                 raise ValueError("kv_events_config tells what is cached, and enable_prefix_caching is off: change one")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_pages",
-            "num_processes",
-            "max_outputs_per_second",
-        ):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
-        if type(self.max_decode_burst) is not int or not 1 <= self.max_decode_burst <= MAX_BURST:
-            raise ValueError(f"max_decode_burst must be from 1 to {MAX_BURST}, not {self.max_decode_burst!r}")
-        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
-            raise ValueError(f"max_logprobs must be an integer of at least -1, not {self.max_logprobs!r}")
+        check_ranges(self, written_as_flags=False)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
-        if not 0 < self.memory_utilization <= 1:
-            raise ValueError(f"memory_utilization must be above 0 and at most 1, not {self.memory_utilization!r}")
         if self.scheduler not in POLICIES:
             raise ValueError(f"scheduler must be one of {', '.join(POLICIES)}, not {self.scheduler!r}")
         if self.coordinator is not None:
@@ -160,14 +151,12 @@ class EngineConfig:
         index, count = self.process_id, self.num_processes
         if index is not None and (type(index) is not int or index < 0 or (count is not None and index >= count)):
             raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")
-        if type(self.data_parallel_rank) is not int or self.data_parallel_rank < 0:
-            raise ValueError(f"data_parallel_rank must be an integer of 0 or more, not {self.data_parallel_rank!r}")
         # `str`, so that (1, 8) and 8 get an error that says what to write.
         if MeshShape.parse(str(self.mesh)).stages > 1:
             self._check_stages()
         for name in ("row_buckets", "token_buckets"):
             value = getattr(self, name)
-            if value is not None and not (value and all(type(count) is int and count > 0 for count in value)):
+            if value is not None and not (isinstance(value, tuple | list) and value):
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
 
     def _check_stages(self) -> None:

@@ -3,13 +3,17 @@
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
 
 from jaxvllm.bench.vocabulary import Vocabulary
+from jaxvllm.core.ranges import Count, Range, Tokens, TokensOrZero, check_ranges
+from jaxvllm.core.value_checks import MAX_INT32
+
+TokensOrFile = Annotated[int, Range(-1, MAX_INT32)]
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,16 @@ class Dataset(Protocol):
 class Random:
     """Random tokens of given lengths. Prompts share nothing but the common prefix."""
 
-    random_input_len: int = 1024  # tokens of a prompt after the prefix
-    random_output_len: int = 128  # tokens of an answer
-    random_range_ratio: float = 0.0  # lengths vary by this share, both ways; in [0, 1)
-    random_prefix_len: int = 0  # tokens that all prompts begin with
+    random_input_len: TokensOrZero = 1024  # tokens of a prompt after the prefix
+    random_output_len: Tokens = 128  # tokens of an answer
+    random_range_ratio: Annotated[float, Range(0, 0.999)] = 0.0  # lengths vary by this share, both ways
+    random_prefix_len: TokensOrZero = 0  # tokens that all prompts begin with
 
     PROMPT: ClassVar = ("random_input_len",)
     ANSWER: ClassVar = ("random_output_len",)
 
     def __post_init__(self) -> None:
-        _check_lengths(self, "random_input_len", "random_prefix_len", least=0)
-        _check_lengths(self, "random_output_len", least=1)
-        if not 0 <= self.random_range_ratio < 1:
-            raise ValueError(f"--random-range-ratio must be in [0, 1), not {self.random_range_ratio}")
+        check_ranges(self)
 
     def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
         _unneeded(path)
@@ -92,16 +93,16 @@ class Random:
 class PrefixRepetition:
     """Prompts with a few prefixes, each shared by many prompts, which is the purpose of a prefix cache."""
 
-    prefix_repetition_prefix_len: int = 256  # tokens that the prompts of a group share
-    prefix_repetition_suffix_len: int = 256  # tokens that each prompt has for itself
-    prefix_repetition_num_prefixes: int = 10  # number of groups
-    prefix_repetition_output_len: int = 128  # tokens of an answer
+    prefix_repetition_prefix_len: Tokens = 256  # tokens that the prompts of a group share
+    prefix_repetition_suffix_len: Tokens = 256  # tokens that each prompt has for itself
+    prefix_repetition_num_prefixes: Count = 10  # number of groups
+    prefix_repetition_output_len: Tokens = 128  # tokens of an answer
 
     PROMPT: ClassVar = ("prefix_repetition_prefix_len", "prefix_repetition_suffix_len")
     ANSWER: ClassVar = ("prefix_repetition_output_len",)
 
     def __post_init__(self) -> None:
-        _check_lengths(self, *(field.name for field in fields(self)), least=1)
+        check_ranges(self)
 
     @property
     def longest(self) -> int:
@@ -128,8 +129,8 @@ class PrefixRepetition:
 class ShareGpt:
     """First questions of conversations, and the lengths of their answers, from a file in the ShareGPT format."""
 
-    sharegpt_output_len: int | None = None  # tokens of an answer; None: as many as the one in the file has
-    sharegpt_max_total_len: int = 2048  # tokens; conversations with more, question and answer, are left out
+    sharegpt_output_len: Tokens | None = None  # tokens of an answer; None: as many as the one in the file has
+    sharegpt_max_total_len: Tokens = 2048  # tokens; conversations with more, question and answer, are left out
 
     PROMPT: ClassVar = ("sharegpt_max_total_len",)
     ANSWER: ClassVar = ()
@@ -138,9 +139,7 @@ class ShareGpt:
     MOST_PROMPT: ClassVar = 1024
 
     def __post_init__(self) -> None:
-        _check_lengths(self, "sharegpt_max_total_len", least=1)
-        if self.sharegpt_output_len is not None:
-            _check_lengths(self, "sharegpt_output_len", least=1)
+        check_ranges(self)
 
     @property
     def longest(self) -> int:
@@ -175,14 +174,15 @@ class ShareGpt:
 class Custom:
     """Prompts from the user's file, sent unchanged: a line is a JSON object with `prompt` and maybe `output_tokens`."""
 
-    custom_output_len: int = 256  # tokens of an answer; -1: the `output_tokens` of each line
+    custom_output_len: TokensOrFile = 256  # tokens of an answer; -1: the `output_tokens` of each line
 
     PROMPT: ClassVar = ()
     ANSWER: ClassVar = ("custom_output_len",)
 
     def __post_init__(self) -> None:
-        if self.custom_output_len != -1:
-            _check_lengths(self, "custom_output_len", least=1)
+        check_ranges(self)
+        if self.custom_output_len == 0:
+            raise ValueError("--custom-output-len must be at least 1, or -1 for the `output_tokens` of lines, not 0")
 
     @property
     def longest(self) -> int:
@@ -259,9 +259,3 @@ def _enough(samples: list[Sample], count: int, file: Path, rng: np.random.Genera
     if not samples:
         raise ValueError(f"{file} has no prompt that fits: see docs/benchmarking.md for what is left out")
     return samples + [samples[index] for index in rng.integers(len(samples), size=count - len(samples))]
-
-
-def _check_lengths(options: Any, *names: str, least: int) -> None:
-    for name in names:
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(options, name)}")

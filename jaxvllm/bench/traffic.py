@@ -2,28 +2,30 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+
+from jaxvllm.core.ranges import Count, Range, check_ranges
+
+# A gap between requests is gamma distributed. With a shape b it is less than 1e-308, the smallest double, with a
+# probability of about 1e-308**b: 4e-16 for 0.05, and 0.5 for 0.001, where all gaps of a short run may be 0, and so may
+# their sum, by which they are divided.
+Burstiness = Annotated[float, Range(0.05, 1e6)]
+Rate = Annotated[float, Range(1e-6, math.inf)]
 
 
 @dataclass(frozen=True)
 class Traffic:
     """The number of requests, their rate, and how many may run at a time."""
 
-    num_prompts: int = 1000  # number of requests in all
-    request_rate: float = math.inf  # requests per second; inf sends all at once
-    burstiness: float = 1.0  # 1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly (gamma)
-    max_concurrency: int | None = None  # the most requests at a time; others wait in this program
+    num_prompts: Count = 1000  # number of requests in all
+    request_rate: Rate = math.inf  # requests per second; inf sends all at once
+    burstiness: Burstiness = 1.0  # 1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly (gamma)
+    max_concurrency: Count | None = None  # the most requests at a time; others wait in this program
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ValueError(f"--num-prompts must be at least 1, not {self.num_prompts}")
-        if not self.request_rate > 0:
-            raise ValueError(f"--request-rate must be above 0, or inf, not {self.request_rate}")
-        if not 0 < self.burstiness < math.inf:
-            raise ValueError(f"--burstiness must be a number above 0, not {self.burstiness}")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ValueError(f"--max-concurrency must be at least 1, not {self.max_concurrency}")
+        check_ranges(self)
 
     def arrivals(self, rng: np.random.Generator) -> list[float]:
         """Returns the seconds after the start at which each request is sent, ascending.

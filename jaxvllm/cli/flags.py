@@ -4,12 +4,14 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from decimal import Decimal
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.ranges import Range, range_of, without_range
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.vllm_options import ALIASES, JSON_LISTS
 
@@ -64,7 +66,8 @@ def add_flags(
     group = parser.add_argument_group(title)
     helps = _helps(source)
     for field in fields(source):
-        if field.name in skip or not _is_simple(field.type):
+        plain = without_range(field.type)
+        if field.name in skip or not _is_simple(plain):
             continue
         default = (defaults or {}).get(field.name, None if field.default is MISSING else field.default)
         names = [field.name, *(alias for alias, ours in ALIASES.items() if ours == field.name)]
@@ -73,7 +76,7 @@ def add_flags(
             dest=field.name,
             default=argparse.SUPPRESS,
             help=_help(helps.get(field.name, ""), default, shows_defaults).replace("%", "%%"),
-            **_kind(field.type, takes_lists),
+            **_kind(plain, takes_lists, range_of(field.type)),
         )
 
 
@@ -129,8 +132,8 @@ def _is_simple(annotation: Any) -> bool:
     return all(map(_is_simple, parts)) if isinstance(annotation, UnionType) else not is_dataclass(annotation)
 
 
-def _kind(annotation: Any, takes_lists: bool) -> dict[str, Any]:
-    """Returns argparse's settings for a field with this type."""
+def _kind(annotation: Any, takes_lists: bool, bounds: tuple[type, Range] | None) -> dict[str, Any]:
+    """Returns argparse's settings for a field with this type, whose numbers must be within `bounds`."""
     if isinstance(annotation, UnionType):
         [annotation] = [part for part in get_args(annotation) if part is not type(None)]
     if annotation is bool:
@@ -139,13 +142,43 @@ def _kind(annotation: Any, takes_lists: bool) -> dict[str, Any]:
         return {"choices": get_args(annotation)}
     if get_origin(annotation) is tuple:
         several = {"action": "append", **({"nargs": "+"} if takes_lists else {})}
-        return several | _kind(get_args(annotation)[0], takes_lists)
-    return {"type": whole_number if annotation is int else annotation, "metavar": _METAVARS.get(annotation, "TEXT")}
+        return several | _kind(get_args(annotation)[0], takes_lists, bounds)
+    read = whole_number if annotation is int else annotation
+    if bounds is not None:
+        read = _within(*bounds)
+    return {"type": read, "metavar": _METAVARS.get(annotation, "TEXT")}
 
 
 def flag_of(name: str) -> str:
     """Returns the flag for the field `name`."""
     return f"--{name.replace('_', '-')}"
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Returns the `type` of a flag that stands for no field: whole numbers from `low` to `high`."""
+    return _within(int, Range(low, high))
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    """Returns the `type` of a flag that stands for no field: numbers from `low` to `high`."""
+    return _within(float, Range(low, high))
+
+
+def _within(kind: type, allowed: Range) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            value = whole_number(text) if kind is int else float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"give a number, not {text!r}") from None
+        try:
+            return allowed.check("", value, kind)
+        except ParameterError as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from None
+
+    return read
+
+
+seed_number = whole(0, 2**63 - 1)  # what jax and NumPy take
 
 
 def whole_number(text: str) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxvllm.cli.flags import add_flags, given, whole_number, with_model
+from jaxvllm.cli.flags import add_flags, given, whole, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.value_checks import MAX_INT32
 
 REQUEST_TOKENS = 4096
 CONTEXT = 2048
@@ -52,13 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", required=True, help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu")
     parser.add_argument(
         "--request-tokens",
-        type=whole_number,
+        type=whole(1, MAX_INT32),
         metavar="N",
         help=f"length of a request (default: {REQUEST_TOKENS}, or all that the model takes)",
     )
     parser.add_argument(
         "--context",
-        type=whole_number,
+        type=whole(1, MAX_INT32),
         metavar="N",
         help=f"tokens that a decoding request attends to (default: {CONTEXT}, or the same)",
     )

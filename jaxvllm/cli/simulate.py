@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxvllm.cli.bench.data import fit_to_model
 from jaxvllm.cli.exit_code import exit_code
-from jaxvllm.cli.flags import add_flags, given, with_model
+from jaxvllm.cli.flags import add_flags, given, real, seed_number, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 
@@ -79,17 +79,27 @@ def add_deployment_flags(parser: argparse.ArgumentParser, has_pools: bool = True
     )
     group.add_argument("--table", type=Path, metavar="FILE.json", help="step times that bench steps wrote")
     group.add_argument(
-        "--efficiency", type=float, metavar="SHARE", help="share of the chip's published rates (default: 1, a floor)"
+        "--efficiency",
+        type=real(0.001, 1),
+        metavar="SHARE",
+        help="share of the chip's published rates (default: 1, a floor)",
     )
-    group.add_argument("--host-ms", type=float, metavar="MS", help="time of the host for each step, in milliseconds")
+    group.add_argument(
+        "--host-ms", type=real(0, 1e6), metavar="MS", help="time of the host for each step, in milliseconds"
+    )
     if has_pools:
         group.add_argument(
             "--pools", metavar="P+D", help="replicas that only compute prompts + replicas that only decode, such as 2+6"
         )
     group.add_argument(
-        "--kv-bandwidth", type=float, metavar="GB/S", help="that a replica sends from pool to pool (default: 25)"
+        "--kv-bandwidth",
+        type=real(0.001, 1e6),
+        metavar="GB/S",
+        help="that a replica sends from pool to pool (default: 25)",
     )
-    group.add_argument("--kv-latency-ms", type=float, metavar="MS", help="that a transfer takes beside (default: 1)")
+    group.add_argument(
+        "--kv-latency-ms", type=real(0, 1e6), metavar="MS", help="that a transfer takes beside (default: 1)"
+    )
 
 
 def add_workload_flags(parser: argparse.ArgumentParser, has_rate: bool = True) -> None:
@@ -103,7 +113,9 @@ def add_workload_flags(parser: argparse.ArgumentParser, has_rate: bool = True) -
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="a recorded load: .jsonl (Mooncake) or .csv (BurstGPT, Azure)"
     )
-    group.add_argument("--load-seed", type=int, default=0, metavar="N", help="seed of the load (default: %(default)s)")
+    group.add_argument(
+        "--load-seed", type=seed_number, default=0, metavar="N", help="seed of the load (default: %(default)s)"
+    )
     add_flags(parser, Traffic, "load: arrivals", skip=("max_concurrency", *(() if has_rate else ("request_rate",))))
     add_flags(parser, Random, "load: random")
     add_flags(parser, PrefixRepetition, "load: prefix_repetition")

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Annotated, Self
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.policy import POLICIES, Policy
+from jaxvllm.core.ranges import MOST_REPLICAS, Range, check_ranges
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import StepPlan
@@ -25,7 +26,7 @@ from jaxvllm.runtime.buckets import Bucket, BucketLadder
 class EngineSetup:
     """The limits, pages and compiled shapes of an engine that has `num_replicas` equal replicas, all compiled."""
 
-    num_replicas: int
+    num_replicas: Annotated[int, Range(1, MOST_REPLICAS)]
     groups: Sequence[GroupSize]  # pages of each replica
     page_size: int
     max_model_len: int
@@ -37,6 +38,9 @@ class EngineSetup:
     enable_prefix_caching: bool = True
     routing_policy: str = "least-load"
     burst_seconds: float = SERVING_SECONDS
+
+    def __post_init__(self) -> None:
+        check_ranges(self, written_as_flags=False)
 
     @classmethod
     def of_deployment(cls, config: EngineConfig, deployment: Deployment) -> Self:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.ranges import Range, Tokens, check_ranges
 from jaxvllm.runtime.state import ADMISSION_BATCH
 from jaxvllm.simulator.step_cost import StepWork
 
@@ -52,13 +53,19 @@ class StepSample:
         return least, self.device_seconds if self.saw_begin or not self.saw_end else math.inf
 
 
+Seconds = Annotated[float, Range(0, 1e6)]
+
+
 @dataclass(frozen=True, order=True)
 class BucketTime:
     """The seconds of one step in a bucket, before the keys and values that it reads."""
 
-    num_tokens: int
-    num_rows: int
-    seconds: float
+    num_tokens: Tokens
+    num_rows: Tokens
+    seconds: Seconds
+
+    def __post_init__(self) -> None:
+        check_ranges(self, written_as_flags=False)
 
 
 @dataclass(frozen=True)
@@ -71,29 +78,30 @@ class MeasuredCost:
 
     decode: tuple[BucketTime, ...]  # ascending in rows
     mixed: tuple[BucketTime, ...]  # ascending in tokens, then rows
-    decode_call: float  # of a call of decode steps, however many they are
-    decode_position: float  # that a row which decodes reads
-    prompt_pair: float  # of a query of a prompt and a position that it sees
+    decode_call: Seconds  # of a call of decode steps, however many they are
+    decode_position: Seconds  # that a row which decodes reads
+    prompt_pair: Seconds  # of a query of a prompt and a position that it sees
     # Behind a step that is under way the device shares the processors with the host, which reads that step and launches
     # the next one. Decode steps behind decode steps always do: `decode_call` has it.
-    decode_behind: float  # of a call of decode steps behind a step with prompts
-    mixed_behind: float  # of a step with prompts behind any step
-    launch_call: float  # of the host, to plan and launch decode steps
-    launch_mixed: float  # of the host, to plan and launch a step with prompts
-    admission_call: float  # of the host, for each `ADMISSION_BATCH` of requests that get slots
-    admission: float  # of the host, for each request that gets a slot
-    read_call: float  # of the host, to read a call
-    read_row: float  # of the host, for each row of it
-    read_token: float  # of the host, for a row that decodes, in each of its steps
-    request_seconds: float  # of the host, for each request, beside the steps
+    decode_behind: Seconds  # of a call of decode steps behind a step with prompts
+    mixed_behind: Seconds  # of a step with prompts behind any step
+    launch_call: Seconds  # of the host, to plan and launch decode steps
+    launch_mixed: Seconds  # of the host, to plan and launch a step with prompts
+    admission_call: Seconds  # of the host, for each `ADMISSION_BATCH` of requests that get slots
+    admission: Seconds  # of the host, for each request that gets a slot
+    read_call: Seconds  # of the host, to read a call
+    read_row: Seconds  # of the host, for each row of it
+    read_token: Seconds  # of the host, for a row that decodes, in each of its steps
+    request_seconds: Seconds  # of the host, for each request, beside the steps
     # Quantiles of what steps took over what the table says, 1 on average. The pace of bursts depends on them: behind a
     # step that was quick by chance, a program takes several, and a token takes less.
-    jitter: tuple[float, ...] = (1.0,)
+    jitter: tuple[Seconds, ...] = (1.0,)
     model: str = ""
     device: str = "cpu"  # by the planner's names
     origin: dict[str, Any] = field(default_factory=dict, compare=False)  # where and when it was measured
 
     def __post_init__(self) -> None:
+        check_ranges(self, written_as_flags=False)
         if not self.decode or not self.mixed:
             raise ValueError("a table of step times needs decode steps and steps with prompts: measure for longer")
 

@@ -22,11 +22,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxvllm.bench.traffic import Traffic
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.value_checks import MAX_INT32, integer, number
 from jaxvllm.simulator.arrival import Arrival, Segment
 
 BLOCK = 512  # tokens that one of the `hash_ids` stands for
 # Names of what requests do not share begin here: more than a trace has blocks.
 _OWN = 2**30
+# Seconds from the first arrival to the last: 30 years. Times are read to the microsecond, and twice that is exact.
+_LONGEST = 10**9
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class TraceWorkload:
         with self.path.open(encoding="utf-8") as file:
             try:
                 found = sorted(read(file), key=lambda arrival: arrival.at)[: self.count]
+            except ParameterError as error:
+                raise ValueError(f"--trace {self.path}: {error}: mend the file, or leave such requests out") from None
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"--trace {self.path} is in no format that is known: {error!r}") from None
         return [replace(one, at=one.at - found[0].at) for one in found]
@@ -80,25 +86,31 @@ def _mooncake(file: Iterator[str]) -> Iterator[Arrival]:
         if not line.strip():
             continue
         entry: Mapping[str, Any] = json.loads(line)
-        left = int(entry["input_length"])
+        where = f"line {index + 1}: "
+        left = integer(f"{where}input_length", entry["input_length"], 0, MAX_INT32)
+        num_answer = integer(f"{where}output_length", entry["output_length"], 0, MAX_INT32)
+        at = number(f"{where}timestamp", entry["timestamp"], 0, 1000 * _LONGEST) / 1000
         prompt = []
         for name in entry.get("hash_ids", ()):
-            prompt.append(Segment(int(name), min(BLOCK, left)))
+            prompt.append(Segment(integer(f"{where}each of hash_ids", name, 0, _OWN - 1), min(BLOCK, left)))
             left -= prompt[-1].num_tokens
             if not left:
                 break
         if left:
             prompt.append(Segment(_OWN + 2 * index, left))
-        yield from _arrival(float(entry["timestamp"]) / 1000, tuple(prompt), int(entry["output_length"]), index)
+        yield from _arrival(at, tuple(prompt), num_answer, index)
 
 
 def _table(file: Iterator[str]) -> Iterator[Arrival]:
     for index, row in enumerate(csv.DictReader(file)):
+        where = f"request {index + 1}: "
         if "ContextTokens" in row:
             at = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
-            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            names = ("ContextTokens", "GeneratedTokens")
         else:
-            at, lengths = float(row["Timestamp"]), (int(row["Request tokens"]), int(row["Response tokens"]))
+            at = number(f"{where}Timestamp", float(row["Timestamp"]), 0, _LONGEST)
+            names = ("Request tokens", "Response tokens")
+        lengths = [integer(f"{where}{name}", int(row[name]), 0, MAX_INT32) for name in names]
         yield from _arrival(at, (Segment(_OWN + 2 * index, lengths[0]),), lengths[1], index)
 
 

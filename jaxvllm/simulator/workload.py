@@ -7,13 +7,17 @@ million of them take no memory.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
 
 import numpy as np
 
 from jaxvllm.bench.samples import PrefixRepetition, Random
 from jaxvllm.bench.traffic import Traffic
+from jaxvllm.core.ranges import Range, Tokens, TokensOrZero, check_ranges
 from jaxvllm.simulator.arrival import Arrival, Segment
+
+Seconds = Annotated[float, Range(0, 1e6)]
+Turns = Annotated[int, Range(1, 10_000)]
 
 
 class Workload(Protocol):
@@ -79,18 +83,14 @@ class PrefixWorkload:
 class Conversations:
     """Conversations of several turns. Each prompt is all that was said before, and a new question."""
 
-    turns: int = 4  # questions of a conversation
-    turn_seconds: float = 30.0  # time between two questions of a conversation; the second waits for no answer
-    system_len: int = 256  # tokens that all conversations begin with
-    question_len: int = 64  # tokens of a question
-    answer_len: int = 128  # tokens of an answer
+    turns: Turns = 4  # questions of a conversation
+    turn_seconds: Seconds = 30.0  # time between two questions of a conversation; the second waits for no answer
+    system_len: TokensOrZero = 256  # tokens that all conversations begin with
+    question_len: Tokens = 64  # tokens of a question
+    answer_len: Tokens = 128  # tokens of an answer
 
     def __post_init__(self) -> None:
-        for name in ("turns", "question_len", "answer_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.system_len < 0 or self.turn_seconds < 0:
-            raise ValueError("--system-len and --turn-seconds must be at least 0")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

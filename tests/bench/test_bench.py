@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxvllm.cli.bench import main
+from tests.commands import exit_code_of
 
 RANDOM = ["--random-input-len", "8", "--random-output-len", "6", "--random-vocab-size", "50", "--num-prompts", "4"]
 FIRST_LINES = """\
@@ -41,7 +42,8 @@ DETAILS = "input_lens output_lens ttfts itls start_times generated_texts errors"
 
 @pytest.fixture
 def bench(server):
-    return lambda command, *flags: main([command, "--base-url", server.base_url, "--disable-tqdm", *map(str, flags)])
+    shared = ("--base-url", server.base_url, "--disable-tqdm")
+    return lambda command, *flags: exit_code_of(main, [command, *shared, *map(str, flags)])
 
 
 def test_the_table_is_the_one_that_people_know(bench, capsys):
@@ -224,13 +226,13 @@ def test_a_sweep_writes_a_line_and_draws_a_point_for_each_load(bench, tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--request-rate", "0"], "--request-rate must be above 0"),
-        (["--burstiness", "0"], "--burstiness must be"),
-        (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
-        (["--num-prompts", "0"], "--num-prompts must be at least 1"),
-        (["--random-range-ratio", "1"], "--random-range-ratio must be in [0, 1)"),
+        (["--request-rate", "0"], "--request-rate: must be a number from 1e-06 to inf, not 0"),
+        (["--burstiness", "0"], "--burstiness: must be a number from 0.05 to 1e+06, not 0"),
+        (["--max-concurrency", "0"], "--max-concurrency: must be an integer from 1 to 10000000, not 0"),
+        (["--num-prompts", "0"], "--num-prompts: must be an integer from 1 to 10000000, not 0"),
+        (["--random-range-ratio", "1"], "--random-range-ratio: must be a number from 0 to 0.999, not 1"),
         (["--random-input-len", "0"], "may leave a prompt empty"),
-        (["--random-vocab-size", "0"], "--random-vocab-size must be at least 1"),
+        (["--random-vocab-size", "0"], "--random-vocab-size: must be an integer from 1 to 2147483647, not 0"),
         (["--goodput", "ttft"], "--goodput takes NAME:MILLISECONDS"),
         (["--goodput", "itl:3"], "--goodput takes NAME:MILLISECONDS"),
         (["--percentile-metrics", "ttft,tptt"], "not tptt"),
@@ -246,7 +248,7 @@ def test_a_sweep_writes_a_line_and_draws_a_point_for_each_load(bench, tmp_path, 
 def test_what_is_wrong_is_told_in_one_line(flags, message, bench, capsys, server):
     assert bench("serve", *flags) == 2
     err = capsys.readouterr().err
-    assert err.startswith("jaxvllm bench: ") and message in err and err.count("\n") == 1
+    assert err.startswith("jaxvllm bench") and message in err and err.count("\n") == 1
     assert not server.bodies, "and before anything is asked"
 
 

@@ -30,6 +30,7 @@ from jaxvllm.core.kv_cache import FullGroup
 from jaxvllm.core.page_pool import PagePool
 from jaxvllm.model_name import resolve
 from jaxvllm.text.tokenizer import Tokenizer
+from tests.commands import exit_code_of
 
 SIZE = 4  # tokens of a page
 OPTIONS = LadderOptions(requests=2, rounds=3)
@@ -233,11 +234,11 @@ def test_other_tokens_fail_the_command(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--requests", "0"], "--requests must be at least 1, not 0"),
-        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["--arrivals", "-1"], "--arrivals must be from 0"),
-        (["--arrivals", "nan"], "--arrivals must be from 0"),
-        (["--seed", "-1"], "--seed must be at least 0, not -1"),
+        (["--requests", "0"], "--requests: must be an integer from 1 to 10000000, not 0"),
+        (["--rounds", "0"], "--rounds: must be an integer from 1 to 10000000, not 0"),
+        (["--arrivals", "-1"], "--arrivals: must be a number from 0 to 3600, not -1"),
+        (["--arrivals", "nan"], "--arrivals: must be a number from 0 to 3600, not nan"),
+        (["--seed", "-1"], "--seed: must be an integer from 0 to 9223372036854775807, not -1"),
         (["--rungs", "static,slots"], "not 'slots'"),
         (["--output", "/no/such/place/x.png"], "must be a .png file in a directory that exists"),
         (["--output", "ladder.txt"], "must be a .png file"),
@@ -245,9 +246,9 @@ def test_other_tokens_fail_the_command(monkeypatch: pytest.MonkeyPatch, capsys: 
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ladder", *argv]) == 2
+    assert exit_code_of(main, ["ladder", *argv]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("jaxvllm bench: ") and message in err and err.count("\n") == 1
+    assert err.startswith("jaxvllm bench") and message in err and err.count("\n") == 1
 
 
 def test_a_missing_matplotlib_is_told_before_the_measurement(

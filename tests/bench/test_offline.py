@@ -17,6 +17,7 @@ from jaxvllm.bench.offline.startup import Startups
 from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from tests.bench.test_bench import KEYS as SERVE_KEYS
+from tests.commands import exit_code_of
 
 SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,))
 ORIGIN = {"date", "command", "model", "device", "versions"}
@@ -41,7 +42,7 @@ def bench(engine, monkeypatch):
     monkeypatch.setattr(LLM, "from_config", shared)
 
     def run(*argv):
-        code = main([*map(str, argv), "--disable-tqdm"])
+        code = exit_code_of(main, [*map(str, argv), "--disable-tqdm"])
         return code, configs
 
     return run
@@ -109,22 +110,22 @@ def test_throughput_shortens_lengths_that_nobody_chose(bench, capsys):
     ("argv", "message"),
     [
         (["latency", "--input-len", 60, "--output-len", 10], "exceed the 64 tokens that the model takes"),
-        (["latency", "--batch-size", 0], "--batch-size must be at least 1, not 0"),
-        (["latency", "--num-iters-warmup", -1], "--num-iters-warmup must be at least 0, not -1"),
+        (["latency", "--batch-size", 0], "--batch-size: must be an integer from 1 to 10000000, not 0"),
+        (["latency", "--num-iters-warmup", -1], "--num-iters-warmup: must be an integer from 0 to 10000000, not -1"),
         (["latency", "--output-json", "/no/such/place/x.json"], "must be in a directory that exists"),
-        (["throughput", "--num-prompts", 0], "--num-prompts must be at least 1, not 0"),
+        (["throughput", "--num-prompts", 0], "--num-prompts: must be an integer from 1 to 10000000, not 0"),
         (["throughput", "--input-len", 60, "--output-len", 10], "the model takes 64 tokens"),
         (["throughput", "--dataset-name", "custom", "--input-len", 6], "--input-len 6 is for random prompts"),
         (["throughput", "--dataset-name", "sharegpt", "--sharegpt-max-total-len", 64], "give --dataset-path"),
-        (["startup", "--num-iters-cold", -1], "--num-iters-cold must be at least 0, not -1"),
-        (["startup", "--max-num-seqs", 0], "max_num_seqs must be a positive integer"),
+        (["startup", "--num-iters-cold", -1], "--num-iters-cold: must be an integer from 0 to 10000000, not -1"),
+        (["startup", "--max-num-seqs", 0], "--max-num-seqs: must be an integer from 1 to 1048576, not 0"),
     ],
 )
 def test_a_mistake_is_one_line(bench, capsys, argv, message):
     code, _ = bench(*argv)
     err = capsys.readouterr().err
     assert code == 2
-    assert err.startswith("jaxvllm bench: ") and message in err and err.count("\n") == 1
+    assert err.startswith("jaxvllm bench") and message in err and err.count("\n") == 1
 
 
 def test_a_profile_has_the_names_of_our_code(bench, capsys, tmp_path):

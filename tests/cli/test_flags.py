@@ -79,9 +79,7 @@ def test_options_have_the_names_of_vllm_where_they_mean_the_same():
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("25.6k", 25_600), ("1m", 10**6), ("2M", 2 * 2**20), ("-1", -1)],
 )
 def test_whole_numbers_may_have_a_unit(text, number):
-    assert given(parser(EngineConfig).parse_args([f"--max-model-len={text}"]), EngineConfig) == {
-        "max_model_len": number
-    }
+    assert given(parser(EngineConfig).parse_args([f"--max-logprobs={text}"]), EngineConfig) == {"max_logprobs": number}
 
 
 @pytest.mark.parametrize("text", ["4.5", "k", "4kk", "1.0001k", "", "4 k"])

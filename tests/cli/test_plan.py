@@ -11,6 +11,7 @@ from jaxvllm.planner import capacity_plan as planning
 from jaxvllm.planner.compiler import Findings, Refusal, StepFindings
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.hlo import Collective
+from tests.commands import exit_code_of
 
 MIB = 2**20
 COLLECTIVES = (Collective("all-reduce", 65, 2 * MIB, False), Collective("all-to-all", 2, 16 * MIB, True))
@@ -152,15 +153,18 @@ def test_a_refusal_is_one_line(kind, code, capsys, monkeypatch):
         (["--mesh", "8"], "mesh '8' is not DxM"),
         (["--mesh", "0x1"], "0x1"),
         (["--mesh", "1x9"], "1x1, 1x2, 1x4"),
-        (["--memory-utilization", "2"], "memory_utilization"),
-        (["--request-tokens", "0"], "--request-tokens must be between 1 and the 131072"),
+        (
+            ["--memory-utilization", "2"],
+            "memory-utilization: must be a number from 0.001 to 1, not 2",
+        ),
+        (["--request-tokens", "0"], "--request-tokens: must be an integer from 1 to"),
         (["--context", "999999"], "--context must be between"),
         (["--plot", "memory.pdf"], "must be a .png"),
         (["--plot", "/no/such/place/memory.png"], "must be a .png file in a directory that exists"),
     ],
 )
 def test_mistakes_cost_one_line_and_exit_code_2(argv, said, capsys):
-    assert main(["--model", "Llama-3.1-8B", "--device", "v5e", *argv]) == 2
+    assert exit_code_of(main, ["--model", "Llama-3.1-8B", "--device", "v5e", *argv]) == 2
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.err.count("\n") == 1 and not captured.out

@@ -7,6 +7,7 @@ import pytest
 
 from jaxvllm.cli import main
 from jaxvllm.simulator.measured_cost import BucketTime, MeasuredCost
+from tests.commands import exit_code_of
 from tests.engine.tiny import write_tiny_checkpoint
 from tests.simulator.test_measured_cost import TABLE
 
@@ -78,9 +79,12 @@ def test_a_picture_is_drawn(table, tmp_path, capsys):
             "--trace no.txt must be a .jsonl file (Mooncake) or a .csv",
         ),
         (["demo", "--device", "h100", "--trace", "no.csv"], "No such file or directory: 'no.csv'"),
-        (["demo", "--device", "h100", "--efficiency", "2"], "--efficiency must be above 0 and at most 1, not 2.0"),
+        (["demo", "--device", "h100", "--efficiency", "2"], "--efficiency: must be a number from 0.001 to 1, not 2.0"),
         (["Llama-3.1-70B", "--device", "l4"], "leaves no memory for keys and values on a mesh of 1x1 l4: raise the M"),
-        (["demo", "--device", "h100", "--turns", "0", "--load", "conversations"], "--turns must be at least 1, not 0"),
+        (
+            ["demo", "--device", "h100", "--turns", "0", "--load", "conversations"],
+            "--turns: must be an integer from 1 to 10000, not 0",
+        ),
         (
             ["demo", "--device", "h100", "--pools", "1+1", "--no-enable-prefix-caching"],
             "the decode pool gets its pages by the prefix cache: leave it on",
@@ -88,7 +92,7 @@ def test_a_picture_is_drawn(table, tmp_path, capsys):
     ],
 )
 def test_a_wrong_option_is_an_error(argv, error, capsys):
-    assert main(["simulate", *argv]) == 2
+    assert exit_code_of(main, ["simulate", *argv]) == 2
     assert error in capsys.readouterr().err
 
 
@@ -149,10 +153,10 @@ def test_sizes_that_were_not_measured_are_told(table, capsys):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--disaggregate", "1"], "--disaggregate must be at least 2 replicas"),
+        (["--disaggregate", "1"], "--disaggregate: must be an integer from 2 to 1024, not 1"),
         (["--disaggregate", "2", "--real-runs", "1"], "--real-runs needs one pool"),
         (["--kv-latency-ms", "1"], "--kv-bandwidth and --kv-latency-ms are of --disaggregate N, which is not given"),
-        (["--real-runs", "-1"], "--real-runs must be at least 0, not -1"),
+        (["--real-runs", "-1"], "--real-runs: must be an integer from 0 to 1000, not -1"),
         (["--real-runs", "1", "--mesh", "64x1"], "mesh 64x1 needs 64 devices"),
         (["--model", "Llama-3.1-8B"], "has the step times of demo, not of Llama-3.1-8B: leave out the model"),
         (["--goodput", "tftt:200"], "--goodput takes NAME:MILLISECONDS with a name of ttft, tpot, e2el, not tftt:200"),
@@ -166,5 +170,5 @@ def test_sizes_that_were_not_measured_are_told(table, capsys):
     ],
 )
 def test_auto_tune_refuses_what_it_cannot_run(words, error, table, capsys):
-    assert main(["bench", "auto-tune", "--table", str(table), "--goodput", "ttft:1", *words]) == 2
+    assert exit_code_of(main, ["bench", "auto-tune", "--table", str(table), "--goodput", "ttft:1", *words]) == 2
     assert error in capsys.readouterr().err

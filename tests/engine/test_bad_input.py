@@ -153,8 +153,8 @@ def test_bad_messages(llm: LLM) -> None:
         (dict(dtype="int8"), ValueError, "dtype must be one of"),
         (dict(scheduler="v2"), ValueError, "scheduler must be one of static, continuous, v0, v1, not 'v2'"),
         (dict(reasoning_parser="x"), ValueError, "reasoning_parser must be one of .*qwen3.*, not 'x'"),
-        (dict(max_num_seqs=0), ValueError, "max_num_seqs must be a positive integer or None, not 0"),
-        (dict(memory_utilization=1.5), ValueError, "memory_utilization must be above 0 and at most 1"),
+        (dict(max_num_seqs=0), ValueError, "max_num_seqs must be an integer from 1 to 1048576, not 0"),
+        (dict(memory_utilization=1.5), ValueError, "memory_utilization must be a number from 0.001 to 1, not 1.5"),
     ],
 )
 def test_engine_options(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -140,7 +140,10 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     file.write_text(TABLE.to_json())
     assert MeasuredCost.read(file) == TABLE
-    for wrong in ("{", "[]", '{"decode": [], "mixed": []}', '{"decode": [{"rows": 1}]}'):
+    written = TABLE.to_json()
+    numbers = [written.replace('"read_call": 0.0003', f'"read_call": {text}') for text in ("NaN", "1e999", "-1")]
+    assert written not in numbers
+    for wrong in ("{", "[]", '{"decode": [], "mixed": []}', '{"decode": [{"rows": 1}]}', *numbers):
         file.write_text(wrong)
         with pytest.raises(ValueError, match="table.json must be step times that `jaxvllm bench steps` wrote"):
             MeasuredCost.read(file)

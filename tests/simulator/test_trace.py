@@ -78,6 +78,17 @@ def test_a_trace_is_simulated(mooncake: Path) -> None:
         ("trace.jsonl", "", "has no request with a prompt and an answer"),
         ("trace.jsonl", '{"timestamp": 1}', r"is in no format that is known: KeyError\('input_length'\)"),
         ("trace.jsonl", "{", "is in no format that is known"),
+        *[
+            ("trace.jsonl", json.dumps(MOONCAKE[2] | {field: 77}).replace("77", number), f"line 1: {field} must be")
+            for field in ("timestamp", "input_length", "output_length")
+            for number in ("1e999", "NaN", "-1", "1" + 30 * "0")
+        ],
+        ("trace.jsonl", json.dumps(MOONCAKE[0] | {"hash_ids": [2**30]}), "line 1: each of hash_ids must be an integer"),
+        *[
+            ("trace.csv", BURSTGPT.replace("\n45,", f"\n{number},"), "request 2: Timestamp must be a number from 0 to")
+            for number in ("1e999", "nan", "-1", "1e300")
+        ],
+        ("trace.csv", BURSTGPT.replace("1087", "-1"), "request 2: Request tokens must be an integer from 0 to"),
         ("trace.csv", "a,b\n1,2\n", r"is in no format that is known: KeyError\('Timestamp'\)"),
     ],
 )

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxvllm.bench.kernels.contender import Outcome
 from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import describe
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
+from jaxvllm.core.ranges import Range, check_ranges
 from pallas_kernels.backend import REFERENCE, Backend, BackendName
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 
@@ -28,9 +29,10 @@ class KernelOptions:
     cases: str = DEFAULT_CASES  # a regular expression that finds the names of cases
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
-    minutes: float = 5.0  # start no further case after so many
+    minutes: Annotated[float, Range(0, 10_000)] = 5.0  # start no further case after so many
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         try:
             found = self.chosen
         except re.error as error:

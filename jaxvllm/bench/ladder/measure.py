@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import jax
 
@@ -15,6 +16,7 @@ from jaxvllm.bench.ladder.rung import Rung, Sizes, Way
 from jaxvllm.bench.ladder.workload import Workload
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.ranges import Count, Range, Seed, check_ranges
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
 from jaxvllm.engine.engine import Engine
 
@@ -27,19 +29,13 @@ class DifferentTokens(Exception):
 class LadderOptions:
     """The load, and how often it is measured."""
 
-    requests: int = 24  # half of them are there from the start
-    arrivals: float = 0.25  # seconds within which the other half comes
-    rounds: int = 4  # runs of each rung that count; without a KV cache there is one
-    seed: int = 0  # of the requests, and of what is drawn in each of them
+    requests: Count = 24  # half of them are there from the start
+    arrivals: Annotated[float, Range(0, 3600)] = 0.25  # seconds within which the other half comes
+    rounds: Count = 4  # runs of each rung that count; without a KV cache there is one
+    seed: Seed = 0  # of the requests, and of what is drawn in each of them
 
     def __post_init__(self) -> None:
-        for name in ("requests", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.arrivals < 3600:
-            raise ValueError(f"--arrivals must be from 0 to below 3600 seconds, not {self.arrivals}")
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, not {self.seed}")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jaxvllm.bench.drafts import Drafts
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.ranges import Count, CountOrZero, Tokens, check_ranges
 from jaxvllm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,21 +26,17 @@ PERCENTAGES = (10, 25, 50, 75, 90, 99)
 class LatencyOptions:
     """One batch, and how often it runs. Names and defaults are vLLM's."""
 
-    input_len: int = 32  # tokens of each prompt, all random
-    output_len: int = 128  # tokens of each answer; the end of text is ignored
-    batch_size: int = 8  # requests of the batch, all there from the start
-    n: int = 1  # completions of each request
+    input_len: Tokens = 32  # tokens of each prompt, all random
+    output_len: Tokens = 128  # tokens of each answer; the end of text is ignored
+    batch_size: Count = 8  # requests of the batch, all there from the start
+    n: Count = 1  # completions of each request
     use_beam_search: bool = False  # search for the best n sequences instead of drawing n
-    num_iters_warmup: int = 10  # runs before those that are timed
-    num_iters: int = 30  # runs that are timed
+    num_iters_warmup: CountOrZero = 10  # runs before those that are timed
+    num_iters: Count = 30  # runs that are timed
     disable_detokenize: bool = False  # make no text of the tokens
 
     def __post_init__(self) -> None:
-        for name in ("input_len", "output_len", "batch_size", "n", "num_iters"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.num_iters_warmup < 0:
-            raise ValueError(f"--num-iters-warmup must be at least 0, not {self.num_iters_warmup}")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxvllm.bench.offline.latency import percentiles
+from jaxvllm.core.ranges import CountOrZero, check_ranges
 
 # What a start says when it gets there, and what vLLM calls the time until then. vLLM has only the first.
 STAGES = {"startup": "startup time", "first_token": "time to first token", "compiled": "time to the last program"}
@@ -28,14 +29,12 @@ WIDTH = 60
 class StartupOptions:
     """How many starts there are. Names and defaults are vLLM's."""
 
-    num_iters_cold: int = 3  # starts without compiled programs
-    num_iters_warmup: int = 1  # starts that fill the cache of compiled programs, which are not timed
-    num_iters_warm: int = 3  # starts with that cache
+    num_iters_cold: CountOrZero = 3  # starts without compiled programs
+    num_iters_warmup: CountOrZero = 1  # starts that fill the cache of compiled programs, which are not timed
+    num_iters_warm: CountOrZero = 3  # starts with that cache
 
     def __post_init__(self) -> None:
-        for name in ("num_iters_cold", "num_iters_warmup", "num_iters_warm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 0, not {getattr(self, name)}")
+        check_ranges(self)
 
 
 # The seconds from the start of a process until each of STAGES.

@@ -9,6 +9,7 @@ from jaxvllm.bench.drafts import Drafts
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.bench.samples import Sample
+from jaxvllm.core.ranges import Count, check_ranges
 from jaxvllm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,14 +20,12 @@ if TYPE_CHECKING:
 class ThroughputOptions:
     """How many requests there are, and what each asks for. Names and defaults are vLLM's."""
 
-    num_prompts: int = 1000  # requests, all there from the start
-    n: int = 1  # completions of each request
+    num_prompts: Count = 1000  # requests, all there from the start
+    n: Count = 1  # completions of each request
     disable_detokenize: bool = False  # make no text of the tokens
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "n"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

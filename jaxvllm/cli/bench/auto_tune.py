@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.bench.result import check_output
 from jaxvllm.cli.flags import add_flags as add_flags_of
+from jaxvllm.cli.flags import real, whole
 from jaxvllm.cli.parser import ENGINE_EPILOG
 from jaxvllm.cli.simulate import (
     SIMULATED,
@@ -20,7 +21,8 @@ from jaxvllm.cli.simulate import (
     chosen_workload,
     read_table,
 )
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import MOST_SEQS, MOST_TOKENS, EngineConfig
+from jaxvllm.core.ranges import MOST_REPLICAS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,18 +43,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--goodput", nargs="+", required=True, metavar="NAME:MS", help="limits of a request: ttft:500 tpot:50 e2el:9000"
     )
     search.add_argument(
-        "--attainment", type=float, default=0.9, metavar="SHARE", help="of requests within the limits (default: 0.9)"
+        "--attainment",
+        type=real(0.001, 1),
+        default=0.9,
+        metavar="SHARE",
+        help="of requests within the limits (default: 0.9)",
     )
-    search.add_argument("--num-seqs-list", nargs="+", type=int, metavar="N", help="default: the engine's own, / 2, / 4")
     search.add_argument(
-        "--num-batched-tokens-list", nargs="+", type=int, metavar="N", help="default: 1/2, 1, 2, 4 of it"
+        "--num-seqs-list", nargs="+", type=whole(1, MOST_SEQS), metavar="N", help="default: the engine's own, / 2, / 4"
     )
     search.add_argument(
-        "--disaggregate", type=int, metavar="N", help="try every P+D of N replicas, and N replicas that do both (-)"
+        "--num-batched-tokens-list",
+        nargs="+",
+        type=whole(1, MOST_TOKENS),
+        metavar="N",
+        help="default: 1/2, 1, 2, 4 of it",
+    )
+    search.add_argument(
+        "--disaggregate",
+        type=whole(2, MOST_REPLICAS),
+        metavar="N",
+        help="try every P+D of N replicas, and N replicas that do both (-)",
     )
     search.add_argument(
         "--real-runs",
-        type=int,
+        type=whole(0, 1000),
         default=0,
         metavar="K",
         help="also run the best K on the engine of this process, and choose the best that keeps the limits there",
@@ -75,10 +90,6 @@ def run(args: argparse.Namespace) -> int:
     table = read_table(args.table)
     config = chosen_config(args, table)
     count = args.disaggregate
-    if args.real_runs < 0:
-        raise ValueError(f"--real-runs must be at least 0, not {args.real_runs}")
-    if count is not None and count < 2:
-        raise ValueError(f"--disaggregate must be at least 2 replicas, one for each pool, not {count}")
     if count is not None and args.real_runs:
         raise ValueError(
             "--real-runs needs one pool, as pools are engines of their own: leave out --real-runs or --disaggregate"

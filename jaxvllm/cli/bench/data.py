@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxvllm.cli.flags import add_flags, flag_of, given
+from jaxvllm.cli.flags import add_flags, flag_of, given, whole
+from jaxvllm.core.value_checks import MAX_INT32
 
 if TYPE_CHECKING:
     from jaxvllm.bench.samples import AnyDataset
@@ -21,7 +22,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--dataset-path", type=Path, metavar="FILE", help="for sharegpt (JSON) and custom (JSON lines)")
     data.add_argument(
         "--random-vocab-size",
-        type=int,
+        type=whole(1, MAX_INT32),
         metavar="N",
         help="random tokens are below this (default: 1000, or all that a tokenizer or model at hand has)",
     )

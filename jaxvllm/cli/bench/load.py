@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.bench.data import add_data_flags, chosen_dataset, fit_to_model
 from jaxvllm.cli.bench.figures import Figures, add_figure_flags
-from jaxvllm.cli.flags import add_client_sampling_flags, add_flags, given
+from jaxvllm.cli.flags import add_client_sampling_flags, add_flags, given, real, seed_number
 from jaxvllm.client.server import Server, add_server_flags
 from jaxvllm.core.sampling_params import SamplingParams
 
@@ -38,14 +38,18 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extra-body", metavar="JSON", help="an object whose fields every request gets")
     parser.add_argument(
         "--ready-check-timeout-sec",
-        type=float,
+        type=real(0, 1e6),
         default=0.0,
         metavar="SECONDS",
         help="wait this long for a server that is starting",
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="seed of prompts, lengths, arrivals (default: %(default)s)"
+        "--seed",
+        type=seed_number,
+        metavar="N",
+        default=0,
+        help="seed of prompts, lengths, arrivals (default: %(default)s)",
     )
     add_flags(parser, Traffic, "traffic")
     add_data_flags(parser)
@@ -67,6 +71,7 @@ def benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmar
     fields: dict[str, Any] = given(args, SamplingParams, skip=("ignore_eos",))
     if args.ignore_eos or (args.ignore_eos is None and args.dataset_name == "random"):
         fields["ignore_eos"] = True
+    SamplingParams(**fields)  # raises for a value that no server takes
     traffic = Traffic(**given(args, Traffic))
     dataset, chosen = chosen_dataset(args)
     figures = Figures.of_flags(args)

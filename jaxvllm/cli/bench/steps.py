@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxvllm.cli.bench.result import check_output
 from jaxvllm.cli.flags import add_flags as add_flags_of
-from jaxvllm.cli.flags import given
+from jaxvllm.cli.flags import given, real
 from jaxvllm.cli.parser import ENGINE_EPILOG
 from jaxvllm.config import EngineConfig
 
@@ -15,7 +15,7 @@ ENGINE_DEFAULTS = {"speculation": False, "warm_up": "full"}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ENGINE_EPILOG
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time to measure (default: 60)")
+    parser.add_argument("--seconds", type=real(0, 1e6), default=60.0, metavar="S", help="time to measure (default: 60)")
     parser.add_argument("--output-json", type=Path, required=True, metavar="FILE.json", help="the table to write")
     add_flags_of(parser, EngineConfig, "engine", defaults=ENGINE_DEFAULTS)
 

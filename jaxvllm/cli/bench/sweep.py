@@ -1,15 +1,22 @@
 """`jaxvllm bench sweep`: puts several loads on a running server, one after the other."""
 
 import argparse
+import math
 from pathlib import Path
 
 from jaxvllm.cli.bench.load import add_load_flags, benchmark
+from jaxvllm.cli.flags import real, whole
 from jaxvllm.client.server import Server
+from jaxvllm.core.ranges import MOST
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--request-rates", nargs="+", type=float, default=[], metavar="RATE", help="a point for each")
-    parser.add_argument("--max-concurrencies", nargs="+", type=int, default=[], metavar="N", help="a point for each")
+    parser.add_argument(
+        "--request-rates", nargs="+", type=real(1e-6, math.inf), default=[], metavar="RATE", help="a point for each"
+    )
+    parser.add_argument(
+        "--max-concurrencies", nargs="+", type=whole(1, MOST), default=[], metavar="N", help="a point for each"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", default=Path("sweep.jsonl"), help="default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the sweep (needs jaxvllm[plot])")
     add_load_flags(parser)

@@ -8,9 +8,10 @@ from jaxvllm.cli.bench.data import add_data_flags, chosen_dataset, fit_to_model
 from jaxvllm.cli.bench.latency import ENGINE_DEFAULTS, add_output_flags
 from jaxvllm.cli.bench.result import check_output, tell
 from jaxvllm.cli.flags import add_flags as add_flags_of
-from jaxvllm.cli.flags import given, whole_number
+from jaxvllm.cli.flags import given, whole
 from jaxvllm.cli.parser import ENGINE_EPILOG
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.value_checks import MAX_INT32
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +22,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_output_flags(parser, "trace the run, which makes it slower, into this directory")
     add_data_flags(parser)
     lengths = parser.add_argument_group("data: short names")
-    lengths.add_argument("--input-len", type=whole_number, metavar="N", help="the same as --random-input-len")
-    lengths.add_argument("--output-len", type=whole_number, metavar="N", help="tokens of an answer, for any data set")
+    lengths.add_argument("--input-len", type=whole(0, MAX_INT32), metavar="N", help="the same as --random-input-len")
+    lengths.add_argument(
+        "--output-len", type=whole(1, MAX_INT32), metavar="N", help="tokens of an answer, for any data set"
+    )
     add_flags_of(parser, EngineConfig, "engine", defaults=ENGINE_DEFAULTS)
 
 

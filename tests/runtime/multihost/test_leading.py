@@ -425,7 +425,7 @@ def test_all_processes_take_the_least() -> None:
     ("options", "message"),
     [
         (dict(coordinator="host"), "coordinator must be HOST:PORT, not 'host'"),
-        (dict(num_processes=0), "num_processes must be a positive integer"),
+        (dict(num_processes=0), "num_processes must be an integer from 1 to 10000000, not 0"),
         (dict(num_processes=2, process_id=2), "process_id must be from 0 to below num_processes, not 2"),
         (dict(process_id=-1), "not -1"),
         (dict(process_id="1"), "not '1'"),
