@@ -42,14 +42,14 @@ LISTENING = re.compile(rb"http://127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def process(module: str, *arguments: str) -> Iterator[str]:
+def process(command: str, *arguments: str) -> Iterator[str]:
     """Runs a server or a router, and gives its URL once it is ready."""
-    command = [sys.executable, "-m", module, "--port", "0", *arguments]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT, env=os.environ | {"JAXVLLM_KV_SECRET": "s"})
+    words = [sys.executable, "-m", "jaxvllm", command, "--port", "0", *arguments]
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, cwd=ROOT, env=os.environ | {"JAXVLLM_KV_SECRET": "s"})
     try:
         assert running.stderr is not None
         while (match := LISTENING.search(running.stderr.readline())) is None:
-            assert running.poll() is None, f"{module} has ended"
+            assert running.poll() is None, f"{command} has ended"
         url = f"http://127.0.0.1:{match[1].decode()}"
         while True:
             try:
@@ -178,13 +178,13 @@ def main() -> None:
         }
         for name, options in setups.items():
             with ExitStack() as stack:
-                urls = [stack.enter_context(process("jaxvllm.serve", *server, *more)) for more in options]
+                urls = [stack.enter_context(process("serve", *server, *more)) for more in options]
                 url = urls[0]
                 if len(urls) == 2:
                     flags = ["--prefill", urls[0], "--decode", urls[1]]
                     if name == "two equal servers":
                         flags = ["--backend", urls[0], "--backend", urls[1]]
-                    url = stack.enter_context(process("jaxvllm.router", *flags))
+                    url = stack.enter_context(process("router", *flags))
                 rounds = [asyncio.run(disturbed(url, args, seed)) for seed in range(args.rounds + 1)][1:]
                 apart = urls if name == "prefill and decode" else ()
                 timelines[name] = asyncio.run(disturbed(url, args, args.rounds + 1, apart))

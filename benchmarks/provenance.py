@@ -1,21 +1,18 @@
-"""Records the origin of a figure in every result file: machine, commit and date."""
+"""Writes result files: the origin of a figure as `jaxvllm bench` tells it, and the machine and the commit."""
 
-import datetime
 import json
 import os
 import platform
-import shlex
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxvllm.bench.offline.origin import origin
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -49,12 +46,9 @@ def write_record(name: str, device: dict[str, Any], record: dict[str, Any]) -> P
 
     Versions that the record has itself are added to those of Python and of the packages that every benchmark uses.
     """
-    now = datetime.datetime.now(datetime.UTC)
-    path = RESULTS / f"{name}-{now:%Y-%m-%d}-{commit()}.json"
-    versions = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
-    origin = {"date": now.isoformat(timespec="seconds"), "commit": commit(), "device": device}
-    origin |= {"command": shlex.join(["python", *sys.orig_argv[1:]])}
-    whole = origin | record | {"versions": versions | record.get("versions", {})}
+    whole = origin(device) | {"commit": commit()}
+    path = RESULTS / f"{name}-{whole['date'][:10]}-{whole['commit']}.json"
+    whole |= record | {"versions": whole["versions"] | record.get("versions", {})}
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path

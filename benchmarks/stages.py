@@ -36,7 +36,18 @@ def main() -> None:
 
 def plan(mesh: str) -> dict[str, Any]:
     """Returns the plan as `jaxvllm plan --json` prints it."""
-    command = [str(AOT / "bin" / "python"), "-m", "jaxvllm.plan", MODEL, "--device", DEVICE, "--mesh", mesh, "--json"]
+    command = [
+        str(AOT / "bin" / "python"),
+        "-m",
+        "jaxvllm",
+        "plan",
+        MODEL,
+        "--device",
+        DEVICE,
+        "--mesh",
+        mesh,
+        "--json",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
     found: dict[str, Any] = json.loads(done.stdout)

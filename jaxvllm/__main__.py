@@ -1,4 +1,4 @@
-"""`python -m jaxvllm` is `jaxvllm`."""
+"""`python -m jaxvllm COMMAND` is `jaxvllm COMMAND`, for every command."""
 
 from jaxvllm.cli import main
 

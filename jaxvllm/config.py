@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.ranges import Count, Range, Seed, Share, Tokens, check_ranges
 from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
 from jaxvllm.core.value_checks import MAX_INT32, json_object
+from jaxvllm.ranges import Count, Range, Seed, Share, Tokens, check_ranges
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.vllm_translation import translate, translated_value

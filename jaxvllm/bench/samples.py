@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Protocol
 import numpy as np
 
 from jaxvllm.bench.vocabulary import Vocabulary
-from jaxvllm.core.ranges import Count, Range, Tokens, TokensOrZero, check_ranges
-from jaxvllm.core.value_checks import MAX_INT32
+from jaxvllm.ranges import Count, Range, Tokens, TokensOrZero, check_ranges
 
-TokensOrFile = Annotated[int, Range(-1, MAX_INT32)]
+TokensOrFile = Annotated[int, Range(-1, 2**31 - 1)]
 
 
 @dataclass(frozen=True)

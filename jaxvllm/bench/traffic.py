@@ -6,7 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
-from jaxvllm.core.ranges import Count, Range, check_ranges
+from jaxvllm.ranges import Count, Range, check_ranges
 
 # A gap between requests is gamma distributed. With a shape b it is less than 1e-308, the smallest double, with a
 # probability of about 1e-308**b: 4e-16 for 0.05, and 0.5 for 0.001, where all gaps of a short run may be 0, and so may

@@ -1,4 +1,4 @@
-"""The command line `jaxvllm COMMAND`. Each command is also `python -m jaxvllm.COMMAND`."""
+"""The command line `jaxvllm COMMAND`. `python -m jaxvllm COMMAND` is the same."""
 
 import difflib
 import sys

@@ -11,8 +11,8 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.ranges import Range, range_of, without_range
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.ranges import Range, range_of, without_range
 from jaxvllm.vllm_options import ALIASES, JSON_LISTS
 
 _FIELD = re.compile(r"^    (\w+): [^#]*?(?:#\s*(.*))?$")

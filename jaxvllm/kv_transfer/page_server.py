@@ -69,10 +69,6 @@ class PageServer:
         self._thread = threading.Thread(target=self._run, name="jaxvllm-page-server", daemon=True)
         self._thread.start()
 
-    @property
-    def num_offers(self) -> int:
-        return len(self._offers)
-
     def offer(self, request_id: str, signature: str, hashes: Iterable[bytes], seconds: float) -> None:
         """Holds the pages of these hashes, also those that are still to come, for `seconds` at most."""
         offer = Offer(signature, tuple(hashes), time.monotonic() + seconds)

@@ -298,12 +298,6 @@ class Runner:
         """What one page is on the devices, [L, K, S, W] of each array of the cache."""
         return tuple(map(_without_first_axis, self.contents_like))
 
-    def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
-        """The KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
-        if not self._kv_pages[group].is_fully_addressable:
-            raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
-        return np.asarray(self._kv_pages[group][:, pages])
-
     def memory_use(self) -> MemoryUse:
         """Returns what this runner takes of each device."""
         return MemoryUse(

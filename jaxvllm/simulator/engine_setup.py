@@ -8,7 +8,6 @@ from typing import Annotated, Self
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.policy import POLICIES, Policy
-from jaxvllm.core.ranges import MOST_REPLICAS, Range, check_ranges
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import StepPlan
@@ -19,6 +18,7 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.device_memory import Memory
 from jaxvllm.planner.target import CPU
+from jaxvllm.ranges import MOST_REPLICAS, Range, check_ranges
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 
 

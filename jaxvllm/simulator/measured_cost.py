@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.ranges import Range, Tokens, check_ranges
+from jaxvllm.ranges import Range, Tokens, check_ranges
 from jaxvllm.runtime.state import ADMISSION_BATCH
 from jaxvllm.simulator.step_cost import StepWork
 

@@ -27,14 +27,11 @@ class Timeline:
         self._latest = Load(0.0, 0.0, 0, 0)
         self._area = 0.0
         self._peak = 0.0
-        self._busy_seconds = 0.0
 
     def add(self, load: Load) -> None:
         """Takes in the load from `load.at` on, which is not before that of the load before it."""
         seconds = load.at - self._latest.at
         self._area += seconds * self._latest.kv_share
-        if self._latest.num_running:
-            self._busy_seconds += seconds
         self._peak = max(self._peak, load.kv_share)
         self._latest = load
         if not self.samples or load.at >= self.samples[-1].at + self._interval:
@@ -50,8 +47,3 @@ class Timeline:
     @property
     def peak_kv_share(self) -> float:
         return self._peak
-
-    @property
-    def busy_share(self) -> float:
-        """The share of the time in which requests ran."""
-        return self._busy_seconds / self._latest.at if self._latest.at else 0.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxvllm.bench.samples import PrefixRepetition, Random
 from jaxvllm.bench.traffic import Traffic
-from jaxvllm.core.ranges import Range, Tokens, TokensOrZero, check_ranges
+from jaxvllm.ranges import Range, Tokens, TokensOrZero, check_ranges
 from jaxvllm.simulator.arrival import Arrival, Segment
 
 Seconds = Annotated[float, Range(0, 1e6)]

@@ -80,7 +80,7 @@ def consumer(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[
 def test_what_a_consumer_has_is_not_held_for_it(producer: LLM, consumer: LLM) -> None:
     for _ in range(2):
         run(consumer, PROMPTS, GREEDY, computed(producer, PROMPTS))
-    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+    wait_until(lambda: not connector(producer).server._offers, lambda: "pages are still held")
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_one_engine(llm: LLM, producer: LLM, consumer: LLM, 
     outputs = run(consumer, PROMPTS, params, given)
     assert tokens(outputs) == expected
     assert [output.num_cached_tokens for output in outputs] == full_pages(consumer, PROMPTS)
-    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+    wait_until(lambda: not connector(producer).server._offers, lambda: "pages are still held")
 
 
 def test_a_prompt_that_was_cached_is_offered_whole(producer: LLM, consumer: LLM) -> None:
@@ -126,7 +126,7 @@ def test_a_request_that_ends_while_its_pages_come_leaves_nothing(producer: LLM, 
     for number in range(len(prompts)):
         engine.abort(str(number))
     assert_idle(consumer)
-    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+    wait_until(lambda: not connector(producer).server._offers, lambda: "pages are still held")
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_a_thousand_requests_leave_no_page(producer: LLM, consumer: LLM) -> None
     for batch in range(20):
         prompts = random_prompts(50, longest=60, seed=batch)
         run(consumer, prompts, replace(GREEDY, max_tokens=2), computed(producer, prompts))
-    wait_until(lambda: connector(producer).server.num_offers == 0, lambda: "pages are still held")
+    wait_until(lambda: not connector(producer).server._offers, lambda: "pages are still held")
     for one in (producer, consumer):
         assert_idle(one)
         connector(one)._memory.check_invariants()
@@ -150,7 +150,7 @@ def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, 
             outputs = run(second, PROMPTS, SEEDED, given)
             assert tokens(outputs) == expected
             assert [output.num_cached_tokens for output in outputs] == full_pages(second, PROMPTS)
-            wait_until(lambda: connector(first).server.num_offers == 0, lambda: "pages are still held")
+            wait_until(lambda: not connector(first).server._offers, lambda: "pages are still held")
             assert_idle(second)
         assert_idle(first)
 

@@ -91,7 +91,7 @@ def test_pages_arrive_as_they_were(connect: Callable[..., PeerConnector], form: 
     assert len(pages) == NUM_PAGES - 2
     for number, page in enumerate(pages, 2):
         assert_same(page, some_page(form, number))
-    wait_until(lambda: producer.server.num_offers == 0, lambda: "the pages are still held")
+    wait_until(lambda: not producer.server._offers, lambda: "the pages are still held")
 
 
 def test_pages_that_are_still_to_come_are_waited_for(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
@@ -123,7 +123,7 @@ def test_a_ticket_that_was_changed_is_not_followed(
 ) -> None:
     producer, consumer = connect(), connect()
     assert fetched(consumer, offered(producer, form) | forged) == []
-    assert producer.server.num_offers == 1
+    assert len(producer.server._offers) == 1
 
 
 def test_a_ticket_of_others_with_another_secret_is_not_followed(
@@ -144,7 +144,7 @@ def test_pages_of_which_nothing_came_of_end_with_their_deadline(
     memory = PageMemory(0)
     producer = connect(replace(OPTIONS, hold_seconds=0.3), memory=memory)
     offered(producer, form)
-    wait_until(lambda: producer.server.num_offers == 0, lambda: "the pages are still held")
+    wait_until(lambda: not producer.server._offers, lambda: "the pages are still held")
     assert len(memory) == 0
 
 

@@ -28,7 +28,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
         missing = "needs the environment .aot: make .aot/.stamp"
         pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
     return subprocess.run(
-        [AOT / "bin" / "python", "-m", "jaxvllm.plan", *argv], capture_output=True, text=True, cwd=ROOT
+        [AOT / "bin" / "python", "-m", "jaxvllm", "plan", *argv], capture_output=True, text=True, cwd=ROOT
     )
 
 

@@ -57,10 +57,10 @@ class Process:
 
 
 @contextmanager
-def running(log: Path, module: str, *arguments: str) -> Iterator[Process]:
+def running(log: Path, command: str, *arguments: str) -> Iterator[Process]:
     with log.open("wb") as file:
-        command = [sys.executable, "-m", module, "--port", "0", *arguments]
-        process = subprocess.Popen(command, stderr=file, env=os.environ | {"JAXVLLM_KV_SECRET": "of this test"})
+        words = [sys.executable, "-m", "jaxvllm", command, "--port", "0", *arguments]
+        process = subprocess.Popen(words, stderr=file, env=os.environ | {"JAXVLLM_KV_SECRET": "of this test"})
     try:
         found = wait_until(lambda: LISTENING.search(log.read_text()), log.read_text)
         yield Process(process.pid, f"http://127.0.0.1:{found[1]}")
@@ -122,15 +122,15 @@ def test_streams_are_whole_or_say_that_they_are_not(tmp_path: Path) -> None:
 
     with ExitStack() as stack:
 
-        def start(name: str, module: str, *arguments: str) -> Process:
-            return stack.enter_context(running(tmp_path / name, module, *arguments))
+        def start(name: str, command: str, *arguments: str) -> Process:
+            return stack.enter_context(running(tmp_path / name, command, *arguments))
 
-        prefill = start("prefill", "jaxvllm.serve", *ENGINE, *peer("producer"))
-        decode = [start(f"decode{n}", "jaxvllm.serve", *ENGINE, *peer("consumer")) for n in range(2)]
+        prefill = start("prefill", "serve", *ENGINE, *peer("producer"))
+        decode = [start(f"decode{n}", "serve", *ENGINE, *peer("consumer")) for n in range(2)]
         for server in (prefill, *decode):
             wait_until(lambda server=server: is_ready(server.url), lambda: "a server is not ready")
         urls = ("--prefill", prefill.url, "--decode", decode[0].url, "--decode", decode[1].url)
-        router = start("router", "jaxvllm.router", *urls, "--probe-seconds", "0.2")
+        router = start("router", "router", *urls, "--probe-seconds", "0.2")
         wait_until(lambda: is_ready(router.url), lambda: "the router is not ready")
 
         expected = [one.text for one in asyncio.run(all_streams(decode[0].url))]
@@ -161,6 +161,6 @@ def test_streams_are_whole_or_say_that_they_are_not(tmp_path: Path) -> None:
         told = asyncio.run(all_streams(router.url, router.pid))
         assert all(one.has_error and text.startswith(one.text) for one, text in zip(told, expected, strict=True))
         wait_until(lambda: decode[0].pages_held() == 0, lambda: "pages are lost")
-        again = start("router2", "jaxvllm.router", "--backend", decode[0].url)
+        again = start("router2", "router", "--backend", decode[0].url)
         wait_until(lambda: is_ready(again.url), lambda: "the router is not ready")
         assert [one.text for one in asyncio.run(all_streams(again.url))] == expected

@@ -18,7 +18,7 @@ MODULE = "jaxvllm.server.api_process"
 @pytest.mark.slow
 def test_one_of_three_processes_is_killed_and_the_others_answer(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with running(log, "jaxvllm.serve", *ENGINE, "--api-server-count", "3", "--enable-elastic-ep") as server:
+    with running(log, "serve", *ENGINE, "--api-server-count", "3", "--enable-elastic-ep") as server:
         wait_until(lambda: is_ready(server.url), log.read_text)
 
         def metric(pattern: str) -> float:

@@ -15,9 +15,7 @@ from tests.waiting import PATIENCE, wait_until
 
 @pytest.mark.slow
 def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path: Path) -> None:
-    with running(
-        tmp_path / "log", "jaxvllm.serve", *ENGINE, "--data-parallel-size", "2", "--enable-elastic-ep"
-    ) as server:
+    with running(tmp_path / "log", "serve", *ENGINE, "--data-parallel-size", "2", "--enable-elastic-ep") as server:
         wait_until(lambda: is_ready(server.url), lambda: "the server is not ready")
 
         def metric(name: str) -> dict[str, float]:

@@ -57,7 +57,7 @@ def joined(lines: list[str]) -> str:
 def test_pages_in_host_memory_are_reset_on_request(tmp_path):
     """All the way: HTTP in two processes, the one that holds the engine, and the engine in another."""
     kept = ["--kv-transfer-config", '{"kv_connector": "host"}', "--dev-endpoints", "--api-server-count", "2"]
-    with running(tmp_path / "log", "jaxvllm.serve", *ENGINE, *kept) as server:
+    with running(tmp_path / "log", "serve", *ENGINE, *kept) as server:
         wait_until(lambda: is_ready(server.url), (tmp_path / "log").read_text)
 
         def cached() -> int:

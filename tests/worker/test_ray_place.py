@@ -93,7 +93,7 @@ def test_engines_on_a_cluster_die_and_come_back(cluster: Any) -> None:
 @pytest.mark.slow
 def test_a_server_on_a_cluster_ends_when_it_is_asked_to(cluster: Any, tmp_path: Path) -> None:
     """Ray has its own idea of SIGTERM: it aborts the process."""
-    command = [sys.executable, "-m", "jaxvllm.serve", *ENGINE, "--port", "0", "--data-parallel-backend", "ray"]
+    command = [sys.executable, "-m", "serve", *ENGINE, "--port", "0", "--data-parallel-backend", "ray"]
     log = tmp_path / "log"
     with log.open("wb") as file:
         environment = os.environ | {"RAY_ADDRESS": cluster.address}

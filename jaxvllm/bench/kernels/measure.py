@@ -14,7 +14,7 @@ from jaxvllm.bench.kernels.contender import Outcome
 from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import describe
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
-from jaxvllm.core.ranges import Range, check_ranges
+from jaxvllm.ranges import Range, check_ranges
 from pallas_kernels.backend import REFERENCE, Backend, BackendName
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 

@@ -16,9 +16,9 @@ from jaxvllm.bench.ladder.rung import Rung, Sizes, Way
 from jaxvllm.bench.ladder.workload import Workload
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
-from jaxvllm.core.ranges import Count, Range, Seed, check_ranges
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
 from jaxvllm.engine.engine import Engine
+from jaxvllm.ranges import Count, Range, Seed, check_ranges
 
 
 class DifferentTokens(Exception):

@@ -13,8 +13,8 @@ from jaxvllm.bench.drafts import Drafts
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.core.beam import BeamSearchParams
-from jaxvllm.core.ranges import Count, CountOrZero, Tokens, check_ranges
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.ranges import Count, CountOrZero, Tokens, check_ranges
 
 if TYPE_CHECKING:
     from jaxvllm.engine.llm import LLM

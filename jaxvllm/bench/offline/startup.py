@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxvllm.bench.offline.latency import percentiles
-from jaxvllm.core.ranges import CountOrZero, check_ranges
+from jaxvllm.ranges import CountOrZero, check_ranges
 
 # What a start says when it gets there, and what vLLM calls the time until then. vLLM has only the first.
 STAGES = {"startup": "startup time", "first_token": "time to first token", "compiled": "time to the last program"}

@@ -9,8 +9,8 @@ from jaxvllm.bench.drafts import Drafts
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.bench.samples import Sample
-from jaxvllm.core.ranges import Count, check_ranges
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.ranges import Count, check_ranges
 
 if TYPE_CHECKING:
     from jaxvllm.engine.llm import LLM

@@ -22,7 +22,7 @@ from jaxvllm.cli.simulate import (
     read_table,
 )
 from jaxvllm.config import MOST_SEQS, MOST_TOKENS, EngineConfig
-from jaxvllm.core.ranges import MOST_REPLICAS
+from jaxvllm.ranges import MOST_REPLICAS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

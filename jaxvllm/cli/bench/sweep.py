@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxvllm.cli.bench.load import add_load_flags, benchmark
 from jaxvllm.cli.flags import real, whole
 from jaxvllm.client.server import Server
-from jaxvllm.core.ranges import MOST
+from jaxvllm.ranges import MOST
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
