@@ -224,7 +224,7 @@ def serving(
 @contextmanager
 def routing(log: Path, server: Server, max_files: int) -> Iterator[Server]:
     """The same server through a router, which has the same key, and its own log. It may open `max_files` files."""
-    command = [sys.executable, "-m", "jaxvllm.router", "--port", "0", "--api-key", KEY]
+    command = [sys.executable, "-m", "jaxvllm", "router", "--port", "0", "--api-key", KEY]
     command += ["--backend", f"http://127.0.0.1:{server.port}"]
     with log.open("wb") as output, subprocess.Popen(limited(command, max_files), stderr=output) as process:
         try:
