@@ -1,6 +1,8 @@
 """`python -m jaxvllm.explain` is `jaxvllm explain`."""
 
-from jaxvllm.cli.explain import main
+import sys
+
+from jaxvllm.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(["explain", *sys.argv[1:]]))

@@ -1,6 +1,8 @@
 """`python -m jaxvllm.generate` is `jaxvllm generate`."""
 
-from jaxvllm.cli.generate import main
+import sys
+
+from jaxvllm.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(["generate", *sys.argv[1:]]))

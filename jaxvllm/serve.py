@@ -1,6 +1,8 @@
 """`python -m jaxvllm.serve` is `jaxvllm serve`."""
 
-from jaxvllm.cli.serve import main
+import sys
+
+from jaxvllm.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(["serve", *sys.argv[1:]]))

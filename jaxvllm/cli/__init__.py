@@ -1,6 +1,7 @@
 """The command line `jaxvllm COMMAND`. `python -m jaxvllm COMMAND` is the same."""
 
 import difflib
+import os
 import sys
 from importlib import import_module
 
@@ -21,12 +22,28 @@ COMMANDS = {
     "convert": "Write a checkpoint in a form that several devices load in parts.",
 }
 VERSION = ("-V", "--version", "version")
+# The exit code of programs that the signal SIGPIPE ends.
+READER_LEFT = 128 + 13
 HELP = ("-h", "--help", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command that the first argument names, and returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Runs the command that the first argument names, and returns the exit code.
+
+    If the reader of standard output leaves before the end, as `head` does, that is no error.
+    """
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes what is left when it ends, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+
+
+def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else None
     if name in COMMANDS:
         command = import_module(f"jaxvllm.cli.{name.replace('-', '_')}")

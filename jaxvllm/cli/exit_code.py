@@ -13,6 +13,8 @@ def exit_code(command: str, run: Callable[[], int]) -> int:
     """
     try:
         return run()
+    except BrokenPipeError:
+        raise
     except (ServerError, ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm {command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, ServerError) else 2

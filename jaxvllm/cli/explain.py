@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.prompts:
             raise ValueError("there is no prompt: give one, or several to see how they share the engine")
         return _run(args, config, DEFAULTS | chosen)
+    except BrokenPipeError:
+        raise
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm explain: {error}", file=sys.stderr)
         return 2

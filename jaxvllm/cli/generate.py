@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         prompts = _prompts(args)
         return _run(args, prompts, config, DEFAULTS | chosen)
+    except BrokenPipeError:
+        raise
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm generate: {error}", file=sys.stderr)
         return 2

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _run(args)
+    except BrokenPipeError:
+        raise
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"jaxvllm plan: {error}", file=sys.stderr)
         return 2
