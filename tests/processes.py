@@ -22,6 +22,12 @@ def is_alive(pid: int) -> bool:
     return state_of(pid) not in (None, "Z")
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that are left."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [child for child in map(int, text.split()) if is_alive(child)]
+
+
 def wait_until_gone(pid: int) -> None:
     """Fails when it stays."""
     wait_until(lambda: not is_alive(pid), lambda: f"process {pid} is left")

@@ -5,6 +5,8 @@ ValueError
     ContextLengthError         the prompt is too long for the model
 NotImplementedError
   UnsupportedParameterError    the value is fine elsewhere, but not supported here
+RuntimeError
+  OverloadedError              there is no room for the request now, and may be later
 """
 
 
@@ -23,6 +25,10 @@ class UnsupportedParameterError(NotImplementedError):
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class OverloadedError(RuntimeError):
+    """Raised when there is no room for a request, because of others. The caller may try again later."""
 
 
 class ContextLengthError(ParameterError):

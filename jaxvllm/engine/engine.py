@@ -126,7 +126,8 @@ class Engine:
     def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
         """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none.
 
-        `submit` waits for it. A caller that must not wait calls this first, and submits the request when it is done.
+        `submit` waits for it. A caller that must not wait calls this first, and submits the request with it when it is
+        done.
         """
         params = request.params
         if params.structured_outputs is None and params.thinking_token_budget is None:
@@ -142,21 +143,27 @@ class Engine:
         # All replicas are equal.
         self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request), num_beams)
 
-    def _grammar(self, request: GenerationRequest) -> CompiledGrammar | None:
-        """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one."""
-        future = self.prepare(request)
+    def _grammar(
+        self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None
+    ) -> CompiledGrammar | None:
+        """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one.
+
+        Raises OverloadedError for one that has no room now. `prepared` is what `prepare` has returned, if it was asked.
+        """
+        future = prepared or self.prepare(request)
         try:
             return None if future is None else future.result()
         except ParameterError as error:  # others raise the same instance, and callers add to its text
             raise ParameterError(str(error), error.param) from error
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Queues a checked request, once its grammar is compiled, if it has one.
+    def submit(self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None) -> None:
+        """Queues a checked request, once its grammar is compiled, if it has one. `prepared` is what `prepare` returned.
 
-        Raises ValueError when its id is in use or its grammar is wrong, and RuntimeError after `close`.
+        Raises ValueError when its id is in use or its grammar is wrong, OverloadedError when there is no room for its
+        grammar, and RuntimeError after `close`.
         """
         self._ready()
-        grammar = self._grammar(request)
+        grammar = self._grammar(request, prepared)
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings

@@ -3,91 +3,92 @@
 import json
 import logging
 import re
+import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
 from queue import SimpleQueue
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLTokenizer
 
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
-from jaxvllm.grammar.constraint import CompiledGrammar, fill_mask, one_line
+from jaxvllm.grammar.cache import GrammarCache
+from jaxvllm.grammar.constraint import CompiledGrammar, one_line
 from jaxvllm.grammar.json_schema import forgotten, read_schema, unenforced
+from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_vocabulary
 from jaxvllm.grammar.source import grammar_source
+from jaxvllm.grammar.trial_process import TrialSettings
+from jaxvllm.grammar.trials import Trial, Trials
 from jaxvllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-# Compiling recurses as deeply as rules refer to each other: a chain of 3000 definitions ended the process at the usual
-# 8 MiB. This is address space, of which a thread takes what it uses.
-STACK_BYTES = 2**29
 # From this many tokens on a tokenizer is built before the first request asks: llguidance holds the GIL all the while,
 # 0.9 s for 128k tokens, in which no step would be planned.
 LARGE_VOCABULARY = 2**15
-# A request may wait this long for its grammar, from when its turn to be compiled came.
+# A grammar may compute for so long, and for so long while others wait for a place to be tried. No schema of the
+# public suites takes a third of a second.
 COMPILE_SECONDS = 10.0
-# Grammars that are kept: so many, and together with texts of so many bytes.
-MAX_CACHED = 256
-MAX_CACHED_BYTES = 2**24
-
-_LIMITS = LLParserLimits(
-    max_lexer_states=100_000,  # of 1 to 2 kB
-    verbose_errors=False,  # which hold parts of the text
-)
-
-type _Key = StructuredOutputsParams
+CROWDED_SECONDS = 1.0
+# A grammar may take so much memory: schemas with 1000 properties take 4 MB, and the largest that are allowed 45.
+GRAMMAR_BYTES = 2**27
 
 
 class GrammarCompiler:
     """Compiles `StructuredOutputsParams` for one tokenizer. Threads may share it.
 
-    Equal parameters are compiled once, as long as the result is in the cache, which drops what was used longest ago.
+    Equal parameters are compiled once, as long as the result is in the cache. Each grammar is tried in another process
+    first: what takes too long or too much memory there, or crashes, is refused and never compiled here.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...], seconds: float = COMPILE_SECONDS
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        seconds: float = COMPILE_SECONDS,
+        crowded_seconds: float = CROWDED_SECONDS,
+        cache: GrammarCache | None = None,
     ):
         """`vocab_size` is that of the model. Nothing is built before `warm_up` or the first request."""
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = eos_token_ids
         self.seconds = seconds
-        self._lock = threading.Lock()  # of the cache and the threads
-        self._cache: OrderedDict[_Key, Future[CompiledGrammar]] = OrderedDict()
-        self._num_bytes = 0
+        self.crowded_seconds = min(crowded_seconds, seconds)
+        self.cache = cache or GrammarCache()
+        self.trials = Trials(self._settings)
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends a thread
+        self._lock = threading.Lock()  # of the number of threads
         self._num_threads = 0
         self._building = threading.Lock()
 
     def warm_up(self) -> None:
-        """Builds the tokenizer in the background if its vocabulary is large."""
+        """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large."""
         if self._vocab_size >= LARGE_VOCABULARY:
+            self._submit(self.trials.start)
             self._submit(lambda: None if self._vocabulary else None)
 
     def compile(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """Returns the grammar of `params`, or a ParameterError, as soon as it is compiled. Takes no time itself."""
-        with self._lock:
-            if (known := self._cache.get(params)) is not None:
-                self._cache.move_to_end(params)
-                return known
-            future: Future[CompiledGrammar] = Future()
-            self._cache[params] = future
-            self._num_bytes += _size(params)
-            while len(self._cache) > 1 and (len(self._cache) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES):
-                oldest, _ = self._cache.popitem(last=False)
-                self._num_bytes -= _size(oldest)
-        self._submit(lambda: self._run(params, future))
+        """Returns the grammar of `params`, as soon as it is compiled. Takes no time itself.
+
+        Its error is a ParameterError, or an OverloadedError if the same parameters may compile later.
+        """
+        future, is_new = self.cache.get_or_add(params)
+        if is_new:
+            self._submit(lambda: self._try(params, future))
         return future
 
     def close(self) -> None:
-        """Ends the threads after what they compile. Nothing may be compiled afterwards."""
-        for _ in range(self._num_threads):
-            self._jobs.put(None)
+        """Ends the threads after what they compile, and the other process. Nothing may be compiled afterwards."""
+        with self._lock:
+            for _ in range(self._num_threads):
+                self._jobs.put(None)
+        self.trials.close()
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._lock:
@@ -104,33 +105,70 @@ class GrammarCompiler:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _run(self, params: StructuredOutputsParams, future: Future[CompiledGrammar]) -> None:
-        late = ParameterError(
-            f"structured_outputs: it took longer than {self.seconds:g} s to compile: make the grammar smaller",
-            "structured_outputs",
-        )
-        timer = threading.Timer(self.seconds, lambda: _settle(future, late))
-        timer.daemon = True
-        timer.start()
+    def _try(self, params: StructuredOutputsParams, future: Future[CompiledGrammar]) -> None:
+        """Has a grammar tried, and then compiled in one of the threads, unless it is wrong already."""
         try:
-            grammar = self._compile(params)
-        except ParameterError as error:
-            _settle(future, ParameterError(f"structured_outputs: {error}", "structured_outputs"))
-        except BaseException as error:  # a panic of llguidance is a BaseException
-            logger.exception("a grammar could not be compiled")
-            reason = one_line(str(error)) or type(error).__name__
-            _settle(
-                future, ParameterError(f"structured_outputs: it cannot be compiled: {reason}", "structured_outputs")
-            )
-        else:
-            _settle(future, grammar)
-        finally:
-            timer.cancel()
+            source = grammar_source(params, self._special_tokens)
+        except BaseException as error:
+            self._fail(params, future, error)
+            return
+        trial = self.trials.run(source)
+        trial.add_done_callback(lambda done: self._submit(lambda: self._finish(params, source, done.result(), future)))
 
-    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def _finish(
+        self, params: StructuredOutputsParams, source: str, trial: Trial, future: Future[CompiledGrammar]
+    ) -> None:
+        try:
+            self._check(trial)
+            self.cache.reserve(trial.num_bytes)
+            try:
+                grammar = self._compile(params, source)
+            except BaseException:
+                self.cache.release(trial.num_bytes)
+                raise
+        except BaseException as error:
+            self._fail(params, future, error)
+        else:
+            self.cache.store(params, future, grammar, trial.num_bytes)
+
+    def _fail(self, params: StructuredOutputsParams, future: Future[CompiledGrammar], error: BaseException) -> None:
+        """Sets the error of a grammar."""
+        match error:
+            case OverloadedError():
+                self.cache.forget(params, future)  # the next time may be better
+                future.set_exception(error)
+            case ParameterError():
+                future.set_exception(ParameterError(f"structured_outputs: {error}", "structured_outputs"))
+            case _:  # a panic of llguidance is a BaseException
+                logger.error("a grammar could not be compiled", exc_info=error)
+                reason = one_line(str(error)) or type(error).__name__
+                future.set_exception(
+                    ParameterError(f"structured_outputs: it cannot be compiled: {reason}", "structured_outputs")
+                )
+
+    def _check(self, trial: Trial) -> None:
+        """Raises the error of a grammar that did not pass its trial."""
+        match trial.end:
+            case "late":
+                raise ParameterError(f"it took longer than {self.seconds:g} s to compile: make the grammar smaller")
+            case "crowded":
+                raise OverloadedError(
+                    f"structured_outputs: it took longer than {self.crowded_seconds:g} s to compile while other "
+                    "grammars waited: make the grammar smaller, or try again later"
+                )
+            case "lost":
+                raise OverloadedError("structured_outputs: compiling was interrupted: try again")
+            case "died" if trial.signal == signal.SIGABRT:  # so a Rust program ends when there is no memory
+                raise ParameterError(
+                    f"it needs more than {GRAMMAR_BYTES // 2**20} MB of memory to compile: make the grammar smaller"
+                )
+            case "died":
+                how = f" ({signal.strsignal(trial.signal)})" if trial.signal else ""
+                raise ParameterError(f"the library that compiles grammars crashed on it{how}: change the grammar")
+
+    def _compile(self, params: StructuredOutputsParams, source: str) -> CompiledGrammar:
         name = params.kind
-        source = grammar_source(params, self._special_tokens)
-        matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=_LIMITS)
+        matcher = new_matcher(self._vocabulary, source)
         if error := matcher.get_error():
             raise _explained(error, params)
         warnings = [one_line(warning) for warning in matcher.get_grammar_warnings()]
@@ -146,9 +184,8 @@ class GrammarCompiler:
                 "or set lenient to ignore it",
                 "structured_outputs",
             )
-        mask = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
-        fill_mask(matcher, mask, len(mask))
-        forced = tuple(matcher.compute_ff_tokens())
+        mask = np.frombuffer(first_mask(matcher, self._vocabulary), np.int32)
+        forced = first_forced(matcher)
         if (error := matcher.get_error()) or not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
             reason = f" ({one_line(error)})" if error else ""
             raise ParameterError(f"no text satisfies {name}{reason}: correct it", "structured_outputs")
@@ -161,8 +198,17 @@ class GrammarCompiler:
 
     @cached_property
     def _built(self) -> LLTokenizer:
-        text = self._tokenizer.backend.to_str()
-        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids) or None)
+        return new_vocabulary(self._tokenizer.backend.to_str(), self._vocab_size, self._eos_token_ids)
+
+    def _settings(self) -> TrialSettings:
+        return TrialSettings(
+            self._tokenizer.backend.to_str(),
+            self._vocab_size,
+            self._eos_token_ids,
+            self.seconds,
+            self.crowded_seconds,
+            GRAMMAR_BYTES,
+        )
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
@@ -191,19 +237,3 @@ def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
 
 def _at(keyword: str, place: str) -> str:
     return f"the keyword {json.dumps(keyword)} at {place}"
-
-
-def _size(params: StructuredOutputsParams) -> int:
-    texts = (params.json, params.regex, params.grammar, params.structural_tag, *(params.choice or ()))
-    return sum(len(text) for text in texts if text is not None)
-
-
-def _settle(future: Future[CompiledGrammar], result: CompiledGrammar | ParameterError) -> None:
-    """Sets the result of `future`, unless it has one: compiling and its time limit race."""
-    try:
-        if isinstance(result, ParameterError):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-    except Exception as error:
-        logger.debug("a grammar is late: %s", error)

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from jaxvllm.core.errors import ContextLengthError, ParameterError, UnsupportedParameterError
+from jaxvllm.core.errors import ContextLengthError, OverloadedError, ParameterError, UnsupportedParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
@@ -22,7 +22,6 @@ from jaxvllm.server.http.disconnect import send_unless_gone, unless_gone
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.service import Service
 from jaxvllm.worker.engine_client import EngineDiedError, EngineUnavailableError
-from jaxvllm.worker.queue_limits import OverloadedError
 
 logger = logging.getLogger(__name__)
 

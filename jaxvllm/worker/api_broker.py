@@ -7,12 +7,11 @@ from contextlib import suppress
 
 import zmq.asyncio
 
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_client import EngineClient, EngineDiedError, EngineState, EngineUnavailableError
-from jaxvllm.worker.queue_limits import OverloadedError
 from jaxvllm.worker.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -27,7 +27,7 @@ from jaxvllm.worker.engine_client import (
 from jaxvllm.worker.engine_process import EngineProcess, LocalPlace, Place
 from jaxvllm.worker.observer import LossReason, Observer
 from jaxvllm.worker.open_requests import DivergedError, OpenRequest, OpenRequests
-from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.readers import Readers
 from jaxvllm.worker.request_stream import RequestStream
 

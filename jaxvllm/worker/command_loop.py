@@ -3,21 +3,23 @@
 import gc
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import zmq
 
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
 from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.multihost import follow_config
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
+from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_link import Address, connect
 from jaxvllm.worker.preparing import Preparing
-from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+from jaxvllm.worker.queue_limits import QueueLimits
 
 logger = logging.getLogger("jaxvllm.engine")
 
@@ -117,8 +119,8 @@ class CommandLoop:
             except zmq.Again:
                 break
             self._obey(data)
-        for add in self._preparing.take_ready():
-            self._submit(add)
+        for add, grammar in self._preparing.take_ready():
+            self._submit(add, grammar)
 
     def _obey(self, data: bytes) -> None:
         match wire.decode_command(data):
@@ -147,24 +149,23 @@ class CommandLoop:
             self._reject(add, error)
             return
         if grammar is None or grammar.done():
-            self._submit(add)
+            self._submit(add, grammar)
         else:
             self._preparing.add(add, grammar)
 
-    def _submit(self, add: wire.Add) -> None:
+    def _submit(self, add: wire.Add, grammar: Future[CompiledGrammar] | None) -> None:
         request, n = add.request, add.request.params.num_sequences
         schedulers = [replica.scheduler for replica in self._engine.replicas]
         try:
             self._engine.check_fits(request)
             self._limits.check(schedulers, n, n * len(request.prompt.token_ids))
-            self._engine.submit(request)
+            self._engine.submit(request, grammar)
         except (ValueError, OverloadedError) as error:
             self._reject(add, error)
         else:
             self._serials[request.request_id] = add.serial
             if request.params.prompt_logprobs is not None:
                 self._unscored.add(add.serial)
-            grammar = self._engine.prepare(request)
             self._send(wire.Accepted(add.serial, [] if grammar is None else list(grammar.result().warnings)))
 
     def _reject(self, add: wire.Add, error: ValueError | OverloadedError) -> None:

@@ -32,10 +32,10 @@ class Preparing:
         found = self._waiting.pop(request_id, None)
         return None if found is None else found[0]
 
-    def take_ready(self) -> list[wire.Add]:
-        """Forgets and returns the requests whose grammars are done, in the order in which they came."""
+    def take_ready(self) -> list[tuple[wire.Add, Future[Any]]]:
+        """Forgets and returns the requests whose grammars are done, with these, in the order in which they came."""
         ready = [name for name, (_, grammar) in self._waiting.items() if grammar.done()]
-        return [self._waiting.pop(name)[0] for name in ready]
+        return [self._waiting.pop(name) for name in ready]
 
     def wait(self, socket: "zmq.Socket[bytes]") -> None:
         """Waits until a grammar is done, or `socket` has a message."""

@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxvllm.core.errors import OverloadedError
 from jaxvllm.core.scheduler import Scheduler
-
-
-class OverloadedError(RuntimeError):
-    """Raised when too many requests wait already. The caller may try again later."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,25 @@
 """What compiles, what is an error and which, and that nothing takes long."""
 
 import json
-import threading
+import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.grammar import compiler as compiler_module
 from jaxvllm.grammar.compiler import GrammarCompiler
-from tests.grammar.demo import EOS, VOCAB_SIZE, allowed, compiled, compiler, takes, tokenizer, tokens
+from jaxvllm.grammar.trial_process import MAX_CHILDREN
+from tests.grammar.demo import ENDLESS, EOS, VOCAB_SIZE, allowed, compiled, compiler, takes, tokenizer, tokens
 from tests.grammar.schema_cases import CASES
+from tests.processes import children, wait_until_gone
+from tests.waiting import PATIENCE, wait_until
 
 # The time within which every grammar is compiled or refused here. Alone, none of these takes a third of a second; the
 # engine's own limit is COMPILE_SECONDS.
@@ -194,38 +202,107 @@ def test_equal_parameters_are_compiled_once() -> None:
     assert compiler().compile(StructuredOutputsParams(json={"const": "once"}, lenient=True)) is not first
 
 
-def test_the_cache_forgets_what_was_used_longest_ago() -> None:
-    mine = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,))
-    first = StructuredOutputsParams(regex="a" * 16_000)
-    kept = mine.compile(first)
-    for number in range(300):
-        mine.compile(StructuredOutputsParams(choice=(f"option {number}",))).result()
-        assert number > 254 or mine.compile(first) is kept, "it is used all the time"
-    assert len(mine._cache) == 256
-    assert mine._num_bytes == sum(len(asked.regex or "") + len("".join(asked.choice or ())) for asked in mine._cache)
+# The library overflows its stack.
+CRASHING = json.dumps(
+    {"grammars": [{"json_schema": {"type": "integer", "minimum": -(2**63) - 5, "maximum": -(2**63) - 1}}]}
+)
+# More than any machine takes.
+PATIENT = {"seconds": PATIENCE}
+
+
+@pytest.fixture
+def mine(request: pytest.FixtureRequest) -> Iterator[GrammarCompiler]:
+    """A compiler of the test's own, with the options that are its parameters."""
+    mine = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,), **getattr(request, "param", {}))
+    yield mine
     mine.close()
 
 
-def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,), seconds=0.01)
-    goes_on = threading.Event()
-    compile_one = slow._compile
-
-    def held_up(params: StructuredOutputsParams) -> Any:
-        goes_on.wait()
-        return compile_one(params)
-
-    monkeypatch.setattr(slow, "_compile", held_up)
-    with pytest.raises(ParameterError, match="longer than 0.01 s to compile"):
-        slow.compile(StructuredOutputsParams(regex="late")).result()
-    goes_on.set()
-    slow.close()
+def error_of(mine: GrammarCompiler, **asked: Any) -> str:
+    return str(mine.compile(StructuredOutputsParams(**asked)).exception())
 
 
-def test_a_panic_is_an_error_of_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,))
+@pytest.mark.parametrize("mine", [{"seconds": 0.3}], indirect=True)
+def test_what_never_ends_is_ended(mine: GrammarCompiler) -> None:
+    assert "it took longer than 0.3 s to compile" in error_of(mine, json=ENDLESS)
+    pid = mine.trials.pid
+    assert pid is not None and children(pid) == [], "it goes on"
+    assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
+    assert mine.trials.pid == pid
 
-    def panic(params: StructuredOutputsParams) -> Any:
+
+@pytest.mark.parametrize("mine", [PATIENT | {"crowded_seconds": 0.1}], indirect=True)
+def test_what_never_ends_makes_room_for_others(mine: GrammarCompiler) -> None:
+    endless = [mine.compile(StructuredOutputsParams(json=ENDLESS | {"title": str(i)})) for i in range(MAX_CHILDREN)]
+    wait_until(lambda: mine.trials.pid is not None and len(children(mine.trials.pid)) == MAX_CHILDREN)
+    assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
+    ended = [future.exception() for future in endless if future.done()]
+    assert len(ended) == 1 and isinstance(ended[0], OverloadedError)
+    assert "it took longer than 0.1 s to compile while other grammars waited" in str(ended[0])
+    assert mine.compile(StructuredOutputsParams(json=ENDLESS | {"title": "0"})) is not endless[0], "it may be repeated"
+
+
+@pytest.mark.parametrize("mine", [PATIENT], indirect=True)
+def test_what_crashes_the_library_is_refused(mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever schemas are refused before, another may come through.
+    monkeypatch.setattr(compiler_module, "grammar_source", lambda params, special_tokens: CRASHING)
+    assert "crashed on it (Segmentation fault)" in error_of(mine, json=True)
+
+
+@pytest.mark.parametrize("mine", [PATIENT], indirect=True)
+def test_what_takes_too_much_memory_is_refused(mine: GrammarCompiler) -> None:
+    assert "it needs more than 128 MB of memory to compile" in error_of(mine, regex="a{1000}{1000}{1000}")
+
+
+@pytest.mark.parametrize("mine", [PATIENT], indirect=True)
+def test_a_process_that_is_killed_is_followed_by_another(mine: GrammarCompiler) -> None:
+    endless = mine.compile(StructuredOutputsParams(json=ENDLESS))
+    assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
+    pid = mine.trials.pid
+    assert pid is not None
+    [child] = wait_until(lambda: children(pid))
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(endless.exception(), OverloadedError)
+    wait_until_gone(child)
+    assert mine.compile(StructuredOutputsParams(choice=("y",))).result()
+    assert mine.trials.pid not in (pid, None)
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    program = """
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from tests.grammar.demo import ENDLESS, compiler, compiled
+from tests.processes import children
+from tests.waiting import wait_until
+compiled(choice=("x",))
+compiler().compile(StructuredOutputsParams(json=ENDLESS))
+pid = compiler().trials.pid
+print(pid, *wait_until(lambda: children(pid)), flush=True)
+input()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_close_ends_the_process_and_what_it_tries(mine: GrammarCompiler) -> None:
+    assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
+    mine.compile(StructuredOutputsParams(json=ENDLESS))
+    pid = mine.trials.pid
+    assert pid is not None
+    [child] = wait_until(lambda: children(pid))
+    mine.close()
+    wait_until_gone(pid)
+    wait_until_gone(child)
+
+
+def test_a_panic_is_an_error_of_one_grammar(mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(params: StructuredOutputsParams, source: str) -> Any:
         raise SystemError("a bug")
 
     with monkeypatch.context() as patch:
@@ -233,7 +310,7 @@ def test_a_panic_is_an_error_of_one_grammar(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ParameterError, match="cannot be compiled: a bug"):
             mine.compile(StructuredOutputsParams(regex="x")).result()
     assert mine.compile(StructuredOutputsParams(regex="y")).result()
-    mine.close()
+    assert mine.cache.num_bytes > 0
 
 
 def test_a_sequence_has_a_state_of_its_own() -> None:

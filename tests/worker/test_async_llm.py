@@ -16,12 +16,13 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from jaxvllm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.errors import OverloadedError
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import async_llm
 from jaxvllm.worker.engine_client import EngineDiedError, EngineState, EngineUnavailableError
 from jaxvllm.worker.observer import Observer
-from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.wire import EngineFacts
 from tests.waiting import PATIENCE, until
 

@@ -15,7 +15,7 @@ import zmq
 from hypothesis import example, given
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -24,7 +24,7 @@ from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.worker import command_loop, wire
 from jaxvllm.worker.command_loop import MAX_BREAKS, CommandLoop
 from jaxvllm.worker.preparing import Preparing
-from jaxvllm.worker.queue_limits import OverloadedError, QueueLimits
+from jaxvllm.worker.queue_limits import QueueLimits
 
 STATS = EngineStats(*range(20))
 
