@@ -59,7 +59,7 @@ class Generation:
         params = _bounded(params, [request.prompt for request in requests], service.reader)
         generation = cls(service)
         try:
-            async with asyncio.timeout_at(generation._deadline):
+            async with asyncio.timeout_at(generation._deadline), service.queueing():
                 for request in requests:
                     generation._streams.append(service.llm.enqueue(replace(request, params=params)))
                 for stream in generation._streams:  # the engine accepts all of them at once, between two steps

@@ -1,7 +1,9 @@
 """`Service`: the state that all endpoints share, such as the engine, the model's names and the open requests."""
 
+import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +29,8 @@ from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS, guessed_format
 from jaxvllm.text.tool_use import ToolUse
 from jaxvllm.worker.engine_client import EngineClient
 
+# Once the server stops, a request that the engine has not queued fails after this time: its form may compile for longer.
+UNQUEUED_SECONDS = 2.0
 # The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
 MAX_TEXT = 2**20
 
@@ -52,6 +56,7 @@ class Service(Drainable):
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
         self._all_metrics = all_metrics
+        self._queueing: set[asyncio.Timeout] = set()  # of requests that wait for the engine to queue them
         llm.observe(self.metrics)
 
     # ---- the model ----
@@ -241,6 +246,32 @@ class Service(Drainable):
     async def render_metrics(self) -> tuple[bytes, str]:
         """Returns what Prometheus reads, and its content type."""
         return self.metrics.render() if self._all_metrics is None else await self._all_metrics()
+
+    # ---- its lifecycle ----
+
+    def drain(self) -> None:
+        """Does the same as `Drainable.drain`. Requests that wait in `queueing` fail soon."""
+        super().drain()
+        for timeout in self._queueing:
+            timeout.reschedule(asyncio.get_running_loop().time() + UNQUEUED_SECONDS)
+
+    @asynccontextmanager
+    async def queueing(self) -> AsyncIterator[None]:
+        """Lets a request wait inside the context until the engine has queued it.
+
+        Raises ApiError when that does not happen soon after the server began to stop.
+        """
+        try:
+            async with asyncio.timeout(UNQUEUED_SECONDS if self.draining else None) as timeout:
+                self._queueing.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._queueing.discard(timeout)
+        except TimeoutError:
+            if timeout.expired():
+                raise ApiError(503, "the server is shutting down") from None
+            raise
 
 
 def _fingerprint(model: str, config: EngineConfig) -> str:

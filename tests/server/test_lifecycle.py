@@ -155,9 +155,14 @@ def test_sigterm_lets_requests_finish(start):
         assert [each.result().status_code for each in waiting] == [200, 405]
     assert get(server, "/health").status_code == get(server, "/ready").status_code == 200
     server.ready()
-    with open_streams(server, 2) as (client, streams, go_on):
+    with open_streams(server, 2) as (client, streams, go_on), ThreadPoolExecutor(1) as thread:
+        # The engine does not queue it while it is stopped, as if it compiled the form.
+        unqueued = thread.submit(client.post, "/v1/completions", json=LONG | {"structured_outputs": {"choice": ["x"]}})
+        wait_until(lambda: client.get("/load").json()["server_load"] == 3)
         server.signal_all(signal.SIGTERM)
-        server.until(r"stopping: 2 requests may finish within 100000 s")
+        server.until(r"stopping: 3 requests may finish within 100000 s")
+        refused = unqueued.result()
+        assert refused.status_code == 503 and "shutting down" in refused.text
         refusal = client.post("/v1/completions", json=LONG)
         assert refusal.status_code == 503 and refusal.headers["retry-after"], refusal.text
         assert client.get("/ready").status_code == 503
