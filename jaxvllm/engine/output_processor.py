@@ -167,6 +167,7 @@ class OutputProcessor:
         self._group_of: dict[str, _Group] = {}  # by the id of the scheduler's request
         self._groups: dict[str, _Group] = {}
         self._num_streaming = 0  # groups that have had their first output and not yet their last
+        self._started: list[str] = []  # requests that have had their first token since `take_started`
 
     @property
     def num_requests(self) -> int:
@@ -209,6 +210,11 @@ class OutputProcessor:
         for child_id in child_ids:
             self._group_of[child_id] = group
 
+    def take_started(self) -> list[str]:
+        """Returns the ids of the requests that have had their first token since the last call."""
+        started, self._started = self._started, []
+        return started
+
     def scheduled(self, plan: StepPlan) -> None:
         """Records the time at which requests are scheduled for the first time."""
         for admission in plan.admissions:
@@ -227,6 +233,7 @@ class OutputProcessor:
             group = self._group_of[request.request_id]
             if group.metrics.first_token_time is None:
                 group.metrics = replace(group.metrics, first_token_time=now)
+                self._started.append(group.request.request_id)
         for scored in update.scored:
             self._take_scores(self._group_of[scored.request.request_id], scored, output)
         ends = {end.request.request_id: end for end in update.finished}

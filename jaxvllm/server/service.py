@@ -29,7 +29,7 @@ from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS, guessed_format
 from jaxvllm.text.tool_use import ToolUse
 from jaxvllm.worker.engine_client import EngineClient
 
-# Once the server stops, a request that the engine has not queued fails after this time: its form may compile for longer.
+# Once the server stops, a request that the engine has not queued after this time fails. Its form may compile longer.
 UNQUEUED_SECONDS = 2.0
 # The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
 MAX_TEXT = 2**20

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from enum import Enum, auto
 from typing import Any, Self
 
 from jaxvllm.config import EngineConfig
@@ -45,7 +46,20 @@ BUILD_FACTOR = 10
 # The pause before a new start. It doubles after each start that did not make the engine ready.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
 
-type Rescue = Callable[[OpenRequest], bool]
+# A request that waits for its engine to be started again fails after this time.
+KEPT_SECONDS = 120.0
+
+
+class Rescue(Enum):
+    """What becomes of a request whose engine has ended."""
+
+    MOVED = auto()  # another engine works on it
+    KEPT = auto()  # its own engine computes it from the beginning, when it is there again
+    NONE = auto()  # it fails
+
+
+# Gets a request, and whether the request may be what has ended the engine.
+type Rescuer = Callable[[OpenRequest, bool], Rescue]
 
 
 class AsyncLLM(EngineClient):
@@ -70,16 +84,16 @@ class AsyncLLM(EngineClient):
         chat_template: str | None = None,
         place: Place | None = None,
         readers: Readers | None = None,
-        rescue: Rescue | None = None,
+        rescuer: Rescuer | None = None,
     ) -> Self:
         """Makes one from a config, and from limits to the requests that may wait.
 
         `chat_template` replaces the model's. `place` says where the process runs; by default it is a child of this
-        process. Several engines of a model may share `readers`. When the process ends, `rescue` is called for each open
-        request, and returns whether another engine works on it now; the others fail.
+        process. Several engines of a model may share `readers`. When the process ends, `rescuer` is called for each
+        open request and says what becomes of it. Without one, all of them fail.
         """
         llm = cls.__new__(cls)
-        llm._setup(config, limits or QueueLimits(), place, readers or Readers(chat_template), rescue)
+        llm._setup(config, limits or QueueLimits(), place, readers or Readers(chat_template), rescuer)
         return llm
 
     def _setup(
@@ -88,13 +102,13 @@ class AsyncLLM(EngineClient):
         limits: QueueLimits,
         place: Place | None = None,
         readers: Readers | None = None,
-        rescue: Rescue | None = None,
+        rescuer: Rescuer | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
         self._place = place or LocalPlace()
         self._readers = readers or Readers()
-        self._rescue = rescue
+        self._rescuer = rescuer
         self._state = EngineState.STARTING
         self._reason = "the engine is starting"  # describes the state for messages
         self.num_starts = 0
@@ -104,6 +118,7 @@ class AsyncLLM(EngineClient):
         self._rules: RequestRules | None = None
         self._process: EngineProcess | None = None
         self._requests = OpenRequests()
+        self._kept: dict[int, asyncio.TimerHandle] = {}  # serials of requests that wait for the engine to start again
         self._observers: list[Observer] = []
         self._pools: asyncio.Future[list[PoolView]] | None = None
         self._resets: deque[asyncio.Future[None]] = deque()  # of the prefix cache, not yet answered by the engine
@@ -148,7 +163,11 @@ class AsyncLLM(EngineClient):
                 await self._task
         self._enter(EngineState.CLOSED, "the engine is closed")
         self._tell(lambda observer: observer.on_end())
-        self._fail_all(EngineUnavailableError(self._reason))
+        for timer in self._kept.values():
+            timer.cancel()
+        error = EngineUnavailableError(self._reason)
+        self._fail(self._requests.serials(), error)
+        self._fail_questions(error)
 
     def kill(self) -> None:
         """Kills the engine's process, if there is one."""
@@ -250,7 +269,7 @@ class AsyncLLM(EngineClient):
         return open_request.stream
 
     def adopt(self, open_request: OpenRequest) -> None:
-        """Computes a request of another engine of the same model from its beginning.
+        """Computes a request of another engine of the same model, or of an earlier process, from its beginning.
 
         Its caller gets what is new to him. Raises EngineUnavailableError when there is no engine to take it.
         """
@@ -315,8 +334,10 @@ class AsyncLLM(EngineClient):
                 await self._live()
             except Exception as error:
                 self._enter(EngineState.FAILED, str(error))
-                self._rescue_all(self._requests.serials())
-                self._fail_all(EngineDiedError("the engine has failed: see the server's log"))
+                failed = EngineDiedError("the engine has failed: see the server's log")
+                self._rescue(self._requests.serials(), failed, none_is_guilty=True)
+                self._fail(self._requests.serials(), failed)
+                self._fail_questions(failed)
                 raise
             # A process that was ready is started again after the shortest pause: the start itself takes time.
             pause = FIRST_PAUSE if self._was_ready else min(2 * pause, LONGEST_PAUSE)
@@ -339,11 +360,12 @@ class AsyncLLM(EngineClient):
             reason = f"the engine's process {process.end_text()}"
             if self._facts is None:
                 raise RuntimeError(f"{reason} before it was ready: see its log above")
-            logger.error("%s: %d requests fail, and it is started again", reason, len(self._requests))
+            logger.error("%s: it had %d requests, and is started again", reason, len(self._requests))
             self._stats = None
             self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
-            self._rescue_all(self._requests.serials())
-            self._fail_all(EngineDiedError(f"{reason} while it worked on this request: send it again"))
+            error = EngineDiedError(f"{reason} while it worked on this request: send it again")
+            self._rescue(self._requests.serials(), error, process.is_out_of_reach)
+            self._fail_questions(error)
         finally:
             pinging.cancel()
             self._process = None
@@ -381,8 +403,11 @@ class AsyncLLM(EngineClient):
             case wire.Rejected(serial, reason, overloaded, param):
                 self._requests.answered(serial)
                 self._lose(serial, OverloadedError(reason) if overloaded else ParameterError(reason, param))
-            case wire.Pulse(stats):
+            case wire.Pulse(stats, _, started):
                 self._stats = stats
+                for serial in started:
+                    if request := self._requests.get(serial):
+                        request.started()
                 self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
             case wire.Pages(pools):
                 if self._pools is not None:
@@ -393,9 +418,8 @@ class AsyncLLM(EngineClient):
             case wire.Broken(reason):
                 # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
                 error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
-                serials = self._requests.serials(accepted=True)
-                self._rescue_all(serials)
-                self._fail(serials, error)
+                self._rescue(self._requests.serials(accepted=True), error)
+                self._send_kept()
             case wire.Lost(serial, reason, unavailable):
                 self._requests.answered(serial)
                 self._lose(serial, (EngineUnavailableError if unavailable else EngineDiedError)(reason), "error")
@@ -420,6 +444,7 @@ class AsyncLLM(EngineClient):
         self._was_ready = True
         self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")
+        self._send_kept()
         self._tell(lambda observer: observer.on_start(self.num_starts, facts))
 
     def _enter(self, state: EngineState, reason: str) -> None:
@@ -472,19 +497,40 @@ class AsyncLLM(EngineClient):
         if lost is not None and self._process is not None:
             self._process.send(wire.Abort([lost.request_id]))
 
-    def _rescue_all(self, serials: Iterable[int]) -> None:
-        """Lets other engines compute these requests, if there are any."""
+    def _rescue(self, serials: Iterable[int], error: EngineDiedError, none_is_guilty: bool = False) -> None:
+        """Has these requests computed elsewhere or later, as the rescuer says. The others fail with `error`."""
         for serial in serials:
             open_request = self._requests.get(serial)
-            if open_request is not None and self._rescue is not None and self._rescue(open_request):
-                self._give(serial)
+            if open_request is None or serial in self._kept:  # the engine that has ended never had the latter
+                continue
+            match self._rescuer and self._rescuer(open_request, open_request.may_kill and not none_is_guilty):
+                case Rescue.MOVED:
+                    self._give(serial)
+                case Rescue.KEPT:
+                    loop = asyncio.get_running_loop()
+                    self._kept[serial] = loop.call_later(KEPT_SECONDS, self._give_up, serial, error)
+                case _:
+                    self._lose(serial, error, "error")
+
+    def _send_kept(self) -> None:
+        """Gives the engine, which is there again, the requests that waited for it."""
+        kept, self._kept = self._kept, {}
+        for serial, timer in kept.items():
+            timer.cancel()
+            # Under a new serial, because outputs of the old one may still be in transit.
+            if (open_request := self._requests.forget(serial)) is not None:
+                self.adopt(open_request)
+
+    def _give_up(self, serial: int, error: EngineDiedError) -> None:
+        self._kept.pop(serial, None)
+        self._lose(serial, error, "error")
 
     def _fail(self, serials: Iterable[int], error: RuntimeError) -> None:
         for serial in serials:
             self._lose(serial, error, "error")
 
-    def _fail_all(self, error: RuntimeError) -> None:
-        self._fail(self._requests.serials(), error)
+    def _fail_questions(self, error: RuntimeError) -> None:
+        """Fails what was asked of the engine beside requests."""
         pending: list[asyncio.Future[Any]] = [*self._resets]
         if self._pools is not None:
             pending.append(self._pools)

@@ -190,7 +190,8 @@ class CommandLoop:
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS
-        self._send(wire.Pulse(self._engine.stats(), self._engine.take_reports()))
+        started = [self._serials[name] for name in self._engine.outputs.take_started() if name in self._serials]
+        self._send(wire.Pulse(self._engine.stats(), self._engine.take_reports(), started))
 
     def _send(self, report: wire.Report) -> None:
         self._socket.send(wire.encode(report))

@@ -23,7 +23,7 @@ from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.prompts import PromptReader
 from jaxvllm.worker import wire
-from jaxvllm.worker.async_llm import LONGEST_PAUSE, AsyncLLM
+from jaxvllm.worker.async_llm import LONGEST_PAUSE, AsyncLLM, Rescue
 from jaxvllm.worker.engine_client import EngineClient, EngineState, EngineUnavailableError
 from jaxvllm.worker.engine_process import Place
 from jaxvllm.worker.observer import Observer
@@ -34,7 +34,7 @@ from jaxvllm.worker.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
 
-# A request whose engine died is computed by another this many times. After that it may be what kills them.
+# A request whose engine died is computed again this many times. After that it may be what kills them.
 MOST_RESCUES = 1
 
 
@@ -99,8 +99,8 @@ class EnginePool(EngineClient):
     """Completes requests in several engines of one model, each of which is started again when it dies.
 
     When an engine dies, another computes its requests from the beginning. The tokens are the same, because the pool
-    gives a seed to each request that has none, so a caller notices only a pause. A request whose second engine dies,
-    too, fails, as do all when no other engine is ready.
+    gives a seed to each request that has none, so a caller notices only a pause. A request that may be what ended the
+    engine is given to no other: it waits until its own is there again. A request whose engine dies once more fails.
     """
 
     def __init__(
@@ -328,8 +328,8 @@ class EnginePool(EngineClient):
 
     def _new_llm(self, rank: int, place: Place) -> AsyncLLM:
         config = replace(self.config, data_parallel_rank=self.config.data_parallel_rank + rank)
-        rescue = partial(self._rescue, rank)
-        llm = AsyncLLM.from_config(config, self._limits, place=place, readers=self._readers, rescue=rescue)
+        rescuer = partial(self._rescue, rank)
+        llm = AsyncLLM.from_config(config, self._limits, place=place, readers=self._readers, rescuer=rescuer)
         for observer in (*self._observers, Starts(self._forget_prompts)):
             llm.observe_as(rank, observer)
         return llm
@@ -412,9 +412,16 @@ class EnginePool(EngineClient):
             self._sent.store(chosen.name, keys)
         return chosen
 
-    def _rescue(self, rank: int, open_request: OpenRequest) -> bool:
-        """Lets another engine compute a request of engine `rank`, which has died. Returns whether there is one."""
-        return open_request.num_rewinds < MOST_RESCUES and self._adopt(rank, open_request)
+    def _rescue(self, rank: int, open_request: OpenRequest, may_be_guilty: bool) -> Rescue:
+        """Says what becomes of a request of engine `rank`, which has died, and gives it to another if it may have it.
+
+        Whatever a request does to engines, it does to one of them alone.
+        """
+        if open_request.num_rewinds >= MOST_RESCUES or len(self._members) == 1:
+            return Rescue.NONE
+        if may_be_guilty or not self._adopt(rank, open_request):
+            return Rescue.KEPT
+        return Rescue.MOVED
 
     def _adopt(self, rank: int, open_request: OpenRequest) -> bool:
         if not (candidates := self._candidates(but=rank)):

@@ -42,6 +42,10 @@ class Life(Protocol):
     def has_ended_itself(self) -> bool:
         """Whether it has ended, and was not killed."""
 
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether its host was lost, and with it the process, which then no request has ended."""
+
     async def wait(self) -> object:
         """Waits for its end."""
 
@@ -99,6 +103,8 @@ def open_socket() -> zmq.asyncio.Socket:
 
 class Child:
     """A child of this process. Implements `Life`."""
+
+    is_out_of_reach = False
 
     def __init__(self, process: Process):
         self._process = process
@@ -177,6 +183,11 @@ class EngineProcess:
     def _last_words_seconds(self) -> float:
         is_only = self._life.has_ended_itself and not self._is_connected
         return ONLY_WORD_SECONDS if is_only else LAST_WORDS_SECONDS
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether its host was lost, and with it the process, which then no request has ended."""
+        return self._life.is_out_of_reach
 
     def end_text(self) -> str:
         """Describes how the process ended, for a message."""

@@ -155,6 +155,7 @@ class RemoteLife:
 
     def __init__(self, door: NodeDoor, name: bytes, start: int, rank: int):
         self.has_ended_itself = False
+        self.is_out_of_reach = False
         self._door = door
         self._name = name
         self._start = start
@@ -188,6 +189,7 @@ class RemoteLife:
             await asyncio.wait((ended,), timeout=1)
         if not ended.done():
             self._text = "is out of reach"
+            self.is_out_of_reach = True
         for task in (disconnected, ended):
             task.cancel()
         await asyncio.gather(disconnected, ended, return_exceptions=True)

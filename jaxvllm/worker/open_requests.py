@@ -40,19 +40,32 @@ class OpenRequest:
         self._kind = request.params.output_kind
         self._scores: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
         self.is_queued = True  # no output has come from its engine yet
+        self._has_started = False  # its engine has computed a token of it
         self._has_delivered = False
         # Of each completion: what the caller has, and what this engine has sent, which is less after a rewind.
         self._delivered: defaultdict[int, Progress] = defaultdict(Progress)
         self._computed: defaultdict[int, Progress] = defaultdict(Progress)
 
+    @property
+    def may_kill(self) -> bool:
+        """Whether it may be what has ended its engine: it had no token yet, or native code follows its form.
+
+        Most of what may be wrong with a request shows before its first token.
+        """
+        return not self._has_started or self.request.params.structured_outputs is not None
+
+    def started(self) -> None:
+        """Takes note that its engine has computed a token of it."""
+        self._has_started = True
+
     def rewind(self) -> None:
-        """Takes note that another engine computes the request from its beginning.
+        """Takes note that another engine, or the same one again, computes the request from its beginning.
 
         Its tokens are the same if the request has a seed, because they depend on nothing else. They are compared with
         those that the caller has, who gets only what is new.
         """
         self.num_rewinds += 1
-        self.is_queued = True
+        self.is_queued, self._has_started = True, False
         self._computed.clear()
 
     def deliver(self, output: wire.Output) -> RequestOutput | None:
@@ -61,7 +74,7 @@ class OpenRequest:
         Returns None when the caller has all of it, from an engine that died. Raises DivergedError when that engine had
         sent something else.
         """
-        self.is_queued = False
+        self.is_queued, self._has_started = False, True
         self._scores = output.prompt_logprobs or self._scores  # the engine sends them once
         is_delta = self._kind is RequestOutputKind.DELTA
         completions, scores = output.completions, output.prompt_logprobs if is_delta else self._scores
@@ -195,8 +208,8 @@ class OpenRequests:
         return self._serial_of.get(request_id)
 
     def serials(self, accepted: bool = False) -> list[int]:
-        """Returns the serials of all requests, or only of those that the engine has `accepted`."""
-        return [serial for serial, request in self._requests.items() if request.stream.is_accepted or not accepted]
+        """Returns the serials of all requests, or only of those that the present engine has `accepted`."""
+        return [serial for serial in self._requests if not accepted or serial not in self._unanswered]
 
     def answered(self, serial: int) -> None:
         """Takes note that the engine has accepted or rejected the request."""

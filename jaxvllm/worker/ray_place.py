@@ -104,6 +104,7 @@ class Actor:
     def __init__(self, ray: Any, actor: Any, group: Any, run: Any, socket: zmq.asyncio.Socket, host: str, pid: int):
         self.pid = pid
         self.has_ended_itself = False
+        self.is_out_of_reach = False
         self._ray = ray
         self._actor = actor
         self._group = group
@@ -121,6 +122,7 @@ class Actor:
             await asyncio.wait((ended,), timeout=1)
         if not ended.done():
             self._end = "is out of reach"
+            self.is_out_of_reach = True
         for task in (disconnected, ended):
             task.cancel()
         self.kill()

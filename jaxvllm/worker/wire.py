@@ -165,6 +165,7 @@ class Pulse(Message, frozen=True):
 
     stats: EngineStats
     steps: list[StepReport]
+    started: list[int] = []  # serials of requests that have had their first token since the last pulse, and go on
 
 
 class Pages(Message, frozen=True):

@@ -66,6 +66,7 @@ def engine(**methods: Any) -> Any:
         defaults=SimpleNamespace(params=SamplingParams(), max_tokens=None, most_tokens=None),
         stats=lambda: STATS,
         take_reports=list,
+        outputs=SimpleNamespace(take_started=list),
         prepare=lambda request: None,
     )
     return SimpleNamespace(**base | methods)
@@ -125,6 +126,13 @@ def test_a_broken_step_is_told_and_the_engine_goes_on() -> None:
     assert [type(report) for report in said][:2] == [wire.Pulse, wire.Broken]
     assert said[1] == wire.Broken("ZeroDivisionError")
     assert steps == 2
+
+
+def test_a_pulse_tells_which_requests_have_had_their_first_token() -> None:
+    outputs = SimpleNamespace(take_started=lambda: ["b", "ended", "a"])
+    loop = engine(outputs=outputs, submit=lambda *args: None, check_fits=lambda request: None)
+    said = run(loop, *(wire.Add(serial, asked(name)) for serial, name in ((7, "a"), (8, "b"), (9, "c"))), wire.Ping())
+    assert [report.started for report in said if isinstance(report, wire.Pulse)] == [[8, 7]]
 
 
 def test_an_engine_that_cannot_step_is_given_up() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.server.metrics.prometheus import Metrics
-from jaxvllm.worker import data_parallel, engine_pool, wire
+from jaxvllm.worker import async_llm, data_parallel, engine_pool, wire
 from jaxvllm.worker.async_llm import AsyncLLM
 from jaxvllm.worker.data_parallel import MOST_ON_A_CORE, OneHost, OneProcess, num_cores
 from jaxvllm.worker.engine_client import EngineState
 from jaxvllm.worker.engine_pool import EnginePool, ScalingError
 from jaxvllm.worker.engine_process import EngineProcess
 from jaxvllm.worker.observer import Observer
+from jaxvllm.worker.open_requests import OpenRequest
 from jaxvllm.worker.queue_limits import QueueLimits
+from tests.processes import stopped
 from tests.waiting import PATIENCE, until
 
 OPTIONS: dict[str, Any] = dict(
@@ -84,14 +88,25 @@ async def stream(pool: EnginePool, number: int, tokens: list[list[int]]) -> Any:
     return tokens, texts, logprobs
 
 
-async def all_streams(pool: EnginePool, kill: int | None = None) -> list[Any]:
-    """All streams at once. The process `kill` is ended when some have had tokens for a while."""
+async def all_streams(pool: EnginePool, kill: AsyncLLM | None = None) -> list[Any]:
+    """All streams at once. The process of `kill` is ended when some have had tokens for a while."""
     tokens: list[list[list[int]]] = [[] for _ in range(NUM_STREAMS)]
     asked = [asyncio.create_task(stream(pool, number, tokens[number])) for number in range(NUM_STREAMS)]
     if kill is not None:
-        await until(lambda: sum(any(len(ids) > 20 for ids in of) for of in tokens) >= 5)
-        os.kill(kill, signal.SIGKILL)
+        await until(lambda: sum(any(len(ids) > 20 for ids in of) for of in tokens) >= 5 and num_innocent(kill) > 8)
+        assert kill.pid is not None
+        os.kill(kill.pid, signal.SIGKILL)
     return await asyncio.gather(*asked)
+
+
+def opened(engine: AsyncLLM) -> list[tuple[int, OpenRequest]]:
+    """The requests of an engine that have not ended, with their serials."""
+    requests = engine._requests
+    return [(serial, one) for serial in requests.serials() if (one := requests.get(serial)) is not None]
+
+
+def num_innocent(engine: AsyncLLM) -> int:
+    return sum(not one.may_kill for _, one in opened(engine))
 
 
 class Moves(Observer):
@@ -127,8 +142,7 @@ def test_the_streams_of_an_engine_that_is_killed_go_on_in_another(
     moves = Moves()
     pool.observe(moves)
     victim = pool.engines[1]
-    assert victim.pid is not None
-    assert portal.call(all_streams, pool, victim.pid) == expected
+    assert portal.call(all_streams, pool, victim) == expected
     assert len(moves.request_ids) > 5
     portal.call(asyncio.wait_for, victim.ready(), PATIENCE)
     assert victim.num_starts == 2
@@ -143,7 +157,7 @@ def test_the_streams_of_a_step_that_breaks_off_go_on_in_another_engine(
         await all_ready(pool)
         streams = asyncio.create_task(all_streams(pool))
         engine = pool.engines[0]
-        await until(lambda: len(engine._requests.serials(accepted=True)) > 15)
+        await until(lambda: num_innocent(engine) > 8)
         process = engine._process
         assert process is not None
         receive, moves = process.receive, Moves()
@@ -151,6 +165,8 @@ def test_the_streams_of_a_step_that_breaks_off_go_on_in_another_engine(
 
         async def broken() -> wire.Report:
             process.receive = receive  # type: ignore[method-assign]
+            taken = engine._requests.serials(accepted=True)  # which it drops by itself
+            process.send(wire.Abort([one.request.request_id for serial, one in opened(engine) if serial in taken]))
             return wire.Broken("ZeroDivisionError")
 
         process.receive = broken  # type: ignore[method-assign]
@@ -177,6 +193,74 @@ def test_a_request_whose_second_engine_dies_fails(pool: EnginePool, portal: Bloc
             async for _ in asked:
                 pass
         await all_ready(pool)
+
+    portal.call(run)
+
+
+def test_a_request_that_ends_its_engine_is_given_to_no_other(pool: EnginePool, portal: BlockingPortal) -> None:
+    """The other engine gets what had tokens when its engine ended. What had none waits, and may end the same again."""
+
+    async def run() -> None:
+        await pool.all_ready()
+        long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=Kind.FINAL_ONLY)
+        formed = replace(long, structured_outputs=StructuredOutputsParams(regex="(a|b)+"))
+        moves = Moves()
+        pool.observe(moves)
+        await until(lambda: all(engine.stats is not None for engine in pool.engines))
+        with ExitStack() as stack:
+            for engine in pool.engines:
+                assert engine.pid is not None
+                stack.enter_context(stopped(engine.pid))
+            poison, *asked = [
+                pool.enqueue(pool.make_request(PROMPTS[0], some))
+                for some in (replace(long, n=16), *[long] * 4, *[formed] * 4)
+            ]
+            [victim] = [engine for engine in pool.engines if engine.has(poison.request_id)]
+            [other] = [engine for engine in pool.engines if engine is not victim]
+            here = [(serial, one) for serial, one in opened(victim) if one.stream is not poison]
+            moving = {one.request.request_id for _, one in here if one.request.params.structured_outputs is None}
+            staying = {one.request.request_id for _, one in here} - moving
+            assert moving and staying and victim.pid is not None and victim.stats is not None
+            # As the engine tells when it has computed a token of each.
+            victim._read(wire.Pulse(victim.stats, [], [serial for serial, _ in here]))
+            os.kill(victim.pid, signal.SIGKILL)
+            starts = other.num_starts
+            await until(lambda: victim.state is not EngineState.READY)
+            assert set(moves.request_ids) == moving and all(other.has(name) for name in moving)
+            assert all(victim.has(name) for name in (*staying, poison.request_id))
+        await until(lambda: victim.state is EngineState.READY)
+        with stopped(victim.pid):
+            os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="was ended by signal 9.*send it again"):
+            async for _ in poison:
+                pass
+        for one in asked:
+            if one.request_id in staying:
+                await one.aclose()
+            else:
+                assert [output.finished async for output in one] == [True]
+        assert other.num_starts == starts and set(moves.request_ids) == moving
+        await pool.all_ready()
+
+    portal.call(run)
+
+
+def test_a_request_waits_for_its_engine_only_so_long(
+    pool: EnginePool, portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        await pool.all_ready()
+        monkeypatch.setattr(async_llm, "KEPT_SECONDS", 0.0)
+        engine = pool.engines[0]
+        assert engine.pid is not None
+        with stopped(engine.pid):
+            engine.enqueue(request := pool.make_request(PROMPTS[0], SamplingParams(seed=1)))
+            [asked] = [one.stream for _, one in opened(engine) if one.request is request]
+            os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="was ended by signal 9.*send it again"):
+            await asked.accepted()
+        assert engine.num_requests == 0
+        await pool.all_ready()
 
     portal.call(run)
 
