@@ -34,6 +34,7 @@ class Parent:
     """The parent's process, as the process of an engine. Implements `Life`."""
 
     has_ended_itself = False
+    is_out_of_reach = False
 
     def __init__(self) -> None:
         self._left = asyncio.Event()

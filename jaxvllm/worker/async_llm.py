@@ -363,9 +363,9 @@ class AsyncLLM(EngineClient):
             logger.error("%s: it had %d requests, and is started again", reason, len(self._requests))
             self._stats = None
             self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
-            error = EngineDiedError(f"{reason} while it worked on this request: send it again")
-            self._rescue(self._requests.serials(), error, process.is_out_of_reach)
-            self._fail_questions(error)
+            died = EngineDiedError(f"{reason} while it worked on this request: send it again")
+            self._rescue(self._requests.serials(), died, process.is_out_of_reach)
+            self._fail_questions(died)
         finally:
             pinging.cancel()
             self._process = None

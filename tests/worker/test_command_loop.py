@@ -171,8 +171,10 @@ def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> 
     grammars: dict[str, Future[Any]] = {name: Future() for name in ("good", "wrong", "left")}
     submitted: list[str] = []
 
-    def submit(request: GenerationRequest) -> None:
-        grammars.get(request.request_id, done).result()
+    def submit(request: GenerationRequest, prepared: Future[Any] | None) -> None:
+        assert prepared is grammars.get(request.request_id), "it would be compiled again if it was forgotten meanwhile"
+        if prepared is not None:
+            prepared.result()
         submitted.append(request.request_id)
 
     def step() -> list[Any]:
@@ -185,8 +187,6 @@ def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> 
         grammars["good"].set_result(SimpleNamespace(warnings=("not enforced",)))
         return []
 
-    done: Future[Any] = Future()
-    done.set_result(None)
     loop = engine(
         has_work=True,
         step=step,
