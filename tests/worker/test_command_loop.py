@@ -221,7 +221,7 @@ def test_an_idle_engine_waits_for_a_grammar_or_a_message() -> None:
         thread.start()
         preparing.wait(mine)
         thread.join()
-        assert preparing.take_ready() == [add] and not preparing
+        assert preparing.take_ready() == [(add, grammar)] and not preparing
 
 
 def test_a_rejection_names_the_parameter() -> None:
