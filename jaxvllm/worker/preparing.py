@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -24,6 +25,7 @@ class Preparing:
         """Keeps a request until `grammar` is done."""
         if self._pipe is None:
             self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
         self._waiting[add.request.request_id] = (add, grammar)
         grammar.add_done_callback(lambda _: self._wake())
 
@@ -48,4 +50,5 @@ class Preparing:
 
     def _wake(self) -> None:
         assert self._pipe is not None
-        os.write(self._pipe[1], b"!")
+        with suppress(BlockingIOError):  # it is full, since nothing reads it while the engine works, and that wakes too
+            os.write(self._pipe[1], b"!")

@@ -76,6 +76,9 @@ def asked(request_id: str, **params: Any) -> GenerationRequest:
     return GenerationRequest(request_id, Prompt(None, np.array([1, 2], np.int32)), SamplingParams(**params))
 
 
+ASKED = asked("a")
+
+
 def run(engine: Any, *commands: wire.Command) -> list[wire.Report]:
     socket = Socket(*commands)
     loop = CommandLoop(engine, QueueLimits(), socket)  # type: ignore[arg-type]
@@ -204,6 +207,16 @@ def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> 
         wire.Rejected(1, "no grammar", False, "structured_outputs"),
     ]
     assert submitted == ["free", "good"]
+
+
+def test_grammars_that_nothing_waits_for_block_no_thread() -> None:
+    """An engine that always has work never reads the pipe."""
+    preparing = Preparing()
+    grammar: Future[Any] = Future()
+    grammar.set_result(None)
+    for serial in range(2**16 + 1):  # what a pipe holds, and one more
+        preparing.add(wire.Add(serial, ASKED), grammar)
+    assert [add.serial for add, _ in preparing.take_ready()] == [2**16]
 
 
 def test_an_idle_engine_waits_for_a_grammar_or_a_message() -> None:
