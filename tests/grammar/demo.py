@@ -1,5 +1,6 @@
 """The tokenizer of the demo model, grammars compiled for it, and what texts they take."""
 
+import json
 from functools import cache
 
 import numpy as np
@@ -7,13 +8,19 @@ import numpy as np
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.compiler import GrammarCompiler
 from jaxvllm.grammar.constraint import CompiledGrammar
+from jaxvllm.grammar.source import grammar_source
 from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048
 EOS = 1
-# Compiling it never ends: the library builds the states of 9973 times 9967 remainders.
-ENDLESS = {"allOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}
+# What the library does not survive. Such schemas are refused before it sees them, but others may come through.
+POISON = {
+    # Compiling it never ends: the library builds the states of 9973 times 9967 remainders.
+    "endless": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]},
+    # The library overflows its stack.
+    "crashing": {"type": "integer", "minimum": -(2**63) - 5, "maximum": -(2**63) - 1},
+}
 
 
 @cache
@@ -24,6 +31,14 @@ def tokenizer() -> Tokenizer:
 @cache
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,))
+
+
+def poisoned_source(params: StructuredOutputsParams, special_tokens: dict[str, int]) -> str:
+    """Like `grammar_source`, but the expressions "endless" and "crashing", with anything after them, are `POISON`."""
+    schema = POISON.get((params.regex or "").split(" ")[0])
+    if schema is None:
+        return grammar_source(params, special_tokens)
+    return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
 def compiled(**asked: object) -> CompiledGrammar:

@@ -16,7 +16,7 @@ from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar import compiler as compiler_module
 from jaxvllm.grammar.compiler import GrammarCompiler
 from jaxvllm.grammar.trial_process import MAX_CHILDREN
-from tests.grammar.demo import ENDLESS, EOS, VOCAB_SIZE, allowed, compiled, compiler, takes, tokenizer, tokens
+from tests.grammar.demo import EOS, VOCAB_SIZE, allowed, compiled, compiler, poisoned_source, takes, tokenizer, tokens
 from tests.grammar.schema_cases import CASES
 from tests.processes import children, wait_until_gone
 from tests.waiting import PATIENCE, wait_until
@@ -202,17 +202,14 @@ def test_equal_parameters_are_compiled_once() -> None:
     assert compiler().compile(StructuredOutputsParams(json={"const": "once"}, lenient=True)) is not first
 
 
-# The library overflows its stack.
-CRASHING = json.dumps(
-    {"grammars": [{"json_schema": {"type": "integer", "minimum": -(2**63) - 5, "maximum": -(2**63) - 1}}]}
-)
 # More than any machine takes.
 PATIENT = {"seconds": PATIENCE}
 
 
 @pytest.fixture
-def mine(request: pytest.FixtureRequest) -> Iterator[GrammarCompiler]:
-    """A compiler of the test's own, with the options that are its parameters."""
+def mine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
+    """A compiler of the test's own, with the options that are its parameters. It lets `POISON` through."""
+    monkeypatch.setattr(compiler_module, "grammar_source", poisoned_source)
     mine = GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,), **getattr(request, "param", {}))
     yield mine
     mine.close()
@@ -224,7 +221,7 @@ def error_of(mine: GrammarCompiler, **asked: Any) -> str:
 
 @pytest.mark.parametrize("mine", [{"seconds": 0.3}], indirect=True)
 def test_what_never_ends_is_ended(mine: GrammarCompiler) -> None:
-    assert "it took longer than 0.3 s to compile" in error_of(mine, json=ENDLESS)
+    assert "it took longer than 0.3 s to compile" in error_of(mine, regex="endless")
     pid = mine.trials.pid
     assert pid is not None and children(pid) == [], "it goes on"
     assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
@@ -233,20 +230,18 @@ def test_what_never_ends_is_ended(mine: GrammarCompiler) -> None:
 
 @pytest.mark.parametrize("mine", [PATIENT | {"crowded_seconds": 0.1}], indirect=True)
 def test_what_never_ends_makes_room_for_others(mine: GrammarCompiler) -> None:
-    endless = [mine.compile(StructuredOutputsParams(json=ENDLESS | {"title": str(i)})) for i in range(MAX_CHILDREN)]
+    endless = [mine.compile(StructuredOutputsParams(regex=f"endless {i}")) for i in range(MAX_CHILDREN)]
     wait_until(lambda: mine.trials.pid is not None and len(children(mine.trials.pid)) == MAX_CHILDREN)
     assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
     ended = [future.exception() for future in endless if future.done()]
     assert len(ended) == 1 and isinstance(ended[0], OverloadedError)
     assert "it took longer than 0.1 s to compile while other grammars waited" in str(ended[0])
-    assert mine.compile(StructuredOutputsParams(json=ENDLESS | {"title": "0"})) is not endless[0], "it may be repeated"
+    assert mine.compile(StructuredOutputsParams(regex="endless 0")) is not endless[0], "it may be repeated"
 
 
 @pytest.mark.parametrize("mine", [PATIENT], indirect=True)
-def test_what_crashes_the_library_is_refused(mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whatever schemas are refused before, another may come through.
-    monkeypatch.setattr(compiler_module, "grammar_source", lambda params, special_tokens: CRASHING)
-    assert "crashed on it (Segmentation fault)" in error_of(mine, json=True)
+def test_what_crashes_the_library_is_refused(mine: GrammarCompiler) -> None:
+    assert "crashed on it (Segmentation fault)" in error_of(mine, regex="crashing")
 
 
 @pytest.mark.parametrize("mine", [PATIENT], indirect=True)
@@ -256,7 +251,7 @@ def test_what_takes_too_much_memory_is_refused(mine: GrammarCompiler) -> None:
 
 @pytest.mark.parametrize("mine", [PATIENT], indirect=True)
 def test_a_process_that_is_killed_is_followed_by_another(mine: GrammarCompiler) -> None:
-    endless = mine.compile(StructuredOutputsParams(json=ENDLESS))
+    endless = mine.compile(StructuredOutputsParams(regex="endless"))
     assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
     pid = mine.trials.pid
     assert pid is not None
@@ -271,11 +266,13 @@ def test_a_process_that_is_killed_is_followed_by_another(mine: GrammarCompiler) 
 def test_the_process_ends_with_its_parent() -> None:
     program = """
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
-from tests.grammar.demo import ENDLESS, compiler, compiled
+from jaxvllm.grammar import compiler as module
+from tests.grammar.demo import compiler, compiled, poisoned_source
 from tests.processes import children
 from tests.waiting import wait_until
+module.grammar_source = poisoned_source
 compiled(choice=("x",))
-compiler().compile(StructuredOutputsParams(json=ENDLESS))
+compiler().compile(StructuredOutputsParams(regex="endless"))
 pid = compiler().trials.pid
 print(pid, *wait_until(lambda: children(pid)), flush=True)
 input()
@@ -292,7 +289,7 @@ input()
 
 def test_close_ends_the_process_and_what_it_tries(mine: GrammarCompiler) -> None:
     assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
-    mine.compile(StructuredOutputsParams(json=ENDLESS))
+    mine.compile(StructuredOutputsParams(regex="endless"))
     pid = mine.trials.pid
     assert pid is not None
     [child] = wait_until(lambda: children(pid))
