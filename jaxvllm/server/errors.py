@@ -44,6 +44,11 @@ _INSTEAD = {
 UNKNOWN_TYPE = "unknown_type"
 
 
+# What is told of images, sounds and videos, at every endpoint. The types of parts that hold them, in all APIs:
+TEXT_ONLY = "this model reads text only"
+_MEDIA = ("image", "input_image", "document", "file", "input_file", "audio", "input_audio", "video")
+
+
 class ApiError(Exception):
     """An error response to a request: its status and its message."""
 
@@ -128,6 +133,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     kind = error["type"]
     if kind == UNKNOWN_TYPE:
         location.append("type")
+    given = error.get("input")
+    kind_given = given.get("type") if isinstance(given, Mapping) else given
+    if location and location[-1] == "type" and isinstance(kind_given, str) and kind_given.startswith(_MEDIA):
+        at = _path(location)
+        return ApiError(400, f"{at} must be a text's, not {kind_given!r}: {TEXT_ONLY}", param=at)
     at = _path(location)
     param = at or None
     if kind == "extra_forbidden":

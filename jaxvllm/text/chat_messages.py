@@ -12,6 +12,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 # The names of the variables that the engine itself gives to a chat template.
 RESERVED_VARIABLES = ("self", "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
 
+# How the types of parts begin that hold no text.
+_MEDIA = ("image", "input_image", "input_audio", "audio", "video", "file", "input_file")
+
 type Message = dict[str, Any]
 
 
@@ -148,6 +151,10 @@ def _texts(where: str, content: object) -> list[str]:
     for i, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
+            if isinstance(kind, str) and kind.startswith(_MEDIA):
+                raise ParameterError(
+                    f"{where}[{i}] must be a text, not {_shown(kind)}: this model reads text only", f"{where}[{i}]"
+                )
             raise ParameterError(
                 f"{where}[{i}] must be a part of type 'text' with a text, not {_shown(kind)}", f"{where}[{i}]"
             )

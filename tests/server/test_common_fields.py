@@ -1,5 +1,6 @@
 """What OpenAI's and Anthropic's clients send along is accepted, or refused by its name, at every endpoint alike."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -80,7 +81,50 @@ def test_a_field_of_other_servers_is_told_by_what_it_is_here(server: Any, field:
 def test_what_the_server_has_not_is_a_clear_404(server: Any, path: str) -> None:
     status, error = server.error(f"/v1/{path}", input="Hello", model="demo")
     assert (status, error["type"]) == (404, "not_found_error")
-    assert error["message"] == "there is no such endpoint: GET /docs lists all"
+    assert re.fullmatch(rf"there is no endpoint /v1/{path}: .+ \(GET /docs lists all\)", error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/images/generations", "this model reads text only"),
+        ("/v1/embeddings", "embeddings are not supported yet"),
+        ("/v2/rerank", "embeddings are not supported yet"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "did you mean /v1/completions?"),
+        (
+            "/nothing/like/it",
+            "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models",
+        ),
+    ],
+)
+def test_what_exists_is_named_whatever_the_body_is(server: Any, path: str, told: str) -> None:
+    answer = server.client.post(path, files={"file": b"sound"})
+    assert answer.status_code == 404 and told in answer.json()["error"]["message"]
+
+
+def test_a_method_that_an_endpoint_has_not(server: Any) -> None:
+    answer = server.client.put("/v1/chat/completions", content=b"x")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == "/v1/chat/completions does not take PUT: use POST"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "part"),
+    [
+        (CHAT, dict(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]"),
+        (RESPONSES, dict(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "input[0].content[0]"),
+        (MESSAGES_PATH, dict(messages=[{"role": "user", "content": [{"type": "image"}]}]), "messages[0].content[0]"),
+    ],
+)
+def test_images_are_refused_in_one_way(server: Any, path: str, fields: dict[str, Any], part: str) -> None:
+    status, error = server.error(path, **BODIES[path] | fields)
+    assert status == 400
+    assert error["message"].startswith(part) and error["message"].endswith("': this model reads text only")
 
 
 def test_an_operators_limit_holds_for_every_request(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

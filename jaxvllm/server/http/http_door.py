@@ -76,14 +76,19 @@ def guarded(app: "ASGIApp", config: HttpConfig, keys: Iterable[str], is_local: b
 
     Without keys, a server that `is_local` (no other machine can reach it) answers only requests for its own names.
     """
+    from starlette.applications import Starlette
     from starlette.middleware.cors import CORSMiddleware
 
+    from jaxvllm.server.endpoints import KnownEndpoints
     from jaxvllm.server.http.auth import Auth
     from jaxvllm.server.http.request_id import RequestIds
     from jaxvllm.server.http.request_limits import RequestLimits, StrictHead
     from jaxvllm.server.http.trusted_host import TrustedHost
 
-    app = Auth(RequestLimits(app, config.max_body_bytes), keys, config.open_metrics)
+    limited: ASGIApp = RequestLimits(app, config.max_body_bytes)
+    if isinstance(app, Starlette):  # a path that does not exist is told before the rules for its body
+        limited = KnownEndpoints(limited, app.routes)
+    app = Auth(limited, keys, config.open_metrics)
     if config.allowed_origins:
         # Around `Auth`, because a browser asks without a key whether a page may send one, and because a page may read
         # that its key is wrong. Inside `TrustedHost`, which no origin can open.

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxvllm.server.endpoints import flat
 from jaxvllm.server.metrics.prometheus import Metrics
 
 # The label of requests for paths that do not exist: a path that a client made up must not become a label.
@@ -46,8 +47,6 @@ class Counting:
 
 def _templates(routes: Iterable[BaseRoute]) -> Iterator[tuple[re.Pattern[str], str]]:
     """Yields the paths of `routes` as patterns, each with its template."""
-    for route in routes:
-        if (router := getattr(route, "original_router", None)) is not None:  # FastAPI's object for an included router
-            yield from _templates(router.routes)
-        elif (pattern := getattr(route, "path_regex", None)) is not None:
+    for route in flat(routes):
+        if (pattern := getattr(route, "path_regex", None)) is not None:
             yield pattern, getattr(route, "path", NO_ENDPOINT)
