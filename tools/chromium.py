@@ -56,10 +56,14 @@ class Browser:
 
     def open(self, url: str, width: int = 1440, height: int = 900, scheme: Scheme = "light") -> None:
         """Loads a page in a window of that size, for a reader who likes light or dark pages."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._devtools("Emulation.setDeviceMetricsOverride", **size)
+        self.resize(width, height)
         self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._post("url", url=url)
+
+    def resize(self, width: int, height: int) -> None:
+        """Gives the window this size, in pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._devtools("Emulation.setDeviceMetricsOverride", **size)
 
     def forget(self, url: str) -> None:
         """Removes the storage of earlier pages of this address, except for that which lasts only as long as the tab."""

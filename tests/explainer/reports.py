@@ -68,3 +68,23 @@ def hostile_report() -> Report:
         OutputToken(52, None, "sampled"),
     )
     return Report("demo", (" a b c", HOSTILE), (first, second))
+
+
+def long_explanation() -> Explanation:
+    """Returns the explanation of a long prompt and a long answer, too long for any window."""
+    num_prompt, num_answer = 300, 120
+    pages = tuple(range(3, 3 + (num_prompt + num_answer) // 4))
+    write = KVWrite(0, num_prompt, 12)
+    prefill = ExplainedStep(
+        "prefill", batch(0, 1, 0, num_prompt), 0, 0, num_prompt, num_prompt, 0, pages, (write,), 0, 1,
+        admitted=Admitted(0, pages, 0, 0),
+    )  # fmt: skip
+    decodes = (
+        ExplainedStep(
+            "decode", batch(index, 1, 1, 1), 0, at, 1, at + 1, 0, (), (KVWrite(at, 1, 12 + at),), index, 1,
+            decodes=(Decode(at, at + 1, 0, 0),),
+        )
+        for index, at in enumerate(range(num_prompt, num_prompt + num_answer - 1), start=1)
+    )  # fmt: skip
+    tokens = (OutputToken(40 + index, " word", "sampled") for index in range(num_answer))
+    return explanation("long", [" word"] * num_prompt, (prefill, *decodes), *tokens)

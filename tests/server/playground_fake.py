@@ -15,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 
 import jaxvllm.server
 from tests.asgi import in_thread
-from tests.explainer.reports import hostile_report
+from tests.explainer.reports import hostile_report, long_explanation
 
 FILES = Path(jaxvllm.server.__file__).parent / "playground"
 # Half a character each, a leading space that the answer lacks, and an end that has no text.
@@ -105,7 +105,7 @@ class Fake:
     def answer(self, body: dict[str, Any], prompt: str, is_chat: bool) -> Response:
         """The prompt says what happens: `refuse` and `break` fail, `slowly` never ends, `say` is said again.
 
-        Where there are tools, `weather` calls one.
+        Where there are tools, `weather` calls one. `at length` has a long explanation.
         """
         self.bodies.append(body)
         if len(body.get("messages", ())) > self.context_messages:
@@ -164,7 +164,8 @@ class Fake:
                     return
             end = {"finish_reason": "length", "delta": {}, "text": ""}
             if body.get("explain"):
-                end["explanation"] = json.loads(msgspec.json.encode(hostile_report().explanations[1]))
+                explanation = long_explanation() if prompt == "at length" else hostile_report().explanations[1]
+                end["explanation"] = json.loads(msgspec.json.encode(explanation))
             yield chunk(end)
             yield chunk(None)
             yield "data: [DONE]\n\n"

@@ -211,13 +211,72 @@ def test_an_answer_is_explained_on_a_click(tab: Browser, fake: Fake, mode: str) 
     facts = tab.text(".step[open] dl")
     assert "1 chunk): 2 tokens in a bucket of 16 (14 padding)" in facts and "refuses 1 token" in facts
     assert tab.run("return document.title") == "demo · jaxvllm"
-    assert "Token probabilities" in tab.text(".explanation .facts:last-child")
-    tab.click(".turn:last-child .explain")
+    assert "Token probabilities" in tab.text(".explanation > .facts:last-child")
+    tab.click("dialog .close")
     assert tab.run("return document.querySelector('.explanation')") is None
     tab.click("#clear")
     ask(tab, "break")  # which has no end to explain
     wait_for_answer(tab)
     assert tab.run("return document.querySelector('.turn:last-child .explain').hidden")
+
+
+# Windows as wide as those of a large screen, a laptop, a tablet and a telephone, each of them tall and low.
+WINDOWS = [(width, height) for width in (2560, 1280, 768, 320) for height in (1440, 800, 600, 480, 360)]
+BOX = "const box = document.querySelector(arguments[0]).getBoundingClientRect(); return [box.left, box.right]"
+
+
+def seen(css: str) -> str:
+    """Whether the whole of an element is in the window, and nothing covers its middle."""
+    return f"""(() => {{
+        const element = document.querySelector('{css}'), box = element.getBoundingClientRect();
+        const top = document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+        return box.top >= 0 && box.bottom <= innerHeight && element.contains(top);
+    }})()"""
+
+
+def test_an_explanation_opens_at_its_first_step_as_wide_as_the_page(tab: Browser, fake: Fake) -> None:
+    ask(tab, "at length")
+    wait_for_answer(tab)
+    first, last = ".explanation .step:first-child summary", ".explanation .step:last-child summary"
+    for width, height in WINDOWS:
+        tab.resize(width, height)
+        tab.click(".turn:last-child .explain")
+        # Two frames later everything that follows a change of sizes has happened.
+        tab.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert tab.run(f"return {seen(first)}"), f"the first step is out of view at {width} x {height}"
+        left, right = tab.run(BOX, ".explanation")
+        assert left <= 32 and right >= width - 48, f"{left} to {right} of {width}"
+        assert tab.run("return document.documentElement.scrollWidth <= innerWidth")
+        sides = "const it = document.querySelector('.explanation'); return it.scrollWidth - it.clientWidth"
+        assert tab.run(sides) == 0, f"scrolls sideways at {width} x {height}"
+        if height >= 600 and width >= 1024:
+            assert tab.run(f"return {seen('.explanation h4')}"), f"its tokens are out of view at {width} x {height}"
+        assert not tab.run(f"return {seen(last)}")
+        tab.press("Escape")
+        tab.wait("!document.querySelector('.explanation')")
+        assert tab.run("return document.activeElement.className") == "explain"
+    tab.click(".turn:last-child .explain")
+    tab.run("document.querySelector('.explanation button.chip:last-child').click()")  # its step is the last one
+    assert tab.run(f"return {seen(last)}")
+    tab.click("dialog .close")
+    assert tab.run("return document.querySelector('.explanation')") is None
+
+
+def test_escape_closes_an_explanation_and_does_not_stop_another_answer(tab: Browser, fake: Fake) -> None:
+    ask(tab, "hello")
+    wait_for_answer(tab)
+    aborted = fake.num_aborted
+    ask(tab, "slowly")
+    grown = f"document.querySelector('{ANSWER}').textContent.length"
+    tab.wait(f"{grown} > 20")
+    tab.click(".turn:first-child .explain")
+    tab.press("Escape")
+    assert tab.run("return document.querySelector('.explanation')") is None
+    before = tab.run(f"return {grown}")
+    tab.wait(f"{grown} > {before} + 50")
+    assert fake.num_aborted == aborted
+    tab.press("Escape")
+    wait_for_answer(tab)
 
 
 def test_a_report_is_drawn_by_the_same_modules(tab: Browser, fake: Fake, tmp_path: Path) -> None:

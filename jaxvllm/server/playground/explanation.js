@@ -15,12 +15,13 @@ export function drawn(explanation) {
   const steps = explanation.steps.map((step) => stepElement(explanation, step, longest));
   element.append(
     make("p", { className: "facts" }, overview(explanation)),
-    make("h4", {}, "Prompt"),
-    promptTokens(explanation),
-    make("h4", {}, "Answer"),
-    answerTokens(explanation, steps),
-    make("h4", {}, "Page table"),
-    ...pageTable(explanation),
+    make(
+      "div",
+      { className: "parts" },
+      make("div", {}, make("h4", {}, "Prompt"), promptTokens(explanation)),
+      make("div", {}, make("h4", {}, "Answer"), answerTokens(explanation, steps)),
+      make("div", {}, make("h4", {}, "Page table"), ...pageTable(explanation)),
+    ),
     make("h4", {}, "Steps"),
     make("div", { className: "steps" }, ...steps),
   );
@@ -149,7 +150,7 @@ function what({ prompt, tokens }, step) {
   }
   if (kind === "forced") {
     const forced = tokens.slice(step.first_output, step.first_output + yielded).filter(({ origin }) => origin === "forced");
-    if (!forced.length) return `the last token again, ${positions(start, length)}: the grammar refused what came behind it`;
+    if (!forced.length) return `the last token again, ${positions(start, length)}: the grammar refused what came after it`;
     return `${count(forced.length, "token")} that the grammar leaves no choice about, at once`;
   }
   const [first] = decodes;

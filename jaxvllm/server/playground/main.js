@@ -105,7 +105,9 @@ byId("talk").addEventListener("keydown", (event) => {
   event.target.form.requestSubmit();
 });
 
-document.addEventListener("keydown", ({ key }) => key === "Escape" && running?.abort());
+document.addEventListener("keydown", ({ key }) => {
+  if (key === "Escape" && !document.querySelector("dialog[open]")) running?.abort(); // of a dialog, Escape closes it
+});
 stop.addEventListener("click", () => running?.abort());
 clear.addEventListener("click", clearConversation);
 

@@ -24,7 +24,6 @@ export class Turn {
   #asked;
   #copy = button("copy", "Copy");
   #explain = button("explain", "Explain");
-  #explanation = null; // its drawing, while it is shown
 
   /** With `editBeside`, the button that edits the prompt is beside it, otherwise below the answer. */
   constructor(prompt, answer, editBeside) {
@@ -37,7 +36,7 @@ export class Turn {
     this.element.append(question, answer.body, foot);
     this.#copy.hidden = !answer.text;
     this.#explain.hidden = true;
-    this.#explain.ariaExpanded = "false";
+    this.#explain.ariaHasPopup = "dialog";
   }
 
   get saved() {
@@ -51,19 +50,21 @@ export class Turn {
     if (offer.length) this.element.append(make("p", { className: "offer" }, "The model's context is full.", ...offer));
   }
 
-  /** Shows what the engine did for the answer, or hides it again. */
+  /** Shows what the engine did for the answer over the whole page, until a button or Escape closes it. */
   explain() {
-    const shown = this.#explanation;
-    shown?.remove();
-    this.#explanation = shown ? null : drawn(this.answer.explanation);
-    this.#explain.ariaExpanded = String(!shown);
-    if (shown) return;
+    const drawing = drawn(this.answer.explanation);
     if (!this.answer.explanation.tokens.some(({ candidates }) => candidates.length)) {
       const hint = "With “Token probabilities” switched on, the next answers show what else could have come, too.";
-      this.#explanation.append(make("p", { className: "facts" }, hint));
+      drawing.append(make("p", { className: "facts" }, hint));
     }
-    this.element.append(this.#explanation);
-    this.#explanation.scrollIntoView({ block: "nearest" });
+    const close = button("close", "Close");
+    const head = make("header", {}, make("h2", {}, "What the engine did for this answer"), close);
+    const dialog = make("dialog", { className: "explained", ariaLabel: "What the engine did for this answer" }, head, drawing);
+    close.addEventListener("click", () => dialog.close());
+    dialog.addEventListener("close", () => dialog.remove());
+    this.element.append(dialog);
+    dialog.showModal();
+    drawing.querySelector(".step").scrollIntoView({ block: "nearest" }); // low windows have no room for what is above it
   }
 
   /** Lets the reader change the prompt in a form, which a button or Escape cancels. */
