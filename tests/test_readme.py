@@ -1,4 +1,4 @@
-"""The Python examples of the README run, in order, as a reader would paste them."""
+"""The Python examples of the README, and those of docs/offline.md that go on from them, run as a reader would paste them."""
 
 import re
 import subprocess
@@ -18,7 +18,8 @@ def python_examples(markdown: str) -> list[str]:
 
 @pytest.mark.slow
 def test_examples_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    examples = python_examples((ROOT / "README.md").read_text(encoding="utf-8"))
+    pages = ("README.md", "docs/offline.md")
+    examples = [text for page in pages for text in python_examples((ROOT / page).read_text(encoding="utf-8"))]
     assert len(examples) >= 3
     program = tmp_path / "readme.py"
     program.write_text("\n".join([*examples, "llm.close()"]), encoding="utf-8")
@@ -28,3 +29,7 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Prompt: ") == 3
     assert done.stdout.count("a request ") == 1, "the page pool, drawn once while a request runs"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACES = (
     "jaxvllm/server/playground/index.html",
     "README.md",
+    "docs/offline.md",
     "docs/serving.md",
     "docs/http.md",
     "colab/quickstart.ipynb",
