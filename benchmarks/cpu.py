@@ -60,7 +60,7 @@ class Workload:
 
     @classmethod
     def mixed(cls, requests: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int]) -> Self:
-        """Lengths are uniform from the first of a pair to the second, and always the same."""
+        """Returns requests whose lengths are uniform from the first of a pair to the second, the same in every run."""
         rng = np.random.default_rng(requests)
         lengths = [
             tuple(rng.integers(low, high + 1, requests).tolist()) for low, high in (prompt_tokens, output_tokens)

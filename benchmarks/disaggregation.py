@@ -65,7 +65,7 @@ def process(command: str, *arguments: str) -> Iterator[str]:
 
 
 async def stream(client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int) -> list[float]:
-    """The times of all chunks of one answer, the time of asking first."""
+    """Returns the times of all chunks of one answer, the time of asking first."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
     times = [time.perf_counter()]
     async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
@@ -98,7 +98,7 @@ class Round:
 
 
 async def halves(client: httpx.AsyncClient, prefill: str, decode: str, prompt: list[int]) -> list[float]:
-    """The times at which a long prompt was asked, its first half was answered, and its first token came."""
+    """Returns the times at which a long prompt was asked, its first half was answered, and its first token came."""
     body = {"prompt": prompt, "ignore_eos": True, "temperature": 0, "max_tokens": 1}
     asked = time.perf_counter()
     answer = await client.post(f"{prefill}/v1/completions", json=body | {"kv_transfer_params": PREFILL_PARAMS})

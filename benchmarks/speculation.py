@@ -229,12 +229,12 @@ def row(work: Work, name: str, rounds: list[list[Batch]], plain: list[list[Batch
 
 
 def least(rounds: list[list[Batch]], what: str) -> float:
-    """The time of all batches, each in the round in which it took least."""
+    """Returns the time of all batches, each in the round in which it took least."""
     return float(sum(min(getattr(batch, what) for batch in batches) for batches in zip(*rounds, strict=True)))
 
 
 def theory(batches: list[Batch], plain: list[Batch]) -> dict[str, float]:
-    """The ratio that follows from how many steps of which cost there are, and the share of steps with drafts."""
+    """Returns the ratio that follows from the number and the cost of steps, and the share of steps with drafts."""
 
     def total(some: list[Batch], drafted: bool) -> tuple[int, float]:
         return sum(one.steps[drafted][0] for one in some), float(sum(one.steps[drafted][1] for one in some))

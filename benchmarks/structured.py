@@ -51,7 +51,7 @@ class Measurement:
     num_tokens: int  # of the rows that are measured
 
     def per_step(self, num_rows: int) -> dict[str, float]:
-        """Milliseconds for each step, and for each token of a row."""
+        """Returns the milliseconds for each step, and for each token of a row."""
         rounds = self.num_tokens / num_rows
         return {
             "step": 1e3 * self.seconds / self.num_steps,
@@ -70,7 +70,7 @@ def run(llm: LLM, params: list[SamplingParams]) -> Measurement:
 
 
 def cases(num_rows: int) -> dict[str, list[SamplingParams]]:
-    """The batches to compare, by name."""
+    """Returns the batches to compare, by name."""
     made = {
         name: [replace(FREE, seed=seed, structured_outputs=form) for seed in range(num_rows)]
         for name, form in FORMS.items()

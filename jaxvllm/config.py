@@ -40,7 +40,7 @@ Rank = Annotated[int, Range(0, 65535)]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The options of an engine. Those that vLLM has too keep its names and meanings; None lets the engine choose."""
+    """The options of an engine. Options of vLLM keep their names and meanings. None lets the engine choose."""
 
     model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
     tokenizer: str | None = None  # a directory or hub name; None: the model's

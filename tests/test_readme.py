@@ -1,4 +1,4 @@
-"""The Python examples of the README, and those of docs/offline.md that go on from them, run as a reader would paste them."""
+"""The Python examples of the README and docs/offline.md run, in order, as a reader would paste them."""
 
 import re
 import subprocess

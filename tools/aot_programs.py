@@ -100,14 +100,14 @@ class StepModel:
 
     @staticmethod
     def with_suffixes(step: StepCompiler) -> StepCompiler:
-        """`step` with an index of suffixes in its state."""
+        """Returns `step` with an index of suffixes in its state."""
         proposer = SuffixProposer(
             SPECULATION.suffix_decoding_max_tree_depth, SPECULATION.suffix_decoding_max_spec_factor
         )
         return replace(step, shape=replace(step.shape, has_index=True), proposer=proposer)
 
     def with_eagle3(self, step: StepCompiler) -> StepCompiler:
-        """`step` with an EAGLE-3 head of one layer like the model's, a quarter of its vocabulary, and its pages."""
+        """Returns `step` with an EAGLE-3 head: a layer like the model's, a quarter of its vocabulary, and pages."""
         spec = replace(self.spec, num_layers=1, windows=(None,), layer_rope=self.spec.layer_rope[:1])
         proposer = AutoregressiveProposer((Eagle3Head(spec, depths=(0, 1, self.spec.num_layers)),))
         shape = replace(step.shape, draft=proposer.cache)

@@ -49,7 +49,7 @@ def answered(model: Path, seed: int) -> Iterator[Document]:
 
 
 def _opening(rng: random.Random, document: Document) -> str:
-    """The text up to the first answer of a chat, or the first words of another text."""
+    """Returns the text up to the first answer of a chat, or the first words of another text."""
     asked, assistant, _ = document.text.partition(ASSISTANT)
     if assistant:
         return asked + assistant

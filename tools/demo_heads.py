@@ -44,7 +44,7 @@ EMBEDDING = "model.embed_tokens.weight"
 class Eagle3Shape:
     """The sizes of an EAGLE-3 head (E, H, K, D, F), its draft vocabulary, and the target's layers that it reads.
 
-    Of `aux_layers`, id i means the residual stream behind i layers.
+    Number i among `aux_layers` means the residual stream after i layers.
     """
 
     hidden: int

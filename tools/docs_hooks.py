@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Changes the links of a page. Those that lead nowhere stay, and mkdocs reports them."""
+    """Changes the links of a page. Links that lead nowhere stay, and mkdocs reports them."""
     here = repository_path(page.file.src_uri)
     folder = posixpath.dirname(page.file.src_uri)
 

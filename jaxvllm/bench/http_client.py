@@ -27,7 +27,7 @@ class ResponseReader:
         self._remaining: int | None = None  # bytes that a body with a length lacks; None: it has no length
 
     def feed(self, data: bytes) -> bytes:
-        """Returns the bytes of the body that `data` completes. Of a body that is sent in chunks, only whole chunks."""
+        """Returns the bytes of the body that `data` completes. A body that is sent in chunks comes in whole chunks."""
         self._rest += data
         if not self.status and not self._read_head():
             return b""

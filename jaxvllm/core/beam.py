@@ -1,9 +1,9 @@
 """Beam search: which continuations of a prompt survive a step, and which are the best at the end. Knows no device.
 
-At each step every beam proposes its `2 * beam_width` most likely next tokens. Those that are EOS complete a sequence;
-of the others the `beam_width` with the largest cumulative log-probability are the beams of the next step. The score
-that ranks sequences at the end is vLLM's: the cumulative log-probability divided by a power of the length, which is
-the prompt's and the output's together, without EOS.
+At each step every beam proposes its `2 * beam_width` most likely next tokens. EOS completes a sequence.
+The `beam_width` other ones with the largest cumulative log-probability are the beams of the next step. The score that
+ranks sequences at the end is vLLM's: the cumulative log-probability divided by a power of the length, which is the
+prompt's and the output's together, without EOS.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class Candidates:
 
     @classmethod
     def best(cls, logprobs: NDArray[np.float32], count: int) -> "Candidates":
-        """Returns the `count` most likely of all tokens, or all of fewer. Of equal ones the earlier token is better."""
+        """Returns the `count` most likely of all tokens, or all of fewer. The earlier of two equal tokens is better."""
         at = np.arange(len(logprobs))
         if count < len(at):  # sorting these alone is ten times as fast, with 152k tokens
             at = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
@@ -132,7 +132,7 @@ class BeamSearch:
     """One search. It may be restarted at any time, and then comes to the same result."""
 
     def __init__(self, params: BeamSearchParams, num_prompt_tokens: int, limit: int, eos_token_ids: Sequence[int]):
-        """`limit`: the most tokens of a sequence, prompt included, as far as the model and `max_tokens` allow."""
+        """Begins a search. `limit` is the most tokens of a sequence, prompt included."""
         self.params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._limit = limit
@@ -184,7 +184,7 @@ class BeamSearch:
         return sorted([*self._completed, *unfinished], key=self.score, reverse=True)[: self.params.beam_width]
 
     def score(self, beam: Beam) -> float:
-        """The cumulative log-probability, divided by the length to the power of `length_penalty`."""
+        """Returns the cumulative log-probability, divided by the length to the power of `length_penalty`."""
         length = self._num_prompt_tokens + beam.num_tokens - (beam.token_id in self._eos_token_ids)
         return float(beam.cumulative_logprob / length**self.params.length_penalty)
 
@@ -197,6 +197,6 @@ class BeamSearch:
         return bool(self.beams) and self._num_prompt_tokens + self.beams[0].num_tokens >= self._limit
 
     def _prospect(self, beam: Beam) -> float:
-        """No continuation of `beam` scores better: no further token has a positive log-probability."""
+        """Returns a score that no continuation of `beam` exceeds, since no log-probability is positive."""
         length = self._limit if self.params.length_penalty > 0 else self._num_prompt_tokens + beam.num_tokens
         return float(beam.cumulative_logprob / length**self.params.length_penalty)

@@ -40,7 +40,7 @@ class BeamGroups:
         return len(self._groups)
 
     def of(self, request: Request) -> BeamGroup | None:
-        """The group of `request`, if it runs."""
+        """Returns the group of `request`, if it runs."""
         return self._groups.get(request.request_id)
 
     def open(self, request: Request, search: BeamSearch, slot: int) -> None:
@@ -61,7 +61,7 @@ class BeamGroups:
         return sources
 
     def can_fork(self, sources: Sequence[int]) -> bool:
-        """Whether there are pages for `fork` of these slots."""
+        """Returns whether there are pages for `fork` of these slots."""
         again = list(sources)
         for slot in set(sources):  # the first survivor of a beam takes its slot over
             again.remove(slot)
@@ -86,7 +86,7 @@ class BeamGroups:
         return forks
 
     def _num_computed(self, slot: int) -> int:
-        """Tokens of a held beam whose KV is computed: all but the last, which was just chosen."""
+        """Returns how many tokens of a held beam have their KV computed: all but the last, which was just chosen."""
         return int(self._slots.num_known[slot]) - 1
 
     def close(self, group: BeamGroup) -> None:

@@ -14,7 +14,7 @@ class ParameterError(ValueError):
     """A value that the caller gave is wrong. The message states the rule, the value and the way out."""
 
     def __init__(self, message: str, param: str | None = None):
-        """`param` is the parameter as the caller wrote it, such as `stop` or `messages[0].content`, or None."""
+        """Takes the parameter as the caller wrote it, such as `stop` or `messages[0].content`, or None."""
         super().__init__(message)
         self.param = param
 
@@ -43,7 +43,9 @@ class ContextLengthError(ParameterError):
         max_model_len: int = 0,
         num_chars: int = 0,
     ):
-        """`num_chars` is above 0 for a text that is refused before it is tokenized: it has at least `num_tokens`.
+        """Takes the counts. `num_chars` is above 0 for a text that is refused before it is tokenized.
+
+        Such a text has at least `num_tokens`.
 
         The numbers have defaults because `pickle` calls this with the message alone and restores them afterwards.
         """

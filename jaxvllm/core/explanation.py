@@ -1,6 +1,6 @@
 """`Explanation`: what the engine did for one completion, step by step, as plain values that travel and become JSON.
 
-It tells the steps that really ran. Of other requests in the same steps it has counts, and never their tokens or ids.
+It tells the steps that really ran. It counts the other requests in these steps, and never has their tokens or ids.
 """
 
 from collections.abc import Sequence

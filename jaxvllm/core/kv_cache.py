@@ -71,24 +71,24 @@ class FullGroup:
         self._reserved: list[Pages] = []  # pages that no slot holds, and that are kept until `give_back`
 
     def first_seen(self, position: int) -> int:
-        """The column of the first page that a token at `position` sees."""
+        """Returns the column of the first page that a token at `position` sees."""
         return 0
 
     def most_pages(self, num_tokens: int) -> int:
-        """The most pages that a request of so many tokens holds at once, until its prompt is computed."""
+        """Returns the most pages that a request of so many tokens holds at once, until its prompt is computed."""
         return pages_for(num_tokens, self.pool.page_size)
 
     def most_pages_of_beams(self, num_tokens: int, num_prompt_tokens: int, num_beams: int) -> int:
-        """The most pages that several beams hold at once, which share the full pages of their prompt."""
+        """Returns the most pages that several beams hold at once, which share the full pages of their prompt."""
         num_shared = num_prompt_tokens // self.pool.page_size
         return num_shared + num_beams * max(self.most_pages(num_tokens) - num_shared, 1)
 
     def pages(self, slot: int) -> Pages:
-        """The pages that `slot` holds, in the order of their columns."""
+        """Returns the pages that `slot` holds, in the order of their columns."""
         return self.table[slot, self.first[slot] : self.end[slot]]
 
     def can_take(self, prefix: Sequence[int], num_tokens: int, num_forks: int) -> bool:
-        """Whether a new request of `num_tokens` whose cached pages are `prefix` has room, and so many forks of it."""
+        """Returns whether a new request with the cached pages `prefix`, and so many forks of it, have room."""
         count = self.most_pages(num_tokens) - len(prefix) + num_forks
         return count + self.pool.num_cached(prefix) <= self.pool.num_available
 
@@ -135,7 +135,7 @@ class FullGroup:
         self.pool.release(entries.pages)
 
     def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
-        """Whether there is room for a fork of each of `sources`, behind the first `num_tokens` tokens."""
+        """Returns whether there is room for a fork of each of `sources`, after the first `num_tokens` tokens."""
         return len(sources) <= self.pool.num_available or num_tokens % self.pool.page_size == 0
 
     def fork(self, source: int, slot: int, num_tokens: int) -> PageCopy | None:
@@ -156,7 +156,7 @@ class FullGroup:
         """Frees the pages of each of `slots` that no token from `positions[i]` on sees."""
 
     def can_reserve(self, prefix: Sequence[int], count: int) -> bool:
-        """Whether the cached pages `prefix` and `count` others may be kept for a request that has no slot yet."""
+        """Returns whether the cached pages `prefix` and `count` others may be kept for a request without a slot."""
         return count + self.pool.num_cached(prefix) <= self.pool.num_available
 
     def reserve(self, prefix: Sequence[int], count: int) -> Pages:
@@ -209,7 +209,7 @@ class WindowedGroup(FullGroup):
     window: int
 
     def __init__(self, pool: PagePool, num_slots: int, max_pages: int, window: int, max_chunk: int):
-        """`max_chunk`: tokens of one prompt that a step may compute."""
+        """Makes the tables. A step may compute `max_chunk` tokens of one prompt."""
         super().__init__(pool, num_slots, max_pages)
         self.window = window
         self.bound = windowed_pages(window, max_chunk, pool.page_size)
@@ -265,14 +265,14 @@ class WindowedGroup(FullGroup):
         return int(self._charges(end).sum()) + self._num_reserved <= self.usable
 
     def _charges(self, end: Ints | None = None) -> Ints:
-        """Pages that each slot holds or may still take without asking, i32[slots], if its last columns are `end`."""
+        """Returns how many pages each slot holds or may still take without asking, i32[slots], up to column `end`."""
         end = self.end if end is None else end
         held = end - self.first
         return np.where(end < self._target, np.maximum(self._room, held), held)
 
 
 def windowed_pages(window: int, num_tokens: int, page_size: int) -> int:
-    """The most pages that a request holds in a windowed group while a step computes `num_tokens` of its tokens."""
+    """Returns the most pages that a request holds in a windowed group while a step computes that many of its tokens."""
     return pages_for(window - 1 + num_tokens, page_size) + 1
 
 
@@ -293,7 +293,7 @@ class KVCache:
         enable_prefix_caching: bool = True,
         events: KVEventLog | None = None,
     ):
-        """`max_chunk`: tokens of one prompt that a step may compute.
+        """Makes pools and tables for each group. A step may compute `max_chunk` tokens of one prompt.
 
         `events` learns which pages the prefix cache can find, and which ones no longer.
         """
@@ -346,7 +346,7 @@ class KVCache:
         return (None,) * len(self.groups)
 
     def shortage(self, num_tokens: int, num_prompt_tokens: int, num_beams: int | None) -> Shortage | None:
-        """What a request that computes `num_tokens` tokens, of each beam if it has any, lacks where it is alone."""
+        """Returns the pages that a request of `num_tokens` tokens (of each beam) would lack even if it were alone."""
         for group in self.groups:
             needed = group.most_pages(num_tokens)
             if num_beams is not None:
@@ -356,7 +356,10 @@ class KVCache:
         return None
 
     def match(self, hashes: Sequence[bytes]) -> CachedPrefix:
-        """The longest prefix that every group has as far as a token behind it sees. Takes nothing; `take` does."""
+        """Returns the longest prefix of which every group has the pages that the next token sees.
+
+        It takes no page; `take` does.
+        """
         whole = {group: group.pool.match(hashes) for group in self.groups if group.window is None}
         count = min(map(len, whole.values()), default=len(hashes))
         if self._windowed:
@@ -365,7 +368,7 @@ class KVCache:
         return CachedPrefix(count, tuple(pages))
 
     def _last_windows(self, hashes: Sequence[bytes]) -> int:
-        """How many of `hashes` make the longest prefix whose last window every windowed group has."""
+        """Returns how many of `hashes` make the longest prefix whose last window every windowed group has."""
         longest, runs = 0, [0] * len(self._windowed)
         for count, digest in enumerate(hashes, 1):
             runs = [
@@ -378,11 +381,11 @@ class KVCache:
         return longest
 
     def _seen(self, group: FullGroup, hashes: Sequence[bytes]) -> list[int]:
-        """The pages of `group` that a token behind the pages of these hashes sees."""
+        """Returns the pages of `group` that the next token after the pages of these hashes sees."""
         return group.pool.match(hashes[group.first_seen(len(hashes) * self.page_size) :])
 
     def can_take(self, prefix: CachedPrefix, num_tokens: int, num_forks: int = 0) -> bool:
-        """Whether there is room for a request with `num_tokens` tokens, of which `prefix` is cached, and its forks."""
+        """Returns whether there is room for a request whose tokens `prefix` are cached, and for its forks."""
         return all(
             group.can_take(of, num_tokens, num_forks) for group, of in zip(self.groups, prefix.pages, strict=True)
         )
@@ -414,7 +417,7 @@ class KVCache:
             group.undo(opened)
 
     def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
-        """Whether there is room for a fork of each of `sources`, all of which have computed `num_tokens` tokens."""
+        """Returns whether there is room for a fork of each of `sources`, each of which has computed `num_tokens`."""
         return not sources or all(group.can_fork(sources, num_tokens) for group in self.groups)
 
     def fork(self, source: int, slot: int, num_tokens: int) -> tuple[PageCopy | None, ...]:
@@ -475,7 +478,10 @@ class KVCache:
             group.give_back(kept)
 
     def columns(self, prefix: CachedPrefix) -> tuple[Ints, ...]:
-        """The pages of a cached prefix, i32[num_pages] of each group: the trash page for those that it does without."""
+        """Returns the pages of a cached prefix, i32[num_pages] of each group.
+
+        The trash page stands for pages that the group does without.
+        """
         columns = tuple(np.full(prefix.num_pages, TRASH_PAGE, np.int32) for _ in self.groups)
         for of_group, pages in zip(columns, prefix.pages, strict=True):
             of_group[prefix.num_pages - len(pages) :] = pages
@@ -494,7 +500,7 @@ class KVCache:
             group.release(slot)
 
     def tables(self, slot: int) -> Ints:
-        """A copy of the page tables of `slot`, up to the last column of any group: i32[groups, columns]."""
+        """Returns a copy of the page tables of `slot`, up to the last column of any group: i32[groups, columns]."""
         count = max(int(group.end[slot]) for group in self.groups)
         return np.array([group.table[slot, :count] for group in self.groups])
 

@@ -49,7 +49,7 @@ DEFAULT_DEVICE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """Which connector keeps or carries pages, and how. Raises ValueError for values that are out of range."""
+    """The connector that keeps or carries pages, and its options. Raises ValueError for values out of range."""
 
     kv_connector: Connector
     kv_role: Role = "kv_both"  # producer: saves pages; consumer: loads them

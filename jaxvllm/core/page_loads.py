@@ -33,7 +33,7 @@ class PageLoad:
 
     @property
     def pages(self) -> tuple[Ints, ...]:
-        """Of each group. It is the trash page where no token of the request will see it."""
+        """The reserved pages of each group: the trash page where no token of the request will see it."""
         return self.reserved.pages
 
 
@@ -99,7 +99,7 @@ class PageLoads:
         return new
 
     def is_open(self, load: PageLoad) -> bool:
-        """Whether somebody still waits for `load`."""
+        """Returns whether somebody still waits for `load`."""
         return self._open.get(load.request.request_id) is load
 
     def end(self, load: PageLoad, num_loaded: int) -> None:

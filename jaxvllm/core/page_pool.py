@@ -22,7 +22,7 @@ TRASH_PAGE = 0
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that `num_tokens` tokens of one request occupy."""
+    """Returns how many pages `num_tokens` tokens of one request occupy."""
     return -(-num_tokens // page_size)
 
 
@@ -53,7 +53,7 @@ class PagePool:
         enable_prefix_caching: bool = True,
         on_eviction: Callable[[bytes], None] | None = None,
     ):
-        """`num_pages` counts the trash page, so `num_pages - 1` can be owned.
+        """Makes a pool of free pages. `num_pages` counts the trash page, so `num_pages - 1` can be owned.
 
         `on_eviction` gets the hash of each page that stops being findable because the page is needed.
         """
@@ -79,7 +79,7 @@ class PagePool:
         return self.num_pages - 1 - self.num_available
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The pages of the longest prefix of `hashes` that is in the pool. Takes nothing; `share` does."""
+        """Returns the pages of the longest prefix of `hashes` that is in the pool. It takes none; `share` does."""
         pages: list[int] = []
         for digest in hashes:
             page = self._page_of_hash.get(digest)
@@ -89,15 +89,15 @@ class PagePool:
         return pages
 
     def find(self, digest: bytes) -> int | None:
-        """The page of that hash, if the pool has it."""
+        """Returns the page of that hash, if the pool has it."""
         return self._page_of_hash.get(digest)
 
     def is_findable(self, page: int) -> bool:
-        """Whether `match` can return `page`."""
+        """Returns whether `match` can return `page`."""
         return self._hash_of_page[page] is not None
 
     def num_cached(self, pages: Iterable[int]) -> int:
-        """How many of `pages` nobody owns: sharing them takes that many from `num_available`."""
+        """Returns how many of `pages` nobody owns: sharing them takes that many from `num_available`."""
         return sum([page in self._cached for page in pages])
 
     def share(self, pages: Sequence[int]) -> None:

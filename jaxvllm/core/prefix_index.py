@@ -17,7 +17,7 @@ class PrefixIndex:
     """
 
     def __init__(self, max_pages: int = 1_000_000):
-        """`max_pages`: of each replica. A million take 150 MiB (measured by hand)."""
+        """Limits the pages of each replica to `max_pages`. A million take 150 MiB (measured by hand)."""
         if max_pages < 1:
             raise ValueError(f"max_pages must be at least 1, not {max_pages}")
         self._max_pages = max_pages
@@ -112,7 +112,7 @@ class KVEventReader:
         self._last_time = None
 
     def _is_new(self, number: int, time: float) -> bool:
-        """Whether a batch of that time is not the one of that number that was received."""
+        """Returns whether a batch of that number and time was published after the one that was received last."""
         if self._last_time is None:
             return False
         return time > self._last_time or (number == self.next_number - 1 and time != self._last_time)

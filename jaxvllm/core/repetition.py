@@ -15,7 +15,7 @@ class RepetitionDetector:
     """
 
     def __init__(self, params: RepetitionDetectionParams, max_tokens: int):
-        """`max_tokens`: of the output, at most. Larger patterns than it has room for are never looked for."""
+        """Prepares for an output of at most `max_tokens` tokens, in which larger patterns are never looked for."""
         largest = min(params.max_pattern_size, max_tokens // max(params.min_count, 1))
         self._sizes = np.arange(max(params.min_pattern_size, 1), largest + 1)
         self._needed = self._sizes * (params.min_count - 1)

@@ -61,7 +61,7 @@ def load(candidate: Candidate) -> int:
 def least_load(candidates: Sequence[Candidate], asked: Asked) -> int:
     """Returns the place of the least loaded candidate.
 
-    Of several with the same load, the one with most of the prompt cached is chosen, and then the one that was chosen
+    If several have the same load, it chooses the one with most of the prompt cached, and then the one that was chosen
     longest ago.
     """
     loads = [load(candidate) for candidate in candidates]
@@ -76,7 +76,7 @@ def prefix(candidates: Sequence[Candidate], asked: Asked) -> int:
 
     These are the prompt's tokens that are not cached there, the prompts queued before it, and `TOKENS_PER_RUNNING` for
     each running request. So a cached prefix attracts a request unless the replica has that much more to do than
-    another. Of several with the same cost, the one that was chosen longest ago is chosen.
+    another. If several have the same cost, it chooses the one that was chosen longest ago.
     """
 
     def cost(place: int) -> int:

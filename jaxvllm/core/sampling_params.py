@@ -268,11 +268,11 @@ class SamplingParams:
         return self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS
 
     def num_prompt_logprobs(self, vocab_size: int) -> int:
-        """How many log-probabilities the caller wants of each token of the prompt, beside the token's own."""
+        """Returns how many log-probabilities the caller wants of each token of the prompt, beside the token's own."""
         return vocab_size if self.prompt_logprobs == -1 else min(self.prompt_logprobs or 0, vocab_size)
 
     def num_logprobs(self, vocab_size: int) -> int:
-        """How many log-probabilities the caller wants of each token of the output, beside the token's own."""
+        """Returns how many log-probabilities the caller wants of each token of the output, beside the token's own."""
         if self.logprob_token_ids is not None:
             return len(self.logprob_token_ids)
         return vocab_size if self.logprobs == -1 else min(self.logprobs or 0, vocab_size)

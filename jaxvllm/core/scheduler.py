@@ -74,7 +74,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         source: PageSource | None = None,
     ):
-        """`source`: where pages may come from that the prefix cache does not have."""
+        """Begins without requests. `source` may have pages that the prefix cache does not have."""
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
         self.cache = cache
@@ -123,7 +123,7 @@ class Scheduler:
         return bool(self._waiting_ids or self._slot_of)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether it has this request, waiting or running, or one whose end no update has told yet."""
+        """Returns whether it has this request, waiting or running, or one whose end no update has told yet."""
         return any(request_id in of for of in (self._waiting_ids, self._slot_of, self._failed))
 
     def add(self, request: Request, watched: bool = False) -> None:
@@ -157,7 +157,7 @@ class Scheduler:
             )
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of `request` that would not be computed if it were admitted now: their KV is in the prefix cache."""
+        """Returns how many tokens of `request` are in the prefix cache, so that they would not be computed."""
         return self._cached_prefix(request).num_pages * self.cache.page_size
 
     def schedule(
@@ -167,7 +167,7 @@ class Scheduler:
         room: StepRoom | None = None,
         num_drafts: int = 0,
     ) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before an output in flight arrives or a request comes.
+        """Returns the next step, or None when nothing can be computed before an output or a request arrives.
 
         Never plans more than `max_num_batched_tokens` tokens, and plans every decoding request, but under the policy v0
         while prompts wait, and but for rows that wait for masks, which may be left out of every other step. Where no
@@ -235,9 +235,9 @@ class Scheduler:
         return plan
 
     def _next_rows(self, decode: SlotIds) -> SlotIds:
-        """Those of the slots `decode`, all that could, that do decode in the next step.
+        """Returns which of the slots `decode`, all that could, do decode in the next step.
 
-        A row that waits for a mask allows no drafts and no bursts, and the step waits for the host. So behind such a
+        A row that waits for a mask allows no drafts and no bursts, and the step waits for the host. So after such a
         step the other rows have one for themselves, where they are not fewer: 15 rows beside one got two to four times
         as many tokens this way, and the one half to a third (by hand, demo model, bursts of 8, two busy cores).
         """
@@ -253,7 +253,7 @@ class Scheduler:
         return _Chunk(slot, start, end - start, yields=True, of_prompt=False)
 
     def _widest(self, decode: SlotIds, num_steps: int, num_drafts: int) -> tuple[int, int]:
-        """The most tokens that a row of `decode` may get in this step, and the drafts of each of its decode steps.
+        """Returns the most tokens that a row of `decode` may get in this step, and its drafts in each decode step.
 
         Where a prompt is computed, or somebody wants more of each token, that is one token.
         """
@@ -352,7 +352,7 @@ class Scheduler:
         return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
-        """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].
+        """Returns the slots of `plan` that wait for a mask and still have their tenant, with the masks i32[num_words].
 
         A request whose constraint fails ends, and the next update says so.
         """
@@ -363,9 +363,9 @@ class Scheduler:
         return masks
 
     def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which rows repeat themselves, bool[len(at)]. Those rows have no tokens, in `counts` neither, behind that.
+        """Returns which rows repeat themselves, bool[len(at)], and lowers their `counts` to the end of the repetition.
 
-        Where the last token of a row `ends` it anyhow, that is its end.
+        A row whose last token `ends` it anyhow ends for that reason.
         """
         repeats = np.zeros(len(at), np.bool_)
         if not some(self.slots.detects_repetition):
@@ -431,7 +431,7 @@ class Scheduler:
         self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
     def _grow(self, decode: SlotIds, width: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
-        """The pages that decoding slots may open for `width` tokens each, or None when there are not enough.
+        """Returns the pages that decoding slots may open for `width` tokens each, or None when there are not enough.
 
         A row with `forced` tokens opens what it needs to compute them.
         """
@@ -476,7 +476,7 @@ class Scheduler:
     # Prefill: chunks of running prompts first, then new requests in queue order.
 
     def _fit(self, sizes: StepSizes, budget: int, prefilling: SlotIds, num_decode_tokens: int, num_decode: int) -> int:
-        """The budget, or less where a smaller step and another one are quicker than one that is mostly padding.
+        """Returns the budget, or less where a smaller step and another one are quicker than one that is mostly padding.
 
         Prompts that are cached in part, or find no pages, need less than is counted here: then the cut is none. Where
         more wait than there are slots, the count is a guess.
@@ -518,11 +518,11 @@ class Scheduler:
         return _Chunk(slot, start, length, yields=start + length == end)
 
     def _score_room(self, chunks: Sequence[_Chunk]) -> int:
-        """How many tokens may still be computed of prompts that want wide scores, beside `chunks`."""
+        """Returns how many tokens may still be computed of prompts that want wide scores, beside `chunks`."""
         return SCORE_BATCH - sum(chunk.length for chunk in chunks if self._tenant(chunk.slot).wants_wide_scores)
 
     def _num_rows_left(self, room: StepRoom | None) -> int:
-        """How many more slots may be taken."""
+        """Returns how many more slots may be taken."""
         num_free = self.slots.num_free
         return num_free if room is None else min(num_free, room.num_rows - self.slots.num_active)
 
@@ -577,12 +577,13 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
 
     def _cached_prefix(self, request: Request) -> CachedPrefix:
-        """The pages that begin `request` and are cached."""
+        """Returns the pages that begin `request` and are cached."""
         return self.cache.match(self._shared_hashes(request))
 
     def _shared_hashes(self, request: Request) -> list[bytes]:
-        """The hashes of pages that `request` may have from others. The last token is always computed: its logits are
-        needed.
+        """Returns the hashes of pages that `request` may have from others.
+
+        The last token is always computed, because its logits are needed.
         """
         if not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return []
@@ -619,7 +620,10 @@ class Scheduler:
         return self._loads.take_new()
 
     def is_wanted(self, load: PageLoad) -> bool:
-        """Whether the request of `load` still waits for it. Elsewhere its pages may be somebody else's by now."""
+        """Returns whether the request of `load` still waits for it.
+
+        Elsewhere its pages may be somebody else's by now.
+        """
         return self._loads.is_open(load)
 
     def loaded(self, load: PageLoad, num_loaded: int) -> None:
@@ -638,10 +642,10 @@ class Scheduler:
         return saves
 
     def _soon_cached(self, request: Request, num_hits: int) -> bool:
-        """Whether a running request is computing this one's next page now: waiting for it saves the work.
+        """Returns whether a running request is computing this one's next page now, so that waiting saves the work.
 
         It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
-        Not where only a new batch takes newcomers in: the wait would be longer than the work.
+        It is False where only a new batch takes newcomers in: the wait would be longer than the work.
         """
         if not self.policy.joins_running or not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
             return False
@@ -708,7 +712,7 @@ class Scheduler:
         return plan
 
     def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
-        """What `plan` scored of the rows whose tenants are still there."""
+        """Returns what `plan` scored of the rows whose tenants are still there."""
         first = np.cumsum(plan.lengths) - plan.lengths
         if plan.wide_scores is not None:
             wide_lengths = plan.lengths * plan.wide_scores
@@ -770,7 +774,7 @@ class Scheduler:
         return tenant
 
     def running(self) -> Iterator[tuple[int, Request]]:
-        """Slot and request of everything that runs, first in the queue first. Of a beam search, one of its slots."""
+        """Returns the slot and request of all that runs, in the queue's order, with one slot of a beam search."""
         at = sorted(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
         return ((slot, self._tenant(slot)) for slot in at)
 
@@ -794,7 +798,7 @@ class Scheduler:
 
 
 def _proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
-    """The next tokens that the beam of `row` proposes."""
+    """Returns the next tokens that the beam of `row` proposes."""
     if group.request.sampling_params.wants_distributions:
         return Candidates.best(output.distributions[row], group.search.params.num_candidates)
     assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
@@ -802,7 +806,7 @@ def _proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
 
 
 def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
-    """The end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
+    """Returns the end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
     if not stopped:
         return Finished(request, FinishReason.LENGTH)
     # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
@@ -812,7 +816,7 @@ def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
 
 
 def _repeated(request: Request) -> Finished:
-    """The end of `request` by a repetition, told as vLLM tells it."""
+    """Returns the end of `request` by a repetition, told as vLLM tells it."""
     return Finished(request, FinishReason.REPETITION, "repetition_detected")
 
 

@@ -47,7 +47,7 @@ _LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Which proposer guesses, and how many tokens at once. Raises ValueError for values that are out of range."""
+    """The proposer that guesses, and how many tokens at once. Raises ValueError for values that are out of range."""
 
     method: Method | None = None  # None: the config.json of `model` tells
     model: str | None = None  # the draft: a directory, or a name on the hub; mtp: the model itself has it

@@ -35,7 +35,7 @@ class PageEntries:
 
     @classmethod
     def joined(cls, parts: "Sequence[PageEntries]") -> "PageEntries":
-        """All of `parts`, in order."""
+        """Returns all of `parts`, in order."""
         if sum(map(bool, parts)) < 2:
             return next(filter(None, parts), _NO_ENTRIES)
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("slots", "columns", "pages")))
@@ -111,7 +111,7 @@ class StepPlan:
 
     @property
     def samples(self) -> NDArray[np.bool_]:
-        """Which rows yield tokens."""
+        """The rows that yield tokens, bool[R]."""
         return self.max_new > 0
 
     @property

@@ -10,7 +10,7 @@ STEP_OVERHEAD_ON_CPU = 5
 
 
 def step_overhead(on_cpu: bool) -> int:
-    """What a step costs beside its tokens, in tokens."""
+    """Returns what a step costs beside its tokens, in tokens."""
     return STEP_OVERHEAD_ON_CPU if on_cpu else STEP_OVERHEAD
 
 

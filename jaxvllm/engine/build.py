@@ -162,7 +162,8 @@ def build(
         if config.warm_up == "full":
             for runner in runners:
                 runner.programs.wait()
-        # Those who compute wait for all, and devices have little patience: 30 s in Gloo, which CPUs use.
+        # All processes finish loading before any of them computes, because collectives time out: Gloo's, on CPUs, after
+        # 30 s.
         hosts.meet()
 
     @cache
@@ -220,7 +221,7 @@ def build(
 def _make_all(
     make: Callable[[Params, Mesh], Runner], replicas: Sequence[Params], meshes: Sequence[Mesh]
 ) -> tuple[Runner, ...]:
-    """A runner for each replica. When one cannot be made, the others stop compiling."""
+    """Returns a runner for each replica. When one cannot be made, the others stop compiling."""
     # A program is compiled for its devices, so each replica compiles its own. XLA lets the others do it meanwhile.
     with ThreadPoolExecutor(len(meshes)) as threads:
         made = [threads.submit(make, params, mesh) for params, mesh in zip(replicas, meshes, strict=True)]
@@ -232,7 +233,7 @@ def _make_all(
 
 
 def _log_costs(spread: Spread) -> None:
-    """What a model whose heads do not divide over its devices costs there."""
+    """Logs what a model costs whose heads or layers do not divide over its devices."""
     spec, whole, copies = spread.spec, spread.whole, spread.kv_copies
     if copies > 1:
         text = "KV heads: %d over %d devices, so there are %d copies of each, and pages take %d times the memory"
@@ -248,7 +249,7 @@ def _log_costs(spread: Spread) -> None:
 def _load(
     config: EngineConfig, directory: Path, resolved: ResolvedConfig, meshes: Sequence[Mesh], backend: Backend
 ) -> list[Params]:
-    """The weights on each of `meshes`: read once, and copied from device to device."""
+    """Returns the weights on each of `meshes`: read once, and copied from device to device."""
     params = checkpoint.load(
         directory,
         resolved.spec,
@@ -295,7 +296,7 @@ def _buckets(chosen: tuple[int, ...] | None, name: str, default: tuple[int, ...]
 
 
 def _draft_room(config: EngineConfig, overhead: int, proposer: Proposer | None) -> DraftRoom:
-    """The drafts that a user has asked for, or those that can hardly do harm."""
+    """Returns the drafts that a user has asked for, or those that can hardly do harm."""
     if config.drafting is None:
         return NO_DRAFTS
     count = config.drafting.num_speculative_tokens
@@ -316,7 +317,7 @@ def _num_pages(
     meshes: Sequence[Mesh],
     compiler: Callable[..., StepCompiler],
 ) -> int:
-    """Pages of each replica's first group: as the config says, or what the fullest device of this process has left.
+    """Returns how many pages each replica's first group has: as configured, or as the fullest device has room for.
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
@@ -340,7 +341,7 @@ def _num_pages(
 
 
 def _eos_token_ids(config: EngineConfig, directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that end a completion. Those of a checkpoint's generation_config.json count even if nothing else does.
+    """Returns the tokens that end a completion. A checkpoint's generation_config.json always counts.
 
     The tokenizer may be another checkpoint's, and then so are its ids.
     """

@@ -28,7 +28,7 @@ class _Bursts:
     num_same: int = 0  # bursts that were as long as possible since a longer one was measured
 
     def longest(self, max_seconds: float) -> int:
-        """The most steps that fit into `max_seconds`: between two known bursts on a line, else in proportion."""
+        """Returns the most steps that fit into `max_seconds`: on a line between two known bursts, or in proportion."""
         steps, seconds = 0, 0.0
         for more_steps, known in sorted(self.seconds.items()):
             more_seconds = max(known, seconds)  # a longer burst takes no less
@@ -56,11 +56,11 @@ class BurstPace:
         self._bursts: dict[int, _Bursts] = {}  # by the bit length of the number of rows
 
     def is_known(self, num_rows: int) -> bool:
-        """Whether steps of so many rows were measured."""
+        """Returns whether steps of so many rows were measured."""
         return num_rows.bit_length() in self._bursts
 
     def width(self, num_rows: int, most: int) -> int:
-        """How many decode steps of `num_rows` rows one program may take, from 1 to `most`."""
+        """Returns how many decode steps of `num_rows` rows one program may take, from 1 to `most`."""
         bursts = self._bursts.get(num_rows.bit_length())
         if bursts is None:
             return 1  # to measure
@@ -68,7 +68,7 @@ class BurstPace:
         return min(most, longest + (bursts.num_same >= _SAME and self._may_try(bursts, longest + 1)))
 
     def num_alike(self, num_rows: int, most: int) -> float:
-        """How many bursts of `num_rows` rows may follow before one is a step longer only to learn how long that takes.
+        """Returns how many bursts of `num_rows` rows may follow before a longer one is tried to measure it.
 
         Bursts of `most` steps are never longer.
         """

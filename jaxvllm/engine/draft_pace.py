@@ -82,14 +82,14 @@ class _Measured:
     is_confirmed: bool = False
 
     def best_of(self, kinds: Collection[int]) -> int:
-        """The kind by which a row waits least for a token, of those that are known."""
+        """Returns the kind by which a row waits least for a token, of those that are known."""
         known = {number: self.kinds[number].token_seconds for number in kinds if self.kinds[number].is_known}
         if 0 in known:
             known[0] /= LEAST_GAIN
         return min(known, key=lambda number: known[number], default=0)
 
     def may_pay(self, number: int) -> bool:
-        """Whether steps with so many drafts would be quicker than those with none, if all drafts were right.
+        """Returns whether steps with so many drafts would be quicker than steps without, if all drafts were right.
 
         If they were not measured, others tell. More drafts take no less time and are right no more often. The time of
         fewer is taken to lie on a line between none and the others.
@@ -111,7 +111,7 @@ class _Measured:
         return LEAST_GAIN * seconds < tokens * plain.middle
 
     def next(self, numbers: Collection[int], soon: int) -> int:
-        """The kind that was never measured, or whose try is due in fewer than `soon` calls, or else the quickest."""
+        """Returns a kind that was never measured, or whose try is due in less than `soon` calls, or the quickest."""
         for number in numbers:
             if not self.kinds[number].is_known and self.may_pay(number):
                 return number
@@ -149,7 +149,7 @@ class _Measured:
             kind.plan_try(HOPELESS_PAUSE)
 
     def _loss(self, kind: _Kind) -> float:
-        """What tries of all kinds lose if they are like `kind`, in calls of the quickest."""
+        """Returns what tries of all kinds lose if they are like `kind`, in calls of the quickest."""
         best = self.kinds[self.best]
         lost = TRY * (kind.seconds.middle - kind.tokens.middle * best.token_seconds)
         if not self.best:
@@ -175,7 +175,7 @@ class DraftPace:
         self._measured: dict[int, _Measured] = {}  # by the place of the size among `row_counts`
 
     def choose(self, num_rows: int, most: Mapping[int, float]) -> int:
-        """How many drafts a row may have in the next call, of one step or a few with `num_rows` rows.
+        """Returns how many drafts a row may have in the next call, which is one step or a few with `num_rows` rows.
 
         It is 0 or one of `most`, which tells how many tokens a row gets in a step if all of these drafts are right.
         What was never measured comes first: steps without drafts, and then those of `most` in their order.
@@ -189,7 +189,7 @@ class DraftPace:
         return of.next(possible, soon=0)
 
     def may_be_blind(self, num_rows: int) -> bool:
-        """Whether steps of so many rows need no proposer to follow them: drafts do not pay, and no try is due.
+        """Returns whether no proposer need follow steps of so many rows: drafts do not pay, and no try is due.
 
         Steps that are to be measured without a proposer must have none.
         """

@@ -83,7 +83,7 @@ class Drafting:
         return cls(AutoregressiveProposer((DraftModel(spec),)), jax.tree.map(np.asarray, params), spec)
 
     def place(self, mesh: Mesh, backend: Backend) -> Params | None:
-        """The parameters on every device of `mesh`."""
+        """Returns the parameters on every device of `mesh`."""
         if self.params is None:
             return None
         params = _everywhere(self.params, mesh)

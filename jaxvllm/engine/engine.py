@@ -338,7 +338,7 @@ class Engine:
         return True
 
     def wait_until_compiled(self) -> None:
-        """Blocks until every bucket of every replica is compiled. Nothing compiles afterwards."""
+        """Waits until every bucket of every replica is compiled. Nothing compiles afterwards."""
         for replica in self.replicas:
             replica.runner.programs.wait()
 

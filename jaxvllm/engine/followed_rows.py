@@ -1,4 +1,4 @@
-"""Which running requests have drafts: those of whose steps the proposer has seen every one."""
+"""The rows that may have drafts: the proposer has seen every step of their requests."""
 
 import numpy as np
 
@@ -20,5 +20,5 @@ class FollowedRows:
             self._missed[plan.slots] = True
 
     def share(self, slots: SlotIds) -> float:
-        """The share of `slots` that may have drafts."""
+        """Returns the share of `slots` that may have drafts."""
         return 1 - float(self._missed[slots].mean()) if len(slots) else 1.0

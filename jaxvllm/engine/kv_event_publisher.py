@@ -25,8 +25,8 @@ class KVEventPublisher:
 
     A message has three frames, as in vLLM: the topic, the number of the batch (8 bytes, big-endian, from 0 in each
     process of the engine), and the batch. A batch that a subscriber missed may be asked for at the replay endpoint, by
-    the frames `b""` and its number: the answer is that batch and all later ones that are still kept, each with the
-    frames of the publication behind an empty one, and at last a message with the number -1.
+    the frames `b""` and its number: the answer is that batch and all later ones that are still kept, each with
+    the frames of the publication after an empty one, and at last a message with the number -1.
     """
 
     def __init__(self, config: KVEventsConfig, rank: int, page_size: int):

@@ -157,7 +157,7 @@ class LLM:
         return PoolView.take(self.engine.replicas[replica].scheduler)
 
     def wait_until_compiled(self) -> None:
-        """Blocks until every bucket is compiled. Nothing compiles afterwards."""
+        """Waits until every bucket is compiled. Nothing compiles afterwards."""
         self.engine.wait_until_compiled()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

@@ -128,7 +128,7 @@ class _Group:
 
     @property
     def shows_end_only(self) -> bool:
-        """Whether the only output is the last one. Which completions are the best is not known before."""
+        """Whether the only output is the last one, because the best completions are not known before."""
         return self.params.output_kind is RequestOutputKind.FINAL_ONLY or self.is_ranked
 
     @property
@@ -137,7 +137,7 @@ class _Group:
         return self.params.best_of is not None or self.request.beam_search is not None
 
     def choose_best(self) -> None:
-        """Leaves the `n` best completions, best first. Of equal ones the earlier is better."""
+        """Leaves the `n` best completions, best first. The earlier of two equal ones is better."""
         ranked = sorted(self.completions.values(), key=lambda completion: -completion.cumulative_logprob)
         self.chosen = ranked[: self.params.n]
         for index, completion in enumerate(self.chosen):

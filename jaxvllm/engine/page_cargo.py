@@ -28,7 +28,7 @@ def load_cargo(replica: Replica, form: PageFormat, requests: Sequence[Request]) 
 def unload_cargo(replica: Replica, form: PageFormat, request: Request, cargo: Mapping[bytes, bytes]) -> int:
     """Puts pages for `request` into the prefix cache of `replica`, if there is room, and returns how many.
 
-    Those that the cache lacks are put there, the first of them first. Raises WrongPage for one that was damaged.
+    Only pages that the cache lacks are put there, in their order. Raises WrongPage for one that was damaged.
     """
     cache = replica.scheduler.cache
     hashes = request.hashes(cache.page_size) if cache.enable_prefix_caching else []

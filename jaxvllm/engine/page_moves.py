@@ -102,7 +102,7 @@ def _held_places(columns: Sequence[Ints], batch: int, num_arrays: int) -> Iterat
 
 
 def _num_whole(columns: Sequence[Ints], pages: Sequence[Page]) -> int:
-    """How many of the first `pages` have everything that the pool wants of them."""
+    """Returns how many of the first `pages` have everything that the pool wants of them."""
     for index, page in enumerate(pages):
         for at, array in enumerate(page.arrays):
             if array is None and _group_of(columns, at)[index] != TRASH_PAGE:
@@ -111,5 +111,5 @@ def _num_whole(columns: Sequence[Ints], pages: Sequence[Page]) -> int:
 
 
 def _group_of(columns: Sequence[Ints], array: int) -> Ints:
-    """The pages of an array of the cache. Those of a proposer, which are the last, have the first group's numbers."""
+    """Returns the pages of an array of the cache. A proposer's arrays, the last ones, use the first group's numbers."""
     return columns[array if array < len(columns) else 0]

@@ -28,7 +28,7 @@ class RepetitionWatch:
         self._next = FIRST_PAUSE
 
     def is_found(self, slots: SlotTable, num_output_tokens: int) -> bool:
-        """Whether at least half of the last tokens of the rows in `slots` are repeated, if it is time to look."""
+        """Returns whether at least half of the last tokens of the rows in `slots` repeat, if it is time to look."""
         if num_output_tokens < self._next:
             return False
         outputs = slots.num_known - slots.num_prompt
@@ -41,7 +41,7 @@ class RepetitionWatch:
 
 
 def repeated_share(tokens: Ints, last: int) -> float:
-    """The share of the `last` of `tokens` that are what followed when the same tokens came before."""
+    """Returns the share of the `last` tokens that came earlier after the same few tokens, too."""
     ids = tokens.astype(np.int64)
     keys = np.zeros(max(len(ids) - SAME, 0), np.int64)
     for place in range(SAME):

@@ -30,7 +30,7 @@ DEPTH = 2
 DEPTH_IN_TURNS = 1
 # Steps have drafts where more than this share of their rows may have some.
 LEAST_FOLLOWED = 0.5
-# Kept for who asks. Nobody does of an `LLM`.
+# So many reports are kept until somebody asks for them. An `LLM` never asks.
 MAX_REPORTS = 1024
 
 
@@ -67,9 +67,10 @@ class Replica:
         publisher: KVEventPublisher | None = None,
         depth: int = DEPTH,
     ):
-        """`burst_seconds`: how long decode steps that are one program may take. `traffic`: of pages from elsewhere.
+        """Makes the scheduler. A program of several decode steps may take `burst_seconds`.
 
-        `depth`: steps on the device before the host must have read the oldest's output.
+        `traffic` moves pages to and from other places. `depth` is the number of steps on the device before the host
+        must have read the oldest's output.
         """
         self.index = index
         self._depth = depth
@@ -161,7 +162,7 @@ class Replica:
             self.traffic.bring(self.scheduler)
 
     def _pace_of_step(self, num_rows: int) -> tuple[int, int]:
-        """The most decode steps that the next step may take, and how many drafts a row may have in each of them.
+        """Returns the most decode steps of the next step, and how many drafts a row may have in each of them.
 
         `num_rows` are decoding.
         """
@@ -179,7 +180,7 @@ class Replica:
         return self._pace_with(num_drafts).width(num_rows, drafted[num_drafts].width), num_drafts
 
     def _pace_with(self, num_drafts: int) -> BurstPace:
-        """That of steps in which a row may have so many drafts."""
+        """Returns the pace of steps in which a row may have so many drafts."""
         if not num_drafts:
             return self._pace
         return self._drafted_paces.setdefault(num_drafts, BurstPace(self._burst_seconds))
@@ -192,7 +193,7 @@ class Replica:
         return self._followed.share(self.scheduler.slots.decoding()) > LEAST_FOLLOWED
 
     def _may_be_blind(self, plan: StepPlan, num_decoding: int) -> bool:
-        """Whether the proposer need not see the step: its rows have no drafts, or not before they are fewer.
+        """Returns whether the proposer need not see the step, because its rows have no drafts before they are fewer.
 
         `num_decoding` rows were decoding when it was decided how many drafts they may have.
         """
@@ -282,7 +283,7 @@ class Replica:
         self._launch(step, held.notes, held.host_seconds + time.monotonic() - start)
 
     def take_reports(self) -> list[StepReport]:
-        """The steps that were read since the last call, at most the `MAX_REPORTS` latest."""
+        """Returns the steps that were read since the last call, at most the `MAX_REPORTS` latest."""
         reports = list(self._reports)
         self._reports.clear()
         return reports

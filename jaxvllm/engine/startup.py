@@ -27,7 +27,7 @@ class StartupReport:
 
     @property
     def seconds(self) -> float:
-        """From the start of the process, where the system tells it, until the engine was ready."""
+        """The seconds from the start of the process, where the system tells it, until the engine was ready."""
         return sum(stage.seconds for stage in self.stages)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class StartupClock:
     """Times the stages of one start."""
 
     def __init__(self) -> None:
-        """The first stage, what came before the engine, ends now: the interpreter and the imports."""
+        """Ends the first stage, which came before the engine: the interpreter and the imports."""
         self._last = time.monotonic()
         lived = seconds_since_process_start()
         self._stages = [] if lived is None else [Stage("imports", lived)]
@@ -73,7 +73,7 @@ class StartupClock:
         return self._first_token is not None
 
     def report(self) -> StartupReport:
-        """Returns the stages so far. Those of one name are one."""
+        """Returns the stages so far. Stages with the same name are added up."""
         seconds: dict[str, float] = {}
         for stage in self._stages:
             seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds

@@ -72,7 +72,7 @@ def collect(variables: Mapping[str, str] = os.environ, device_seconds: float = D
 
 
 def shown(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that matter. Of those that may be secret, it says only that they are set."""
+    """Returns the variables that matter. Values that may be secret are replaced by "(set)"."""
     return {
         name: "(set)" if _SECRET.search(name) else _without_home(_PASSWORD_OF_URL.sub("(hidden)", value))
         for name, value in sorted(variables.items())

@@ -52,7 +52,7 @@ class Attention(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Returns the output [T, E] for x [T, E], summed over `axis`, and the cache with this step's keys and values.
 
-        rotation: cos and sin of the layer's rope, f32[T, rotary_dim / 2]
+        `rotation` has cos and sin of the layer's rope, f32[T, rotary_dim / 2].
         """
 
 

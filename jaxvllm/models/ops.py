@@ -54,7 +54,7 @@ class LayerSlice:
     """One layer's slice of a stack of matrices.
 
     XLA:TPU reads it in place only if neither the slice nor the output is reshaped within the matmul. Otherwise it
-    copied the 160 MiB of Llama 3 70B's qkv in each layer (compiled HLO, v5e and v7x).
+    copies Llama 3 70B's 160 MiB of qkv in each layer (compiled HLO, v5e and v7x).
     """
 
     array: jax.Array

@@ -118,7 +118,7 @@ class Deployment:
         return self.cache_shape(2).useful_pages(self.spec)
 
     def cache_shape(self, num_pages: int) -> CacheShape:
-        """The cache of an engine that has `num_pages` pages of the group of layers that sees most."""
+        """Returns the cache of an engine that has `num_pages` pages of the group of layers that sees most."""
         return CacheShape(
             num_pages=num_pages,
             page_size=self.page_size,
@@ -129,7 +129,7 @@ class Deployment:
         )
 
     def pool_bytes(self, num_pages: int) -> int:
-        """The bytes that `num_pages` pages of that group, and those of the other groups, take of each device."""
+        """Returns the bytes of each device that `num_pages` pages of that group, and the other groups' pages, take."""
         return self.cache_shape(num_pages).device_bytes(self.spread, self.backend)
 
     @property

@@ -45,7 +45,7 @@ class Share:
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of weights that every step reads in full. Of an untied embedding a step reads only some rows."""
+        """The bytes of weights that every step reads in full. Only a few rows of an untied embedding are read."""
         return sum(held.num_bytes for held in self._held() if held.decl.storage != "table")
 
     @property

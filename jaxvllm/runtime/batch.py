@@ -42,7 +42,7 @@ class OpenedPages:
 )
 @dataclass(frozen=True)
 class Batch:
-    """A `StepPlan` on the device, R rows and T tokens of a bucket. Padding rows: trash slot, length 0."""
+    """A `StepPlan` on the device, R rows and T tokens of a bucket. Padding rows have the trash slot and length 0."""
 
     num_steps: jax.Array  # i32: decode steps to take, at most the bucket's width
     slots: jax.Array  # i32[R]
@@ -56,7 +56,7 @@ class Batch:
 
 
 def max_new_pages(bucket: Bucket, sizes: SlotSizes) -> tuple[int, ...]:
-    """The most pages of each group that the rows of `bucket` open.
+    """Returns the most pages of each group that the rows of `bucket` open.
 
     A row whose last page has no room opens `pages_for` what it computes. So do tokens that a constraint forced, and
     prompts where there is a window; elsewhere these have all their pages from their admission on.
@@ -67,13 +67,13 @@ def max_new_pages(bucket: Bucket, sizes: SlotSizes) -> tuple[int, ...]:
 
 
 def packed_size(bucket: Bucket, sizes: SlotSizes) -> int:
-    """int32 words of a packed batch. A decode bucket sends no token ids."""
+    """Returns the number of int32 words of a packed batch. A decode bucket sends no token ids."""
     num_entries = sum(max_new_pages(bucket, sizes))
     return 1 + _NUM_COLUMNS * bucket.num_rows + 2 * num_entries + (0 if bucket.is_decode else bucket.num_tokens)
 
 
 def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
-    """i32[packed_size(bucket, sizes)] of `plan`."""
+    """Returns `plan` as i32[packed_size(bucket, sizes)]."""
     count = plan.num_rows
     packed = np.zeros(packed_size(bucket, sizes), np.int32)
     packed[0] = plan.num_steps
@@ -102,7 +102,7 @@ def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
 
 
 def unpack(packed: jax.Array, bucket: Bucket, sizes: SlotSizes) -> Batch:
-    """The inverse of `pack`, traced."""
+    """Returns what was packed: the inverse of `pack`, as a traced function."""
     first = 1 + _NUM_COLUMNS * bucket.num_rows
     columns = packed[1:first].reshape(_NUM_COLUMNS, bucket.num_rows)
     slots, starts, lengths, max_new, decodes, next_tokens = columns

@@ -171,9 +171,9 @@ class BucketLadder:
 
     @cached_property
     def drafted(self) -> tuple[Bucket, ...]:
-        """For every decode bucket that may have drafts one of each of their widths.
+        """The drafted buckets: for every decode bucket that may have drafts, one of each number of drafts.
 
-        Those with all drafts come first, and of these the smallest, which gains most.
+        The buckets with all drafts come first, beginning with the smallest, which gains most.
         """
         most = self.drafts.max_rows
         decode = [b for b in self.buckets if b.is_decode and (most is None or b.num_rows <= most)]

@@ -67,7 +67,7 @@ class CacheShape:
     has_drafts: bool = False  # whether there is a proposer
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
-        """The groups of the model's layers, the one that sees most first.
+        """Returns the groups of the model's layers, the one that sees most first.
 
         Layers whose window no request outgrows see all. Where the step reads windows while it runs, so that a layer's
         group is not known when it is compiled, all layers are one group.
@@ -85,7 +85,7 @@ class CacheShape:
         )
 
     def group_sizes(self, spec: ModelSpec) -> tuple[GroupSize, ...]:
-        """Pages and window of each group."""
+        """Returns the number of pages and the window of each group."""
         first, *others = self.groups(spec)
         usable, num_others = self.num_pages - 1, sum(len(group.layers) for group in others)
         half = usable * len(first.layers) // (2 * len(first.layers) + num_others)
@@ -97,7 +97,7 @@ class CacheShape:
         return tuple(sizes)
 
     def most_pages(self, window: int | None, num_tokens: int = 1) -> int:
-        """The most pages of a group that one request holds while a step computes so many of its tokens."""
+        """Returns the most pages of a group that one request holds while a step computes so many of its tokens."""
         return (
             self.max_pages
             if window is None
@@ -105,21 +105,24 @@ class CacheShape:
         )
 
     def useful_pages(self, spec: ModelSpec) -> int:
-        """The most pages of the first group that all slots could use, and the trash page."""
+        """Returns how many pages of the first group all slots could use at most, with the trash page."""
         return self.num_slots * self.most_pages(self.groups(spec)[0].window, self.step_tokens) + 1
 
     def num_requests(self, spec: ModelSpec, num_tokens: int) -> int:
-        """How many requests of so many tokens have room, if nearly all of them decode."""
+        """Returns how many requests of so many tokens have room, if nearly all of them decode."""
         pages = pages_for(num_tokens, self.page_size)
         return min((size.num_pages - 1) // min(pages, self.most_pages(size.window)) for size in self.group_sizes(spec))
 
     def pages_of(self, spec: ModelSpec, num_tokens: int) -> int:
-        """Pages of the first group that a request of so many tokens holds at most."""
+        """Returns how many pages of the first group a request of so many tokens holds at most."""
         window = self.groups(spec)[0].window
         return min(pages_for(num_tokens, self.page_size), self.most_pages(window, self.step_tokens))
 
     def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The pages of each group of a model spread over `mesh`, as `backend` lays them out; those of drafts follow."""
+        """Returns the pages of each group of a model spread over `mesh`, as `backend` lays them out.
+
+        The pages of drafts follow.
+        """
         sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
         of_groups = self._structs(spec, Spread.on(spec, mesh).whole, backend)
         placed = [(struct, sharding) for struct in of_groups]
@@ -127,7 +130,7 @@ class CacheShape:
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in placed)
 
     def device_bytes(self, spread: Spread, backend: Backend) -> int:
-        """Bytes that all pages take of each device."""
+        """Returns how many bytes of each device all pages take."""
         structs = self._structs(spread.spec, spread.shard, backend) + self._draft_structs(backend)
         return sum(struct.size * struct.dtype.itemsize for struct in structs)
 
@@ -162,14 +165,14 @@ class CacheShape:
         return [kv_pages_struct(*sizes, self.dtype, backend)]
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
-        """What the state of the slots depends on."""
+        """Returns what the state of the slots depends on."""
         windows = tuple(group.window for group in self.groups(spec))
         num_features = None if self.draft is None else self.draft.num_features
         sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
         return SlotSizes(*sizes, windows, num_features, self.has_index, self.has_drafts)
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
-        """The abstract state, which every device of `mesh` has whole."""
+        """Returns the abstract state, which every device of `mesh` has whole."""
         everywhere = NamedSharding(mesh, PartitionSpec())
         state = jax.eval_shape(partial(new_state, self.sizes(spec)))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)

@@ -128,7 +128,7 @@ def _decode_once(
     model: StepModel,
     proposer: Proposer | None,
 ) -> _Progress:
-    """One token for each row that is alive. A `proposer` follows."""
+    """Computes one token for each row that is alive. A `proposer` follows the step."""
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = now.state["page_tables"][slots]
@@ -160,7 +160,7 @@ def _draft_and_verify(
     bucket: Bucket,
     proposer: Proposer,
 ) -> _Progress:
-    """Up to K + 1 tokens for each row that is alive, and `most` i32[R]."""
+    """Computes up to K + 1 tokens for each row that is alive, and at most `most` i32[R]."""
     lengths = now.state["length"][slots]
     # The token behind the last draft is sampled, too.
     room = jnp.where(is_alive, jnp.maximum(jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0), 0)
@@ -190,7 +190,7 @@ def _either(
     now: _Progress,
     backend: Backend,
 ) -> _Progress:
-    """`run(now)` where `condition` bool is true, and `otherwise(now)` elsewhere.
+    """Returns `run(now)` where `condition` bool is true, and `otherwise(now)` elsewhere.
 
     XLA:GPU copies all pages for a conditional: 1029 MiB of temporaries beside a pool of 1 GiB, and 38 MiB for two loops
     of at most one turn (compiled HLO for H200, jax 0.11.2). On a TPU loops have 3 MiB more than a conditional.
@@ -218,7 +218,7 @@ def _verify(
     bucket: Bucket,
     proposer: Proposer,
 ) -> _Progress:
-    """One step with as many of `drafts` behind the last token of each row that is alive as the bucket has room for.
+    """Runs one step with drafts after the last token of each row that is alive, as many as the bucket has room for.
 
     All positions are sampled at once. A position counts only if each draft before it is what was sampled there, and
     then its logits, its noise and its history are those that it would have had without drafts.

@@ -21,7 +21,10 @@ _PER_GROUP = 3  # column, page to copy from, page to copy to
 
 
 def pack_forks(forks: Sequence[Fork], sizes: SlotSizes) -> NDArray[np.int32]:
-    """i32[FORK_BATCH, words] for `fork_slots`. Unused rows go to no slot, and copy the trash page onto itself."""
+    """Returns i32[FORK_BATCH, words] for `fork_slots`.
+
+    Unused rows go to no slot, and copy the trash page onto itself.
+    """
     assert len(forks) <= FORK_BATCH
     packed = np.zeros((FORK_BATCH, _HEAD + _PER_GROUP * sizes.num_groups), np.int32)
     packed[:, 0] = sizes.trash_slot

@@ -14,8 +14,8 @@ def keep_temporaries() -> None:
     """Makes glibc keep freed memory, so that the next call of a program finds it mapped; elsewhere this does nothing.
 
     By default the limits are 128 KiB, and they rise only slowly. So every step mapped its temporaries and met them as
-    page faults: sixteen requests on 25M parameters gave 586 tokens per second and not 677 (2 cores). Whoever has set
-    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ keeps their choice.
+    page faults: sixteen requests on 25M parameters gave 586 tokens per second and not 677 (2 cores). If a user has set
+    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_, that choice holds.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ or "MALLOC_TRIM_THRESHOLD_" in os.environ:

@@ -22,7 +22,10 @@ type LogitsProcessor = Callable[[jax.Array, TokensSoFar], jax.Array]
 
 
 def run_processors(processors: Sequence[LogitsProcessor], logits: jax.Array, tokens: TokensSoFar) -> jax.Array:
-    """What `processors`, in order, make of whole rows of logits. Raises ValueError for one that returns others."""
+    """Returns what `processors`, in order, make of whole rows of logits.
+
+    Raises ValueError for one that returns others.
+    """
     for processor in processors:
         given, logits = logits, jnp.asarray(processor(logits, tokens))
         if (logits.shape, logits.dtype) != (given.shape, given.dtype):

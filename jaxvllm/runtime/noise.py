@@ -2,8 +2,9 @@
 
 The generator is Threefry-2x32 with 20 rounds (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011),
 and the numbers are those of `jax.random.gumbel` for the key `fold_in(seed, position)`. On CPUs jax computes the rounds
-in a loop, so XLA fuses nothing. Of the rounds written out it makes one pass: 9 us instead of 42 for one row of 2048
-tokens, 33 instead of 95 for four, 2.4 ms instead of 3.7 for four of 152,064 (2 cores of Zen 4, 2026-11-23, by hand).
+in a loop, so XLA fuses nothing. Rounds that are written out become one pass: it takes 9 us instead of 42 for one row of
+2048 tokens, 33 instead of 95 for four, and 2.4 ms instead of 3.7 for four of 152,064 (2 cores of Zen 4, 2026-11-23, by
+hand).
 """
 
 import jax
@@ -18,7 +19,7 @@ _MANTISSA_BITS = 23
 
 
 def gumbel(seeds: jax.Array, positions: jax.Array, size: int) -> jax.Array:
-    """f32[R, size]: noise for the tokens at `positions` i32[R] of requests with `seeds` u32[R, 2]."""
+    """Returns f32[R, size]: noise for the tokens at `positions` i32[R] of requests with `seeds` u32[R, 2]."""
     keys = _threefry(seeds[:, 0], seeds[:, 1], jnp.zeros_like(seeds[:, 0]), positions.astype(jnp.uint32))
     first, second = (key[:, None] for key in keys)
     counters = jnp.arange(size, dtype=jnp.uint32)[None]

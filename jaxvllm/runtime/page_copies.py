@@ -24,7 +24,7 @@ type PageContents = tuple[jax.Array, ...]
 
 
 def pack_pages(pages: Sequence[Ints], num_groups: int) -> list[NDArray[np.int32]]:
-    """i32[groups, COPY_BATCH] for each call that copies `pages`, i32[N] of each group, in their order.
+    """Returns i32[groups, COPY_BATCH] for each call that copies `pages`, i32[N] of each group, in their order.
 
     The trash page fills the last one up.
     """
@@ -57,7 +57,7 @@ def put_pages(kv_pages: KVCachePages, packed: jax.Array, contents: PageContents)
 
 
 def _groups(num_arrays: int, num_groups: int) -> list[int]:
-    """The group of each array. Those of a proposer, which are the last, have the page numbers of the first group."""
+    """Returns the group of each array. A proposer's arrays, the last ones, have the first group's page numbers."""
     return [at if at < num_groups else 0 for at in range(num_arrays)]
 
 
@@ -76,7 +76,7 @@ def contents_like(
 
 
 def copy_recipes(pages: tuple[jax.ShapeDtypeStruct, ...], num_groups: int, mesh: Mesh) -> tuple[Recipe, Recipe]:
-    """The recipes of `take_pages` and `put_pages` for a cache whose arrays are like `pages`."""
+    """Returns the recipes of `take_pages` and `put_pages` for a cache whose arrays are like `pages`."""
     packed = jax.ShapeDtypeStruct((num_groups, COPY_BATCH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     contents = contents_like(pages, num_groups, mesh)
     take = Recipe(take_pages, (pages, packed), mesh, out_shardings=jax.tree.map(lambda x: x.sharding, contents))

@@ -49,7 +49,7 @@ def _asks(rows: Rows) -> jax.Array:
 
 
 def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
-    """i16[R, V]: how often each token of this share is among the drafts in front of each row's position."""
+    """Returns i16[R, V]: how often each token of this share is among the drafts in front of each row's position."""
     row = jnp.arange(len(positions))
     counts = jnp.zeros((len(positions), share.size), jnp.int16)
     for place in range(rows.num_drafts):
@@ -61,7 +61,7 @@ def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
 
 
 def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
-    """Repetition concerns tokens of prompt and output; frequency and presence, which follow, only the output's."""
+    """Applies repetition, which counts the prompt's tokens, too, and then frequency and presence, which do not."""
     counts = share.take(rows[OUTPUT_COUNTS.name])
     if rows.num_drafts:
         counts += _draft_counts(rows, positions, share)

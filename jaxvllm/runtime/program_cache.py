@@ -22,7 +22,7 @@ _is_set_aside: ContextVar[bool] = ContextVar("_is_set_aside", default=False)
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Within it, in this thread, programs are neither found in the cache nor written to it: they are kept elsewhere.
+    """Keeps this thread from reading and writing programs in the cache within the block. They are kept elsewhere.
 
     XLA on CPU cannot store a program that it has loaded (jax 0.11.2): it loads without an error, and when it runs, a
     function is not found. So what is to be stored must come from the compiler.

@@ -90,7 +90,7 @@ class Programs[Program]:
             self._draft_thread = self._compile_behind(self.ladder.drafted, "jaxvllm-compile-drafts")
 
     def drafted(self, num_rows: int) -> dict[int, Bucket]:
-        """The compiled buckets with drafts that so many decode rows get, by the drafts that a row may have."""
+        """Returns the compiled buckets with drafts that so many decode rows get, by the drafts that a row may have."""
         ready = [b for b in self.ladder.drafted if b.num_rows >= num_rows and b in self._ready]
         return {b.num_drafts: b for b in reversed(ready)}  # the smallest of each
 
@@ -132,7 +132,7 @@ class Programs[Program]:
             thread.join(WAIT_SECONDS)
 
     def wait(self) -> None:
-        """Blocks until every bucket is compiled that was asked for. Split and drafted ones may be asked for later."""
+        """Waits until every bucket is compiled that was asked for. Split and drafted ones may be asked for later."""
         self._thread.join()
         for thread in (self._split_thread, self._draft_thread):
             if thread is not None:

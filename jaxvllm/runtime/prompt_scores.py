@@ -30,7 +30,7 @@ class PromptScores:
 
 
 def pack_wide(plan: StepPlan) -> NDArray[np.int32]:
-    """i32[2, SCORE_BATCH] for `step.pick_tokens`: which tokens of `plan` are scored widely, and those behind them."""
+    """Returns i32[2, SCORE_BATCH] for `step.pick_tokens`: tokens of `plan` to be scored widely, and the next ones."""
     packed = np.zeros((2, SCORE_BATCH), np.int32)
     tokens = plan.wide_tokens()
     packed[:, : tokens.shape[1]] = tokens

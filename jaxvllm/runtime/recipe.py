@@ -143,7 +143,7 @@ def _text(value: Any) -> str:
 
 
 def _full_name(thing: Any) -> str:
-    """The name of a class or function that is defined at the top of a module that is known."""
+    """Returns the name of a class or function that is defined at the top of a module that is known."""
     module, name = thing.__module__, thing.__qualname__
     is_known = any(module == known or module.startswith(f"{known}.") for known in _KNOWN_MODULES)
     if not is_known or "<" in name:
@@ -152,7 +152,7 @@ def _full_name(thing: Any) -> str:
 
 
 def _surroundings(client: Any) -> str:
-    """Everything else that a program depends on: versions, sources, configuration, and this host's CPU."""
+    """Returns everything else that a program depends on: versions, sources, configuration, and this host's CPU."""
     settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
     parts = [
         f"python {sys.version}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, numpy {np.__version__}",
@@ -167,7 +167,7 @@ def _surroundings(client: Any) -> str:
 
 @cache
 def _sources_digest() -> str:
-    """A digest of every file of the packages that are traced: 20 ms."""
+    """Returns a digest of every file of the packages that are traced: 20 ms."""
     digest = hashlib.sha256()
     for package in TRACED_PACKAGES:
         paths = [path for path in (_ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -181,7 +181,7 @@ def _sources_digest() -> str:
 
 @cache
 def _host_cpu() -> str:
-    """The kind of this host's CPU with its features, and how many cores this process may use."""
+    """Returns the kind of this host's CPU with its features, and how many cores this process may use."""
     kind = f"{platform.machine()} {platform.processor()}"
     if _CPUINFO.is_file():
         wanted = ("vendor_id", "cpu family", "model", "flags", "Features")

@@ -367,7 +367,7 @@ class Runner:
 
 
 def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
-    """Those of [W, R] on the host, number `r * plan.width + w` for token w of row r."""
+    """Returns the log-probabilities of [W, R] tokens on the host: number `r * plan.width + w` is token w of row r."""
 
     def flat(x: jax.Array) -> np.ndarray:
         values = np.swapaxes(np.asarray(x), 0, 1)[: plan.num_rows, : plan.width]
@@ -377,7 +377,7 @@ def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
 
 
 def _by_number(distributions: tuple[jax.Array, ...], plan: StepPlan) -> dict[int, np.ndarray]:
-    """Those of the rows that want them, on the host, by the row's number."""
+    """Returns the log-probabilities of the rows that want them, on the host, by the row's number."""
     if plan.distributions is None:
         return {}
     rows = np.flatnonzero(plan.distributions).tolist()
@@ -397,7 +397,7 @@ def _without_first_axis(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _filled_up(array: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
-    """`array` with zeros behind its first axis, up to `shape`."""
+    """Returns `array`, filled up with zeros to `shape`."""
     if array.shape == shape:
         return array
     filled = np.zeros(shape, array.dtype)
@@ -410,7 +410,7 @@ def _bytes_on_a_device(tree: Any) -> int:
 
 
 def _filling(make: Callable[[], Any], like: Any, mesh: Mesh) -> Recipe:
-    """The recipe of `make`, whose arrays come up where those of `like` are: nothing is sent."""
+    """Returns the recipe of `make`, whose arrays come up where those of `like` are: nothing is sent."""
     return Recipe(make, (), mesh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
 
 

@@ -78,7 +78,7 @@ def sample(
     axis: ModelAxis = ALONE,
     options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> jax.Array:
-    """One token per row, i32[R], for logits f32[R, V] and the position i32[R] that each token will have.
+    """Returns one token per row, i32[R], for logits f32[R, V] and the position i32[R] that each token will have.
 
     V is this device's share of the `vocab_size` tokens; what the last device has beyond those is never sampled.
     All rows go through `LOGIT_STAGES`. Greedy rows then take the argmax; others divide by the temperature, go through
@@ -97,7 +97,7 @@ def sample(
 
 
 def guess(logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis = ALONE) -> jax.Array:
-    """One token per row, i32[R], as `sample` would take it of these logits, were there no stages.
+    """Returns one token per row, i32[R], as `sample` would take it of these logits, were there no stages.
 
     With the noise of `sample` a draft that is drawn from nearly the same distribution is mostly the same token.
     """
@@ -122,7 +122,10 @@ def logprobs(
     axis: ModelAxis = ALONE,
     options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> DeviceLogprobs:
-    """The values of a step's tokens and of the best, computed only if a row asks. `rows` are as they were sampled."""
+    """Returns the values of a step's tokens and of the best, computed only if a row asks.
+
+    `rows` are as they were sampled.
+    """
 
     def report() -> DeviceLogprobs:
         return _rank(_reported(_divided(logits, rows), rows, positions, vocab_size, axis, options), token_ids, axis)
@@ -138,7 +141,7 @@ def distributions(
     axis: ModelAxis = ALONE,
     options: SamplerOptions = DEFAULT_OPTIONS,
 ) -> jax.Array:
-    """f32[R, vocab_size]: what is reported of every token, for rows that are yet to be sampled."""
+    """Returns f32[R, vocab_size]: what is reported of every token, for rows that are yet to be sampled."""
     return axis.all_rows(_reported(_divided(logits, rows), rows, positions, vocab_size, axis, options), len(logits))
 
 
@@ -150,22 +153,25 @@ def token_logprobs(
     options: SamplerOptions = DEFAULT_OPTIONS,
     count: int = MAX_LOGPROBS,
 ) -> DeviceLogprobs:
-    """What is reported of `token_ids` and of the `count` best, of the unmodified distribution, as always of prompts."""
+    """Returns what is reported of `token_ids` and of the `count` best tokens of the unmodified distribution.
+
+    Prompts are always reported this way.
+    """
     return _rank(_in_units(axis.exchange(logits)[:, :vocab_size], options), token_ids, axis, count)
 
 
 def _divided(logits: jax.Array, rows: Rows) -> jax.Array:
-    """By 1 but for beams, which have a temperature and draw nothing."""
+    """Divides the logits of beams by their temperature, since beams draw nothing. Other rows stay as they are."""
     return logits / rows["logit_divisor"][:, None]
 
 
 def _in_units(values: jax.Array, options: SamplerOptions) -> jax.Array:
-    """Logits as the engine reports them: as they are, or as log-probabilities."""
+    """Returns logits as the engine reports them: as they are, or as log-probabilities."""
     return values if options.logprobs_mode in ("raw_logits", "processed_logits") else jax.nn.log_softmax(values, -1)
 
 
 def _rank(values: jax.Array, token_ids: jax.Array, axis: ModelAxis, count: int = MAX_LOGPROBS) -> DeviceLogprobs:
-    """Those of `token_ids` i32[R] and of the `count` best tokens, from this device's rows of the values."""
+    """Returns the values of `token_ids` i32[R] and of the `count` best tokens, from this device's rows."""
     token = jnp.take_along_axis(values, axis.own_rows(token_ids)[:, None], axis=-1)
     top, top_ids = lax.top_k(values, min(count, values.shape[-1]))
     ranks = (values >= token).sum(axis=-1, dtype=jnp.int32)
@@ -176,7 +182,7 @@ def _rank(values: jax.Array, token_ids: jax.Array, axis: ModelAxis, count: int =
 def _reported(
     logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis, options: SamplerOptions
 ) -> jax.Array:
-    """f32[own rows, vocab_size]: what the engine reports of each token, this device's rows."""
+    """Returns f32[own rows, vocab_size]: what the engine reports of each token, this device's rows."""
     mode = options.logprobs_mode
     if mode in ("raw_logprobs", "raw_logits"):
         masked = run_stages((TOKEN_MASK,), logits, rows, positions, Share(logits.shape[-1], vocab_size, axis))
@@ -190,14 +196,14 @@ def _reported(
 
 
 def _own(rows: Rows, axis: ModelAxis) -> Rows:
-    """The rows that this device samples."""
+    """Returns the rows that this device samples."""
     return replace(rows, slots=axis.own_rows(rows.slots))
 
 
 def _adjust(
     logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis, options: SamplerOptions
 ) -> jax.Array:
-    """What `LOGIT_STAGES` and the engine's own functions make of this device's share of the logits."""
+    """Returns what `LOGIT_STAGES` and the engine's own functions make of this device's share of the logits."""
     share = Share(logits.shape[-1], vocab_size, axis)
     logits = run_stages(LOGIT_STAGES, logits, rows, positions, share)
     if not options.logits_processors:
@@ -209,14 +215,14 @@ def _adjust(
 
 
 def _filter(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
-    """Whole rows at their temperature, with those tokens that the filters leave."""
+    """Returns whole rows at their temperature, with the tokens that the filters leave."""
     temperature = rows["temperature"]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     return run_stages(FILTER_STAGES, scaled, rows, positions, Share(logits.shape[-1], logits.shape[-1]))
 
 
 def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
-    """i32[R]: the first of the largest logits, over all devices."""
+    """Returns i32[R]: the first of the largest logits, over all devices."""
     if axis.size == 1:
         return _first_largest(logits)
     share = logits.shape[-1]
@@ -232,12 +238,12 @@ def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:
 
 
 def _draw(scores: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
-    """One token per row of filtered logits."""
+    """Returns one token per row of filtered logits."""
     return _first_largest(scores + gumbel(rows["seed"], positions, scores.shape[-1]))
 
 
 def _first_largest(values: jax.Array) -> jax.Array:
-    """i32[R]: where the largest of each row is, the first if it is there several times.
+    """Returns i32[R]: where the largest of each row is, the first if it is there several times.
 
     On CPU argmax of 16 rows of 152k floats takes 5.9 ms, and this 1.1; four rows of 2048 35 us and 4.
     """

@@ -17,7 +17,7 @@ from sharding.axis import ALONE, ModelAxis
 
 @dataclass(frozen=True)
 class Share:
-    """Which columns of the vocabulary some logits have: a device's share, or all. The last share may go beyond it."""
+    """The columns of the vocabulary that some logits have. The last of several shares may go beyond the vocabulary."""
 
     size: int
     vocab_size: int
@@ -28,19 +28,19 @@ class Share:
         return self.axis.first(self.size)
 
     def columns(self, token_ids: jax.Array) -> jax.Array:
-        """Where `token_ids` are in this share; `size`, which a scatter drops, where they are not."""
+        """Returns where `token_ids` are in this share; `size`, which a scatter drops, where they are not."""
         columns = token_ids - self.first
         return jnp.where((token_ids >= 0) & (columns >= 0), columns, self.size)
 
     def take(self, values: jax.Array) -> jax.Array:
-        """The columns of this share, [R, size], of values [R, vocab_size or more]."""
+        """Returns the columns of this share, [R, size], of values [R, vocab_size or more]."""
         if self.axis.size == 1:
             return values[:, : self.size]
         missing = max(self.size * self.axis.size - values.shape[1], 0)
         return lax.dynamic_slice_in_dim(jnp.pad(values, ((0, 0), (0, missing))), self.first, self.size, axis=1)
 
     def is_empty(self, logits: jax.Array) -> jax.Array:
-        """bool[R]: rows in which no token of the whole vocabulary is possible."""
+        """Returns bool[R]: rows in which no token of the whole vocabulary is possible."""
         is_token = self.first + jnp.arange(self.size) < self.vocab_size
         return self.axis.sum(((logits > -jnp.inf) & is_token).any(axis=1).astype(jnp.int32)) == 0
 
@@ -60,7 +60,10 @@ class Stage:
 
 
 def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
-    """What `stages`, in order, make of `logits`. Where no row asks for any of them, that is one branch not taken."""
+    """Returns what `stages`, in order, make of `logits`.
+
+    Where no row asks for any of them, that is one branch not taken.
+    """
     asked = [jnp.any(stage.asks(rows, positions)) for stage in stages]
 
     def run(logits: jax.Array) -> jax.Array:
@@ -109,15 +112,16 @@ def _top_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) ->
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of the float32 values; equal values, 0.0 and -0.0 among them, have one key."""
+    """Returns int32 keys in the order of the float32 values. Equal values, 0.0 and -0.0 among them, have one key."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest i32[R] for which the monotone `holds(i32[R]) -> bool[R]` is true, or the smallest int32.
+    """Returns the largest i32[R] for which the monotone `holds(i32[R]) -> bool[R]` is true, or the smallest int32.
 
-    32 halvings over the bits of the value: exact, and 32 reads of the logits where a sort would move them.
+    It halves the range 32 times over the bits of the value. This is exact, and reads the logits 32 times where a sort
+    would move them.
     """
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -42,7 +42,7 @@ SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, 
 
 
 def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
-    """All fields of slots of these sizes."""
+    """Returns all fields of slots of these sizes."""
     fields = (*SLOT_FIELDS, ACCEPTANCE) if sizes.has_drafts else SLOT_FIELDS
     if sizes.num_features is None:
         return fields
@@ -50,7 +50,7 @@ def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
 
 
 def new_state(sizes: SlotSizes) -> DeviceState:
-    """The state of an engine without requests."""
+    """Returns the state of an engine without requests."""
     rows = sizes.num_slots + 1
     state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
     return state | new_index(sizes) if sizes.has_index else state
@@ -70,7 +70,10 @@ class _Words:
 
 
 def _layout(sizes: SlotSizes, is_rare: bool) -> list[_Words]:
-    """An admission is one row of 32-bit words: its slot, then the rare or the other fields that it fills, in order."""
+    """Returns where an admission has which field.
+
+    It is one row of 32-bit words: its slot, and then the rare or the other fields that it fills, in order.
+    """
     words: list[_Words] = []
     first = 1
     for field in slot_fields(sizes):
@@ -81,7 +84,7 @@ def _layout(sizes: SlotSizes, is_rare: bool) -> list[_Words]:
 
 
 def pack_admissions(admissions: Sequence[Admission], sizes: SlotSizes) -> NDArray[np.int32]:
-    """i32[ADMISSION_BATCH, words] for `admit`; unused rows go to no slot."""
+    """Returns i32[ADMISSION_BATCH, words] for `admit`; unused rows go to no slot."""
     assert len(admissions) <= ADMISSION_BATCH
     layout = _layout(sizes, is_rare=False)
     packed = np.zeros((ADMISSION_BATCH, layout[-1].columns.stop), np.int32)
@@ -106,12 +109,12 @@ def admit(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceStat
 
 
 def rare_words(sizes: SlotSizes) -> int:
-    """Words of what `pack_rare` returns."""
+    """Returns the number of words of what `pack_rare` returns."""
     return _layout(sizes, is_rare=True)[-1].columns.stop
 
 
 def pack_rare(admission: Admission, sizes: SlotSizes) -> NDArray[np.int32] | None:
-    """i32[rare_words(sizes)] for `admit_rare`, or None for a request that asks for nothing rare."""
+    """Returns i32[rare_words(sizes)] for `admit_rare`, or None for a request that asks for nothing rare."""
     layout = _layout(sizes, is_rare=True)
     values = [words.field.fill and words.field.fill(admission) for words in layout]
     if all(value is None for value in values):
@@ -146,12 +149,15 @@ def _write(row: NDArray[np.int32], words: _Words, value: Any) -> None:
 
 
 def pack_recalls(admission: Admission) -> list[NDArray[np.int32]]:
-    """For `recall`, i32[RECALL_WORDS] each."""
+    """Returns the arguments of `recall` for the tokens of a cached prefix, i32[RECALL_WORDS] each."""
     return _pack_tokens(admission.slot, admission.request.token_ids()[: admission.num_cached])
 
 
 def pack_recounts(admission: Admission) -> list[NDArray[np.int32]]:
-    """For `recount`, i32[RECALL_WORDS] each. Only a preempted request has output tokens when it is admitted."""
+    """Returns the arguments of `recount`, i32[RECALL_WORDS] each, which only a preempted request has.
+
+    No other request has output tokens when it is admitted.
+    """
     request = admission.request
     if not len(request.output_token_ids) or not request.sampling_params.is_penalized:
         return []
@@ -187,5 +193,5 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 
 def state_bytes(sizes: SlotSizes) -> int:
-    """Bytes that the state takes of each device."""
+    """Returns how many bytes of each device the state takes."""
     return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(partial(new_state, sizes)).values())

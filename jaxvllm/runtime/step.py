@@ -110,25 +110,28 @@ def sample_rows(
 
 
 def pick_rows(unsampled: Unsampled, index: jax.Array) -> Unsampled:
-    """The rows `index` i32[N] of what `forward` left."""
+    """Returns the rows `index` i32[N] of what `forward` has left unsampled."""
     return jax.tree.map(lambda x: x[index], unsampled)
 
 
 def distribute(head: Params, state: DeviceState, unsampled: Unsampled, *, model: StepModel) -> jax.Array:
-    """What is reported of every token, f32[N, V], for N rows that are yet to be sampled."""
+    """Returns what is reported of every token, f32[N, V], for N rows that are yet to be sampled."""
     logits = project_logits(head, model.shard, unsampled.hidden)
     rows, vocab_size = Rows(state, unsampled.slots), model.spec.vocab_size
     return distributions(logits, rows, unsampled.positions, vocab_size, model.axis, model.sampling)
 
 
 def pick_tokens(hidden: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The hidden states f[SCORE_BATCH, E] of some of T tokens, and the tokens behind them, as `pack_wide` says."""
+    """Returns the hidden states f[SCORE_BATCH, E] of some of T tokens, and the next tokens, as `pack_wide` says."""
     tokens, following = packed
     return hidden[tokens], following
 
 
 def score_widely(head: Params, hidden: jax.Array, token_ids: jax.Array, *, model: StepModel) -> DeviceLogprobs:
-    """What is reported of `token_ids` i32[N] behind those with `hidden` f[N, E], and of as many as anybody may want."""
+    """Returns the log-probabilities of `token_ids` i32[N], which follow `hidden` f[N, E], and of the best tokens.
+
+    There are as many best tokens as any request may want.
+    """
     logits = project_logits(head, model.shard, hidden)
     count = model.sampling.max_logprobs
     return token_logprobs(logits, token_ids, model.spec.vocab_size, model.axis, model.sampling, count)

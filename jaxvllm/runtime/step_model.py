@@ -151,9 +151,9 @@ def draw(
     model: StepModel,
     num_drafts: int = 0,
 ) -> tuple[jax.Array, DeviceLogprobs]:
-    """The tokens i32[N] at `positions` of `slots`, and what is reported of them.
+    """Samples the tokens i32[N] at `positions` of `slots`, and returns them with what is reported of them.
 
-    With `num_drafts` a position may be so many tokens behind the row's last one: those between are in the history.
+    With `num_drafts` a position may be so many tokens after the row's last one: those between are in the history.
     """
     with jax.named_scope("sample"):
         rows = Rows(state, slots, num_drafts)
@@ -163,7 +163,7 @@ def draw(
 
 
 def are_stops(state: DeviceState, tokens: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:
-    """bool[N]: whether rows end with `tokens` i32[N]."""
+    """Returns bool[N]: whether rows end with `tokens` i32[N]."""
     rows = Rows(state, slots)
     return jnp.any(rows["stop_ids"] == tokens[:, None], axis=1) & (positions >= rows["min_length"])
 
@@ -186,7 +186,7 @@ def append(
 
 
 def are_alive(state: DeviceState, slots: jax.Array) -> jax.Array:
-    """bool[R]: decode rows with a token to come."""
+    """Returns bool[R]: which decode rows have a token to come."""
     return (state["length"][slots] < state["limit"][slots]) & (state["is_over"][slots] == 0)
 
 

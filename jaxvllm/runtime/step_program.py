@@ -55,7 +55,7 @@ class DistributionProgram:
     compute: jax.stages.Compiled
 
     def __call__(self, params: Params, state: DeviceState, unsampled: Unsampled, index: Any) -> jax.Array:
-        """f32[DISTRIBUTION_BATCH, V] of the rows `index`, which are not sampled yet."""
+        """Returns the distributions f32[DISTRIBUTION_BATCH, V] of the rows `index`, which are not sampled yet."""
         result: jax.Array = self.compute(head_of(params), state, self.pick(unsampled, index))
         return result
 
@@ -68,7 +68,7 @@ class WideScoreProgram:
     compute: jax.stages.Compiled
 
     def __call__(self, params: Params, hidden: jax.Array, packed: Any) -> DeviceLogprobs:
-        """Those of the tokens that `pack_wide` names, SCORE_BATCH at most."""
+        """Returns the wide scores of the tokens that `pack_wide` names, SCORE_BATCH at most."""
         result: DeviceLogprobs = self.compute(head_of(params), *self.pick(hidden, packed))
         return result
 
@@ -113,7 +113,7 @@ class StepProgram:
 
 
 def head_of(params: Params) -> Params:
-    """The parameters that `project_logits` reads: those of the layers are hundreds of arguments."""
+    """Returns the parameters that `project_logits` reads, without the hundreds of arrays of the layers."""
     return {name: params[name] for name in ("embed", "lm_head") if name in params}
 
 
@@ -138,7 +138,7 @@ class StepCompiler:
     _wide_scores: dict[int, WideScoreProgram] = field(default_factory=dict)
 
     def compile(self, bucket: Bucket) -> StepProgram:
-        """The step of `bucket`. Sampling depends on the number of rows alone, so it is compiled once for each."""
+        """Compiles the step of `bucket`. Sampling depends only on the number of rows, and is compiled once for each."""
         if bucket.is_decode:
             return StepProgram(self.compile_begin(bucket))
         # Both at once: compilers run outside of Python's lock. A cold start took 4.2 s and not 4.6 (2 cores).
@@ -160,7 +160,7 @@ class StepCompiler:
         )
 
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
-        """`StepProgram.begin` of `bucket`."""
+        """Compiles `StepProgram.begin` of `bucket`."""
         run = partial(decode if bucket.is_decode else forward, bucket=bucket)
         if self.proposer is not None and (bucket.num_drafts or self._follows(bucket)):
             run = partial(run, proposer=self.proposer)
@@ -171,13 +171,13 @@ class StepCompiler:
         return self._make(run, arguments, (pages, *outputs), donates=(1, 2))
 
     def _follows(self, bucket: Bucket) -> bool:
-        """Whether the proposer follows the steps of a bucket without drafts."""
+        """Returns whether the proposer follows the steps of a bucket without drafts."""
         if bucket.is_blind or self.proposer is None or self.proposer.cache is None:
             return False
         return self.proposer.follows_all or not bucket.is_decode
 
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
-        """`StepProgram.sample` of every bucket that has `num_rows` and computes prompts."""
+        """Compiles `StepProgram.sample` for every bucket that has `num_rows` and computes prompts."""
         arguments = (head_of(self.params), self._state, self._unsampled(num_rows))
         return self._make(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
 
@@ -187,7 +187,7 @@ class StepCompiler:
             compile_it()
 
     def compile_fork(self) -> jax.stages.Compiled:
-        """`forks.fork_slots`, which only beam search needs. It donates pages and state."""
+        """Compiles `forks.fork_slots`, which only beam search needs. It donates pages and state."""
         sizes = self.shape.sizes(self.spec)
         packed = pack_forks((), sizes)
         arguments = (self.kv, self._state, self._everywhere(packed.shape, packed.dtype))
@@ -237,5 +237,5 @@ class StepCompiler:
         return self.shape.state(self.spec, self.mesh)
 
     def _everywhere(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array that every device has whole."""
+        """Returns an array that every device has whole."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))

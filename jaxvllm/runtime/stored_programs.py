@@ -42,7 +42,7 @@ class StoredPrograms:
 
     @classmethod
     def beside(cls, cache_directory: Path) -> "StoredPrograms":
-        """Those of this user. Several users may share the other cache, which holds no code of Python's."""
+        """Opens the programs of this user. Several users may share jax's own cache, which holds no code of Python's."""
         return cls(cache_directory / f"programs-of-user-{os.getuid()}")
 
     @property

@@ -20,7 +20,7 @@ MOST_ENTRIES = 2**22
 
 
 def new_index(sizes: SlotSizes) -> DeviceState:
-    """The index of empty histories, with an entry for every n-gram of these at most."""
+    """Returns the index of empty histories, with an entry for every n-gram of these at most."""
     num_ngrams = len(NGRAMS) * sizes.num_slots * sizes.max_tokens
     return {INDEX: jnp.zeros(min(2 ** math.ceil(math.log2(num_ngrams)), MOST_ENTRIES), jnp.int32)}
 
@@ -28,8 +28,8 @@ def new_index(sizes: SlotSizes) -> DeviceState:
 def record(state: DeviceState, slots: jax.Array, positions: jax.Array, tokens: jax.Array) -> DeviceState:
     """Stores `tokens` at `positions` of `slots`, in the histories and in the index where there is one.
 
-    All three are i32 and broadcast to each other. What is past all slots or positions is dropped. Each token is entered
-    behind those before it in its slot, so these must be there.
+    All three are i32 and broadcast to each other. What is past all slots or positions is dropped. A token is entered
+    under the tokens before it in its slot, so these must be there.
     """
     history = state[HISTORY.name].at[slots, positions].set(tokens, mode="drop")
     state = state | {HISTORY.name: history}
@@ -47,7 +47,7 @@ def record(state: DeviceState, slots: jax.Array, positions: jax.Array, tokens: j
 
 
 def places_behind(state: DeviceState, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where something may follow the same tokens as the last ones of rows with `lengths` i32[R] tokens.
+    """Returns where the last tokens of rows with `lengths` i32[R] tokens may have occurred before, and what followed.
 
     tokens: i32[R, 8 or more], the last one first
     Returns for each row and each of NGRAMS the slot and the position, i32[R, N], and bool[R, N]: whether there is one.
@@ -58,7 +58,7 @@ def places_behind(state: DeviceState, tokens: jax.Array, lengths: jax.Array) -> 
 
 
 def tokens_before(history: jax.Array, slots: jax.Array, positions: jax.Array, count: int) -> jax.Array:
-    """The last `count` tokens before `positions` i32[...] of `slots` i32[...], the last one first: i32[..., count].
+    """Returns the `count` tokens before `positions` i32[...] of `slots` i32[...], the last one first: i32[..., count].
 
     Where a slot has not so many before it, the others are any.
     """

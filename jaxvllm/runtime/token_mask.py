@@ -20,7 +20,7 @@ MASK_BATCH = 32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of a row's bits."""
+    """Returns the number of words that the bits of a row take."""
     return -(-vocab_size // BITS)
 
 
@@ -29,7 +29,7 @@ MASK = SlotField("mask", np.int32, 0, None, lambda sizes: (mask_words(sizes.voca
 
 
 def pack_masks(rows: Sequence[tuple[int, NDArray[np.int32]]], sizes: SlotSizes) -> NDArray[np.int32]:
-    """i32[MASK_BATCH, 1 + words] for `store_masks`: a slot, and the bits of its mask.
+    """Returns i32[MASK_BATCH, 1 + words] for `store_masks`: a slot, and the bits of its mask.
 
     Unused rows go to no slot.
     """
@@ -52,14 +52,17 @@ def store_masks(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 
 def pack_bits(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """i32[words]: the bits of `token_ids`, which are in no order, as far as the largest of them."""
+    """Returns i32[words]: the bits of `token_ids`, which are in no order, as far as the largest of them."""
     bits = np.zeros(mask_words(int(token_ids.max()) + 1) * BITS, np.bool_)
     bits[token_ids] = True
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def unpack_bits(words: jax.Array, share: Share) -> jax.Array:
-    """bool[R, columns of `share`] of i32[R, words], without a gather. A device unpacks only the words of its share."""
+    """Returns bool[R, columns of `share`] of i32[R, words], without a gather.
+
+    A device unpacks only the words of its share.
+    """
     if share.axis.size == 1:
         return _unpack(words)[:, : share.size]
     # A share may begin and end within a word.
@@ -70,13 +73,13 @@ def unpack_bits(words: jax.Array, share: Share) -> jax.Array:
 
 
 def _unpack(words: jax.Array) -> jax.Array:
-    """bool[R, words * BITS] of i32[R, words]."""
+    """Returns bool[R, words * BITS] of i32[R, words]."""
     bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.int32)) & 1
     return bits.reshape(len(words), -1) == 1
 
 
 def mask_logits(logits: jax.Array, is_masked: jax.Array, words: jax.Array, share: Share) -> jax.Array:
-    """`logits` of the tokens whose bits are set in i32[R, words], and of the rows that are not masked (bool[R])."""
+    """Returns `logits` with -inf where a masked row (bool[R]) has not set the token's bit in i32[R, words]."""
     return jnp.where(unpack_bits(words, share) | ~is_masked[:, None], logits, -jnp.inf)
 
 

@@ -37,7 +37,7 @@ def _biases(admission: Admission) -> NDArray[np.int32] | None:
 
 
 def _bad_words(admission: Admission) -> NDArray[np.int32] | None:
-    """i32[3, N]: the tokens of all words, and for each where its word begins and ends among them."""
+    """Returns i32[3, N]: the tokens of all words, and for each where its word begins and ends among them."""
     words = admission.request.bad_word_ids
     if not words:
         return None

@@ -63,7 +63,7 @@ class PromptReader:
         return Prompt(None, self._check(cast(Sequence[int], inner), room, keep), salt)
 
     def _kept(self, room: PromptRoom) -> int | None:
-        """Returns how many of a prompt's last tokens are kept. None: all."""
+        """Returns how many of a prompt's last tokens are kept, or None if all are."""
         if room.keep == -1:
             # Without a max_tokens, and with 0, the prompt may have all that a prompt may have at all.
             kept = min(self.max_model_len - (room.max_tokens or 0), self._max_tokens(room.scores_only))

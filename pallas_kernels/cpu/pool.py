@@ -20,9 +20,9 @@ Body = Callable[[Emitter, Value, Sequence[Value]], None]
 def parallel_loop(e: Emitter, frame: Frame, count: Value, captured: Sequence[Value], body: Body) -> None:
     """Emits a loop over `count` items, which ends when all are done; `body(emitter, item, captured)` emits an item.
 
-    Whoever is free takes the next item, so items of unequal size balance. The caller waits only for items that some
-    thread has taken, so it makes progress even if no other thread ever comes. A thread that comes late finds nothing to
-    do and touches nothing but the state, which the last holder frees.
+    A thread that is free takes the next item, so items of unequal size balance. The caller waits only for items that
+    some thread has taken, so it makes progress even if no other thread ever comes. A thread that comes late finds
+    nothing to do and touches nothing but the state, which the last holder frees.
     """
     take = _take(e, len(captured), body)
     state = e.call_c("malloc", e.integer((_CAPTURED + len(captured)) * _WORD))

@@ -23,7 +23,7 @@ AHEAD = 2 * COLUMNS
 
 
 def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
-    """Emits y [M, N] = x [M, K] w[index] [N, K]^T. Arguments: x, index, w[0], w[1], ..."""
+    """Emits y [M, N] = x [M, K] w[index] [N, K]^T. Its arguments are x, index, w[0], w[1], ..."""
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:
         tile, size = _tile(t, rows, dtype, out_dtype), SIZE_OF[out_dtype]
@@ -37,7 +37,10 @@ def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
 
 
 def gated(e: Emitter, frame: Frame, dtype: str, activation: str) -> None:
-    """Emits h [M, F] = activation(x a^T) * (x b^T), where w[index] [2, F, K] is a and b. Arguments as above."""
+    """Emits h [M, F] = activation(x a^T) * (x b^T), where w[index] [2, F, K] is a and b.
+
+    It takes the arguments of `matmul`.
+    """
     activate = {"silu": silu, "gelu_tanh": gelu_tanh}[activation]
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:

@@ -55,7 +55,7 @@ class Engines:
     """The engines of a ladder. Rungs with the same config share one."""
 
     def __init__(self, stack: ExitStack) -> None:
-        """`stack` closes them."""
+        """Makes none yet; `stack` closes those that are made."""
         self._stack = stack
         self._open: dict[EngineConfig, Engine] = {}
 

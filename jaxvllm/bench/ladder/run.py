@@ -68,9 +68,9 @@ class Run:
 class KVUse:
     """Watches how much of the KV memory that requests have taken holds no token.
 
-    A page has places for `page_size` tokens. Of each look, the share counts of the places in pages that running
-    requests own, pages that several share once, that no computed token fills (nor one that the steps under way will
-    compute). `wasted` is the mean over all looks, one after each step.
+    A page has places for `page_size` tokens. Each look takes the pages that running requests own, pages that several
+    share once, and the share of their places that no token fills, computed or to be computed by the steps under way.
+    `wasted` is the mean over all looks, one after each step.
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,7 @@ def mean_share(shares: Sequence[float]) -> float:
 
 
 def unused_share(group: FullGroup, num_computed: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> float:
-    """Returns the share of the places in owned pages of `group` that none of the slots' computed tokens fills.
-
-    `num_computed`: i32[slots].
-    """
+    """Returns the share of the places in owned pages of `group` that no token fills, for `num_computed` i32[slots]."""
     size, columns = group.pool.page_size, np.arange(group.table.shape[1], dtype=np.int32)
     is_owned = (columns >= group.first[:, None]) & (columns < group.end[:, None])
     filled = np.clip(num_computed[:, None] - columns * size, 0, size)

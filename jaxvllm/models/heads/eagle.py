@@ -119,7 +119,7 @@ class Eagle3Head:
 
 
 def embedded(params: Params, token_ids: jax.Array, axis: ModelAxis) -> jax.Array:
-    """The embeddings of tokens: the head's own, or those of the model."""
+    """Returns the embeddings of tokens: the head's own, or those of the model."""
     if "embed" in params[DRAFT]:
         return embed(params[DRAFT]["embed"], token_ids, ALONE)
     return embed(params["embed"], token_ids, axis)

@@ -53,7 +53,7 @@ class _Tensors:
         return self._files.tensor(name, shape)
 
     def layer(self, sources: Mapping[str, tuple[Source, ...]]) -> Params:
-        """The arrays of a layer, of which `sources` tells the parts."""
+        """Returns the arrays of a layer, of which `sources` tells the parts."""
         layer: Params = {}
         for name, parts in sources.items():
             taken = [self.take(part.name, *part.shape)[part.rows].reshape(part.view) for part in parts]
@@ -64,7 +64,7 @@ class _Tensors:
         return layer
 
     def num_rows(self, name: str) -> int:
-        """How many rows the tensor has; 0: it is missing."""
+        """Returns how many rows the tensor has, or 0 if it is missing."""
         file = self._files.file_of.get(name)
         return 0 if file is None else (*self._files.files[file].tensors[name].shape, 1)[0]
 
@@ -235,7 +235,7 @@ def read_mtp(
 
 
 def _mtp_params(directory: Path, start: str, spec: ModelSpec, family: Family) -> Params:
-    """The arrays of the MTP head whose tensors begin with `start`."""
+    """Returns the arrays of the MTP head whose tensors begin with `start`."""
     is_mimo = family is mimo.FAMILY
     # The first of these are copies of the model's own.
     copies = ("embed_tokens.weight", "shared_head.head.weight")
@@ -269,7 +269,7 @@ def _check_hidden(directory: Path, hidden_size: int, target: ModelSpec) -> None:
 
 
 def _outer(tensors: _Tensors, vocab_size: int, spec: ModelSpec) -> Params:
-    """The embedding and the LM head, where a head has its own."""
+    """Returns the embedding and the LM head, where a head has its own."""
     outer: Params = {}
     if "embed_tokens.weight" in tensors:
         outer["embed"] = tensors.take("embed_tokens.weight", spec.vocab_size, spec.hidden_size)
@@ -279,7 +279,7 @@ def _outer(tensors: _Tensors, vocab_size: int, spec: ModelSpec) -> Params:
 
 
 def _columns(directory: Path, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """i32[vocab_size]: the place of each token among `ids`, or behind them all for a token that is not there."""
+    """Returns i32[vocab_size]: the place of each token among `ids`, or one past the last if it is missing."""
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"{directory} maps its tokens to {ids.min()}..{ids.max()}, and the model has {vocab_size}")
     columns = np.full(vocab_size, len(ids), np.int32)

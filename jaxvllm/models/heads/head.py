@@ -22,18 +22,18 @@ class DraftHead(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """Its layers, all of which have keys and values: how many, and their heads."""
+        """The head's layers, all of which have keys and values: how many, and their heads."""
 
     @property
     def feature_size(self) -> int:
-        """F; 0: the head sees tokens alone."""
+        """The size F of a feature. With 0 the head sees tokens alone."""
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Numbers of layers of the model behind which it sees the states, N of them."""
+        """The N layers of the model, by their numbers, after which the head sees the states."""
 
     def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
-        """The features [T, F] of tokens with `hidden` [T, E] behind the final norm, and `states` [N, T, E]."""
+        """Returns the features [T, F] of tokens with `hidden` [T, E] after the final norm, and `states` [N, T, E]."""
 
     def apply(
         self,
@@ -54,4 +54,4 @@ class DraftHead(Protocol):
     def logits(
         self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
     ) -> jax.Array:
-        """This device's share f32[R, V] of the logits, over the vocabulary of the model `spec`."""
+        """Returns this device's share f32[R, V] of the logits, over the vocabulary of the model `spec`."""

@@ -26,7 +26,7 @@ _TENSORS: tuple[tuple[str, str], ...] = (
 
 
 def method_of(name: str, config: Mapping[str, Any]) -> str:
-    """The method of a draft by its config.json, and by the `name` of its directory, as vLLM finds it.
+    """Returns the method of a draft by its config.json, and by the `name` of its directory, as vLLM finds it.
 
     What is no head is a model.
     """

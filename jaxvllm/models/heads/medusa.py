@@ -25,10 +25,10 @@ class MedusaHeads:
     def logits(
         self, params: Params, hidden: jax.Array, count: int, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis
     ) -> jax.Array:
-        """This device's share f32[count, R, V] of the logits that the first heads make of `hidden` [R, E].
+        """Returns this device's share f32[count, R, V] of the logits that the first heads make of `hidden` [R, E].
 
-        A state is behind the model's final norm, and that of the last token that is computed. The model has sampled the
-        token behind it already, so head n guesses the token n + 2 places behind it.
+        A row's state comes from the model's final norm, for the last token that is computed. The model has sampled the
+        next token already, so head n guesses the token n + 2 places later.
         """
         own = params[DRAFT]
         logits = []

@@ -20,8 +20,8 @@ class MtpHead:
     """A layer of the model's family over the normed embedding beside the normed feature, through `fc`.
 
     `spec` describes the layer. The embedding and the LM head are those of the model. `depths` names the model's last
-    layer where the head was trained on what is in front of the final norm, and nothing where on what is behind it.
-    Of several heads, each but the first sees what the one before it thought.
+    layer if the head was trained on states before the final norm, and nothing if it was trained on states after it.
+    Each head but the first sees what the head before it thought.
     """
 
     spec: ModelSpec

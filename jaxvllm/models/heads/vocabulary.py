@@ -8,7 +8,7 @@ from sharding.axis import ModelAxis
 
 
 def share_of(logits: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis) -> jax.Array:
-    """A device's share f32[R, V] of whole logits f32[R, V'], where tokens that are missing are impossible."""
+    """Returns a device's share f32[R, V] of whole logits f32[R, V'], where tokens that are missing are impossible."""
     missing = max(shard.vocab_size * axis.size - logits.shape[1], 0)
     whole = jnp.pad(logits[:, : spec.vocab_size], ((0, 0), (0, missing)), constant_values=-jnp.inf)
     if axis.size == 1:
@@ -17,5 +17,5 @@ def share_of(logits: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAx
 
 
 def in_columns(logits: jax.Array, columns: jax.Array) -> jax.Array:
-    """f32[R, N] of logits f32[R, V'] in the `columns` i32[N] that are taken from them; those past the last are -inf."""
+    """Returns the `columns` i32[N] of logits f32[R, V'] as f32[R, N]. Columns past the last are -inf."""
     return jnp.pad(logits, ((0, 0), (0, 1)), constant_values=-jnp.inf)[:, columns]

@@ -86,7 +86,7 @@ def outlive_abort() -> None:
 
     When process 0 is killed, jax's client of the coordination service aborts this process within a tenth of a second,
     with a stack trace, while a thread of ours is about to print the reason and to end the process. On a busy machine
-    jax won. The client's own callback cannot prevent that, because it raises std::bad_cast (jaxlib 0.11.2).
+    jax was faster. The client's own callback cannot prevent that, because it raises std::bad_cast (jaxlib 0.11.2).
     """
     libc = ctypes.CDLL(None)
     # Only a C function may run here, since the thread that aborts may hold any lock. `sleep` gets the signal's number,

@@ -22,8 +22,8 @@ CATCH_UP = 8
 class AutoregressiveProposer:
     """Runs a head once for each draft. It draws with the noise that the model will draw with.
 
-    Of N heads, number n guesses the drafts n, n + N, ... of a step. All are alike but for their parameters and layers,
-    and each sees every token, with what the head before it thought at the position before.
+    If there are N heads, number n guesses the drafts n, n + N, ... of a step. All are alike but for their parameters
+    and layers, and each sees every token, with what the head before it thought at the position before.
 
     Keys and values of the heads lie in pages of their own with the numbers of the pages of the model's first group. So
     whatever the host does with a page (sharing, evicting, preempting) it does with both.
@@ -134,13 +134,13 @@ class AutoregressiveProposer:
         return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
 
     def _of_heads(self, features: jax.Array) -> list[jax.Array]:
-        """What each head sees of `features` [X, N F]: [X, F]."""
+        """Returns what each head sees of `features` [X, N F]: [X, F]."""
         return jnp.split(features, len(self.heads), axis=1)
 
     def _shifted(self, features: jax.Array, kept: jax.Array, step: Followed) -> jax.Array:
-        """Of each token the feature of the position before it, [T, F]: of a row's first the one that was `kept` [R, F].
+        """Returns for each token the feature of the position before it, [T, F].
 
-        Where none was, its own stands in.
+        The first token of a row gets the feature that was `kept` [R, F], or its own if none was kept.
         """
         rows, num_tokens = step.computed.rows, len(features)
         firsts = rows.query_starts[:-1]

@@ -65,14 +65,14 @@ class Followed(_OnDevice):
         return jnp.clip(self.computed.rows.query_starts[:-1] + self.counts - 1, 0, len(self.computed.token_ids) - 1)
 
     def stored(self, name: str, values: jax.Array) -> jax.Array:
-        """The field `name` of all slots, with `values` [R, *shape] in those of rows that have a token."""
+        """Returns the field `name` of all slots, with `values` [R, *shape] in those of rows that have a token."""
         trash = trash_slot(self.state)
         at = jnp.where((self.counts > 0) & (self.slots != trash), self.slots, trash + 1)  # past all, so dropped
         field = self.state[name]
         return field.at[at].set(values.astype(field.dtype), mode="drop")
 
     def with_features(self, features: jax.Array) -> DeviceState:
-        """The state, which has those of `features` [T, F] then that belong to each row's last token."""
+        """Returns the state with the one of `features` [T, F] that belongs to each row's last token."""
         return self.state | {
             FEATURES.name: self.stored(FEATURES.name, features[self.last]),
             FEATURE_LENGTH.name: self.stored(FEATURE_LENGTH.name, self.starts + self.counts),

@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
     async def scale(body: ScaleRequest, request: Request) -> ScaleResponse:
         """Adds replicas, or ends the last ones, and answers when that is done. No request is dropped.
 
-        New replicas take requests as soon as they are ready. Those that end get no new requests and finish theirs;
+        New replicas take requests as soon as they are ready. Replicas that end get no new requests and finish theirs;
         requests that take longer than `drain_timeout` are computed by the other replicas, with the same tokens. It
         refuses web pages, because any page could make a browser send this request. The endpoint exists only with
         `--enable-elastic-ep`.

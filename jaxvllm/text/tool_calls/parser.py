@@ -23,7 +23,7 @@ class ToolCallParser:
     """
 
     def __init__(self, format: ToolCallFormat, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """`schemas` are those of the parameters, by the names of the functions."""
+        """Takes the schemas of the parameters, by the names of the functions."""
         self._format = format
         self._schemas = schemas or {}
         self._pending = ""  # the end of the text that is not understood yet; at most a header and a mark

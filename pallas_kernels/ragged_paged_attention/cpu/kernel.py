@@ -59,14 +59,14 @@ class _Call:
         return self.e.load_int(self._lengths + row * 4, 32)
 
     def zero(self, first: Value, end: Value) -> None:
-        """Zeros the output of the tokens from `first` to before `end`."""
+        """Writes zeros as the output of the tokens from `first` to before `end`."""
         width = self.num_heads * self.head_size
         with self.e.loop(first * width, end * width, self.e.lanes) as at:
             self.e.store(self.out + at * self.size, self.e.vector(0), self.dtype)
 
 
 def _list_tiles(call: _Call, tiles: Value) -> Value:
-    """Writes down the tiles of all rows, and returns how many there are. Zeros the output of all other tokens."""
+    """Writes down the tiles of all rows, and returns how many there are. The output of all other tokens becomes 0."""
     e = call.e
     count = e.variable(e.integer(0))
     with e.loop(0, call.num_rows) as row:

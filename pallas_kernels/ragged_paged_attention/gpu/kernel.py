@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 def make_plan(
     rows: RaggedRows, q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip
 ) -> Plan:
-    """Makes the plan of `attend` for these rows. Of q and kv_pages only shape and dtype matter.
+    """Makes the plan of `attend` for these rows. Only shape and dtype of q and kv_pages matter.
 
     It takes half a dozen small kernels, which XLA does not move out of a loop over layers: call this before the loop.
     """
