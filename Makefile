@@ -38,6 +38,7 @@ test: .venv/.stamp .wheel/.stamp .clients/.stamp .suites/.stamp $(AOT)  ## the w
 lint: .venv/.stamp
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) -m tools.plain_english
 	$(PY) -m mypy
 
 format: .venv/.stamp

@@ -1,6 +1,6 @@
 """Says where the time of a step goes on this CPU: matmuls, attention, KV write, sampling, the rest, and the host.
 
-Model S of benchmarks/cpu.py decodes 1, 16 and 64 rows behind prompts of 128 tokens, and computes prompts of 512 tokens,
+Model S of benchmarks/cpu.py decodes 1, 16 and 64 rows after prompts of 128 tokens, and computes prompts of 512 tokens,
 one at a time. A profile of XLA's operations is grouped by what each of them is; the time of a step is measured without
 the profiler. It prints the table and writes benchmarks/results/cpu-step-DATE-COMMIT.json
 (for bfloat16 cpu-step-bfloat16-DATE-COMMIT.json).

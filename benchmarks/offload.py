@@ -1,8 +1,8 @@
-"""Measures what host memory behind the page pool brings: prompts that come again when the pool has forgotten them.
+"""Measures what host memory beside the page pool brings: prompts that come again when the pool has forgotten them.
 
 There are so many prompts that all of their pages are four times as many as the pool holds. Two engines answer all of
 them with one token, round by round: one computes each prompt again, the other has `kv_connector` host. Rounds alternate
-between the two. This prints the seconds of a round behind the first, which fills the memory, and writes
+between the two. This prints the seconds of a round after the first, which fills the memory, and writes
 benchmarks/results/offload-DATE-COMMIT.json.
 
     python -m benchmarks.offload [--rounds 7] [--prompt-tokens 512]

@@ -50,7 +50,7 @@ class Point:
     quickest_ms: float
     slowest_ms: float
     num_steps: int
-    memory_mib: int  # RssAnon behind the last step
+    memory_mib: int  # RssAnon after the last step
 
     @classmethod
     def of(cls, size: int, reports: Sequence[StepReport]) -> "Point":

@@ -42,14 +42,14 @@ SELF = Path("/proc/self")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first. Behind all others, the last of them had one core while the other one waited."""
+    """Files with slow tests come first. After all others, the last of them had one core while the other one waited."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_process() -> Iterator[None]:
-    """Behind a module, forgets programs that jax has compiled, and gives back memory, where either is much."""
+    """After a module, forgets programs that jax has compiled, and gives back memory, where either is much."""
     yield
     if "jax" not in sys.modules or not SELF.exists():
         return

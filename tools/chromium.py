@@ -104,7 +104,7 @@ class Browser:
         self._post(f"element/{self._find(css)}/click")
 
     def type(self, css: str, text: str) -> None:
-        """Types into a field, behind its text. Keys named in `KEYS` are pressed through `press`."""
+        """Types into a field, after its text. Keys named in `KEYS` are pressed through `press`."""
         self._post(f"element/{self._find(css)}/value", text=text)
 
     def clear(self, css: str) -> None:

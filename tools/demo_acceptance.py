@@ -48,7 +48,7 @@ class Continuation:
 class Score:
     """How many of `DRAFTED` drafted tokens are right at every position of one continuation.
 
-    Entry n of `right` i32[N] is the number of leading right tokens of the draft behind the continuation's token n, and
+    Entry n of `right` i32[N] is the number of leading right tokens of the draft after the continuation's token n, and
     entry n of `possible` i32[N] the number of tokens that follow in the continuation, `DRAFTED` at most.
     """
 
@@ -122,7 +122,7 @@ def draft_guesses(draft: Params, tokens: jax.Array) -> list[jax.Array]:
 
 
 def scores(guesser: Guesser, texts: Sequence[Continuation]) -> list[Score]:
-    """Judges drafts behind every token of the continuations."""
+    """Judges drafts after every token of the continuations."""
     guess = jax.jit(guesser)
     found: list[Score] = [Score(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(texts)
     # Texts of similar length together, and few different shapes.

@@ -4,11 +4,11 @@ They are apart from the engine on purpose, so that the engine is compared with i
 
 EAGLE-3 (arXiv 2503.01840) is one decoder layer that guesses tokens one after the other. Position p reads token p and a
 feature of position p - 1, and guesses token p + 1. Where the target has computed position p - 1, the feature is `fc` of
-three of its residual states. Behind the last such position, the head's own output x stands in. Position 0 has nothing
+three of its residual states. After the last such position, the head's own output x stands in. Position 0 has nothing
 before it and reads its own feature.
 
 Medusa (arXiv 2401.10774) guesses several tokens at once from one state of the target: head i reads the state of position
-p behind the final norm, whose LM head gives token p + 1, and guesses token p + 2 + i.
+p after the final norm, whose LM head gives token p + 1, and guesses token p + 2 + i.
 """
 
 from collections.abc import Sequence
@@ -151,7 +151,7 @@ def _eagle3_qkv(
 
 
 def _eagle3_outputs(params: Params, features: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes logits f32[..., T, draft vocabulary] and x f32[..., T, E] behind attention f32[..., T, K, H / K, D]."""
+    """Computes logits f32[..., T, draft vocabulary] and x f32[..., T, E] after attention f32[..., T, K, H / K, D]."""
     flat = mixed.reshape(*features.shape[:-1], -1)
     x = features + flat @ params[f"{LAYER}self_attn.o_proj.weight"].T
     x = x + feed_forward(params, LAYER, norm(x, params[f"{LAYER}post_attention_layernorm.weight"]))
@@ -196,7 +196,7 @@ def eagle3_draft(
     # As `features_before`, but the last token, whose own state is not computed, reads a real feature, too.
     features = jnp.concatenate([computed[:1], computed, jnp.zeros((count, shape.hidden))])
     for at in range(len(tokens), len(known)):
-        # What stands behind position `at` - 1 changes nothing before it, and one length compiles once.
+        # What stands after position `at` - 1 changes nothing before it, and one length compiles once.
         scored, x = eagle3_pass(shape, params, embedding, jnp.asarray(known), features)
         known[at] = draft_ids[int(jnp.argmax(scored[at - 1]))]
         features = features.at[at].set(x[at - 1])
@@ -250,7 +250,7 @@ def eagle3_unrolled(
 
 
 def medusa_logits(shape: MedusaShape, params: Params, embedding: jax.Array, states: jax.Array) -> list[jax.Array]:
-    """Computes the logits f32[..., V] of each head from the target's states f32[..., E] behind its final norm.
+    """Computes the logits f32[..., V] of each head from the target's states f32[..., E] after its final norm.
 
     Head i guesses token p + 2 + i from the state of position p. `embedding` f32[V, E] is the target's, which is its LM
     head, too.

@@ -112,7 +112,7 @@ def residual_states(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Computes the states f32[B, T, E] of tokens i32[B, T]. A token attends to earlier ones of its segment i32[B, T].
 
-    The first result has the residual stream after 0, 1, ..., L layers. The second is the last of them behind the final
+    The first result has the residual stream after 0, 1, ..., L layers. The second is the last of them after the final
     norm, which the LM head reads.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -7,12 +7,12 @@ from typing import Any
 from griffe import Attribute, Docstring, Extension
 
 _COMMENT = re.compile(r"^\s*#\s?(.*)$")
-# Behind the code of a line. No field of ours has a # in a string.
+# After the code of a line. No field of ours has a # in a string.
 _TRAILING = re.compile(r"^[^#]*?\S\s+#\s(.*)$")
 
 
 class FieldComments(Extension):
-    """Documents an attribute by the comment behind it, or by the whole lines of comment above it."""
+    """Documents an attribute by the comment after it, or by the whole lines of comment above it."""
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
         path, first = attr.filepath, attr.lineno

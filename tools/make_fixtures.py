@@ -203,7 +203,7 @@ def fix_rope(model: Any) -> None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def expected(model: Any, prompts: list[list[int]]) -> tuple[np.ndarray, list[list[int]], float]:
-    """Returns the logits behind each prompt, the greedy tokens, and the least distance between two best logits."""
+    """Returns the logits after each prompt, the greedy tokens, and the least distance between two best logits."""
     first, greedy, margin = [], [], float("inf")
     for prompt in prompts:
         tokens = list(prompt)

@@ -12,8 +12,10 @@ rules are in CONTRIBUTING.md:
 
 import argparse
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,11 +28,12 @@ PACKAGES: Final = ("jaxvllm", "pallas_kernels", "sharding", "tools", "benchmarks
 # Where the word "behind" is looked for, too.
 TEXTS: Final = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "docs", "tests", "colab", *PACKAGES)
 SUFFIXES: Final = frozenset({"", ".css", ".html", ".ipynb", ".js", ".md", ".py", ".toml", ".yml"})
-# Records of runs, the stories of the demo model, and the words and tests of this rule itself.
-SKIPPED: Final = ("benchmarks/results", "jaxvllm/assets", "node_modules", "plain_english")
+# Records of runs, the demo model with the words of its stories, and this rule itself.
+SKIPPED: Final = ("benchmarks/results", "jaxvllm/assets", "tools/demo_words", "node_modules", "plain_english")
 
 
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+TEXT_TOKENS: Final = (tokenize.COMMENT, tokenize.STRING, tokenize.FSTRING_MIDDLE)
 # Shapes of arguments, and references to publications.
 NO_SENTENCE: Final = re.compile(r"^[a-z]\w*(?:, \w+)*:? .*\w\[|et al|arXiv|\b\d{4}\)?\.$")
 
@@ -64,7 +67,7 @@ class Words:
             frozenset(third_person | {"is", "has", "does"}),
             frozenset(third_person | set(rules["verbs"]) | set(rules["finite"])),
             frozenset(rules["fragment_starts"]),
-            re.compile("|".join(rules["behind"]), re.IGNORECASE),
+            re.compile("|".join(rules["behind"]).replace(" ", r"\s+"), re.IGNORECASE),
         )
 
 
@@ -121,10 +124,27 @@ def words_in(text: str) -> list[str]:
     return re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower())
 
 
+def prose_of(text: str, suffix: str) -> str:
+    """Returns a text by lines without code in backticks, and of Python only the comments and the strings."""
+    if suffix == ".py":
+        lines = [""] * (text.count("\n") + 2)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in TEXT_TOKENS:
+                for number, line in enumerate(token.string.split("\n"), start=token.start[0]):
+                    lines[number - 1] += f" {line}"
+        text = "\n".join(lines)
+    return re.sub(r"`[^`\n]+`", "code", text)
+
+
 def misplaced(text: str, path: str, words: Words) -> Iterator[Finding]:
     """Yields the lines in which "behind" does not mean a place."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if re.search(r"\bbehind\b", words.places.sub("", line), re.IGNORECASE):
+
+    def lines_of(match: re.Match[str]) -> str:
+        return "\n" * match[0].count("\n")
+
+    prose = words.places.sub(lines_of, prose_of(text, Path(path).suffix))
+    for number, line in enumerate(prose.splitlines(), start=1):
+        if re.search(r"\bbehind\b", line, re.IGNORECASE):
             yield Finding("behind", f"{path}:{number}", line.strip()[:160])
 
 

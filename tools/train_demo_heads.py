@@ -41,7 +41,7 @@ STEPS = {"eagle3": 1600, "medusa": 500}
 UNROLL = 5
 # A later guess matters only where the earlier ones were accepted.
 LATER_WEIGHT = 0.8
-# The weight of a guess behind tokens that the target itself would not have chosen: a draft there was refused before.
+# The weight of a guess after tokens that the target itself would not have chosen: a draft there was refused before.
 ASTRAY_WEIGHT = 0.2
 COUNTED_BATCHES = 50
 
@@ -123,7 +123,7 @@ def medusa_loss(
     paths = path_weights(scored, tokens, segments, weights)
     total, count = jnp.float32(0), jnp.float32(0)
     for head, guess in enumerate(guesses):
-        # Head i at position p guesses what the target chooses behind position p + 1 + i.
+        # Head i at position p guesses what the target chooses after position p + 1 + i.
         path = later(paths[head + 1], head + 1)
         total += jnp.sum(cross_entropy(guess, later(labels, head + 1)) * path)
         count += jnp.sum(path)

@@ -70,7 +70,7 @@ class Random:
         return self.random_prefix_len + self._most(self.random_input_len) + self._most(self.random_output_len)
 
     def lengths(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draws the tokens of `count` prompts behind the prefix, and those of their answers, i64[count] each.
+        """Draws the tokens of `count` prompts after the prefix, and those of their answers, i64[count] each.
 
         Raises ValueError when a prompt would be empty.
         """

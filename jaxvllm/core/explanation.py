@@ -89,7 +89,7 @@ class KVWrite:
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode step of a row: its query is the last known token, whatever drafts stand behind it."""
+    """One decode step of a row: its query is the last known token, whatever drafts stand after it."""
 
     position: int  # of that token
     kv_length: int  # the tokens that it attends to, itself included
@@ -101,7 +101,7 @@ class Decode:
 class ExplainedStep:
     """What one step did for the request.
 
-    A `prefill` step computes a chunk of the prompt (or of all tokens so far, behind a preemption), a `forced` one the
+    A `prefill` step computes a chunk of the prompt (or of all tokens so far, after a preemption), a `forced` one the
     tokens that a grammar forced, or again the last token before a wrong guess. A `decode` step computes one token, or
     several decode steps in one program.
     """
@@ -161,7 +161,7 @@ class Trail:
     vocab_size: int
     num_imported: int = 0  # output tokens that another engine generated
     steps: list[ExplainedStep] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)  # of the output tokens behind those
+    origins: list[Origin] = field(default_factory=list)  # of the output tokens after those
     num_left_out: int = 0
     num_computed: int = 0  # positions whose keys and values the steps so far have left
 

@@ -38,9 +38,9 @@ class CachedPrefix:
 
 @dataclass(frozen=True, eq=False)
 class ReservedPages:
-    """Pages to be filled behind a cached prefix: `pages[g]` i32[N] of group g, one for each of the next columns.
+    """Pages to be filled after a cached prefix: `pages[g]` i32[N] of group g, one for each of the next columns.
 
-    It is the trash page where no token behind all of them sees it.
+    It is the trash page where no token after all of them sees it.
     """
 
     first: int  # column
@@ -139,7 +139,7 @@ class FullGroup:
         return len(sources) <= self.pool.num_available or num_tokens % self.pool.page_size == 0
 
     def fork(self, source: int, slot: int, num_tokens: int) -> PageCopy | None:
-        """Gives `slot` the full pages of the first `num_tokens` tokens of `source`, and a page for those behind them.
+        """Gives `slot` the full pages of the first `num_tokens` tokens of `source`, and a page for those after them.
 
         Returns the page whose content that page needs, unless all pages are full. There is room: `can_fork` saw to it.
         """
@@ -397,7 +397,7 @@ class KVCache:
         self.num_registered[slot] = prefix.num_pages
 
     def cover(self, slot: int, num_tokens: int) -> tuple[PageEntries, ...]:
-        """Gives `slot` the pages that its next chunk lacks, which ends behind `num_tokens` tokens."""
+        """Gives `slot` the pages that its next chunk lacks, which ends after `num_tokens` tokens."""
         return tuple([group.cover(slot, num_tokens) for group in self.groups])
 
     def grow(self, slots: SlotIds, ends: Ints) -> tuple[PageEntries, ...] | None:
@@ -449,12 +449,12 @@ class KVCache:
         return hashes[first:last]
 
     def reserve(self, prefix: CachedPrefix, count: int) -> ReservedPages | None:
-        """Keeps pages for the `count` columns behind a cached prefix, and the prefix, until `give_back`.
+        """Keeps pages for the `count` columns after a cached prefix, and the prefix, until `give_back`.
 
         None: there are not enough free ones.
         """
         end = prefix.num_pages + count
-        # Of a windowed group only the pages that a token behind all of them sees.
+        # Of a windowed group only the pages that a token after all of them sees.
         counts = [min(count, end - group.first_seen(end * self.page_size)) for group in self.groups]
         of_groups = list(zip(self.groups, prefix.pages, counts, strict=True))
         if not all(group.can_reserve(cached, needed) for group, cached, needed in of_groups):

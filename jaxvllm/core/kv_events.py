@@ -24,7 +24,7 @@ class KVEvent(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=Fals
 
 
 class BlockStored(KVEvent, frozen=True):
-    """Pages became findable, one behind the other."""
+    """Pages became findable, one after the other."""
 
     block_hashes: list[int]  # one a page: the last 8 bytes of its hash
     parent_block_hash: int | None  # of the page before the first; None: a prompt begins with the first

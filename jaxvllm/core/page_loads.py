@@ -1,7 +1,7 @@
 """Page loads: requests whose next pages come from elsewhere, such as host memory or another engine.
 
 Such a request has no slot yet. Its pages are kept for it while their content is on its way. What has come is in the
-prefix cache then, and the request is admitted behind it as behind any cached prefix. What has not come is computed.
+prefix cache then, and the request is admitted after it as after any cached prefix. What has not come is computed.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ class RepetitionDetector:
         """Adds tokens to the output, and returns how many of them come before the first repetition's end, it included.
 
         None: no repetition ends within them. One that ends while the output has fewer than `min_tokens` tokens does
-        not count. Tokens behind an end are not added, as no caller gets them.
+        not count. Tokens after an end are not added, as no caller gets them.
         """
         for index, token in enumerate(token_ids, 1):
             if self._add(token) and self._num_tokens >= min_tokens:

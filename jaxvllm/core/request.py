@@ -189,7 +189,7 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may begin behind pages that others have computed."""
+        """Whether the request may begin after pages that others have computed."""
         return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache
 
     @property

@@ -292,7 +292,7 @@ class Scheduler:
         slots.append_tokens(at, tokens, counts)
         if is_constrained:
             self._constrained.rewind(at)
-        # The device ends a row behind its first stop id, so only the last token can be one.
+        # The device ends a row after its first stop id, so only the last token can be one.
         last = tokens[:, 0] if plan.width == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
         yields = counts > 0
         stops = slots.stops(at, last) & yields
@@ -305,7 +305,7 @@ class Scheduler:
             ends &= ~slots.is_beam[at]  # their search says when they end
         repeats = self._cut_repetitions(at, tokens, counts, ends)
         reports = yields
-        if refused:  # a request may end behind forced tokens
+        if refused:  # a request may end after forced tokens
             reports = yields.copy()
             reports[list(refused)] = True
         num_forced = slots.num_unreported[at] * reports
@@ -423,7 +423,7 @@ class Scheduler:
     # Growing: the pages for the most tokens that every decoding request may get in a step.
 
     def _free_unseen(self) -> None:
-        """Frees pages that left a window. A row's next token is at least the one behind those that the host knows."""
+        """Frees pages that left a window. A row's next token is at least the one after those that the host knows."""
         if not self.cache.has_windows:
             return
         slots = self.slots
@@ -719,7 +719,7 @@ class Scheduler:
             first = np.where(plan.wide_scores, np.cumsum(wide_lengths) - wide_lengths, first)
         for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
             request = self._tenant(plan.slots[row])
-            start = int(plan.starts[row]) + 1  # the first token is behind none
+            start = int(plan.starts[row]) + 1  # the first token is after none
             end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
             if start < end:
                 yield Scored(request, range(start, end), int(first[row]))

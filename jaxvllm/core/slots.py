@@ -65,7 +65,7 @@ class SlotTable:
         self.min_tokens = np.zeros(num_slots, np.int32)
         self.num_stop_ids = np.zeros(num_slots, np.int32)
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), NO_TOKEN, np.int32)
-        # One more than the model's length: a prompt that long may be scored, and the step samples a token behind it.
+        # One more than the model's length: a prompt that long may be scored, and the step samples a token after it.
         self.token_ids = np.zeros((num_slots, max_model_len + 1), np.int32)
         # The one that was freed first is the next: until then the device remembers its tenant's tokens, for drafts.
         self._free = deque(range(num_slots))

@@ -67,13 +67,13 @@ class StepPlan:
     """One step. Decode rows come first (the device knows their position and token), then prefill chunks.
 
     A decode row computes the next token of slot `slots[r]`, `num_steps` times in a row, each time with as many draft
-    tokens behind it as `num_drafts` allows, and yields at most `max_new[r]` tokens. A prefill row computes `lengths[r]`
+    tokens after it as `num_drafts` allows, and yields at most `max_new[r]` tokens. A prefill row computes `lengths[r]`
     known tokens from position `starts[r]` on, and yields one token where they end the prompt, or where a constraint
     forced them. Decode rows have length 1, and as `starts[r]` the last position that may come first: how far a row got
     is known on the device, and here when an output was read.
 
     `new_pages` are the pages that rows may need beyond those they have. `token_ids` are the prefill rows' inputs, row
-    after row. `next_tokens[r]` is the token behind a chunk of a prompt that is scored (any one behind the last chunk),
+    after row. `next_tokens[r]` is the token after a chunk of a prompt that is scored (any one after the last chunk),
     else NOT_SCORED. `epochs` tell a slot's tenants apart when the output comes back.
     """
 
@@ -82,7 +82,7 @@ class StepPlan:
     starts: Ints  # i32[R]
     lengths: Ints  # i32[R]
     new_pages: tuple[PageEntries, ...]  # one a group
-    max_new: Ints  # i32[R], 0 for a chunk behind which more of its prompt follows
+    max_new: Ints  # i32[R], 0 for a chunk after which more of its prompt follows
     num_decode: int
     token_ids: Ints  # i32[T - num_decode]
     next_tokens: Ints  # i32[R]
@@ -130,7 +130,7 @@ class StepPlan:
         return bool((self.next_tokens != NOT_SCORED).any())
 
     def wide_tokens(self) -> Ints:
-        """Returns i32[2, N <= SCORE_BATCH]: the numbers of the tokens of `wide_scores`, and the tokens behind them."""
+        """Returns i32[2, N <= SCORE_BATCH]: the numbers of the tokens of `wide_scores`, and the tokens after them."""
         assert self.wide_scores is not None, "nobody wants more than the best few"
         following = np.zeros(self.num_tokens, np.int32)
         following[self.num_decode : -1] = self.token_ids[1:]
@@ -170,7 +170,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What became of drafts, by row and by their place behind the row's last token."""
+    """What became of drafts, by row and by their place after the row's last token."""
 
     drafted: Ints  # i32[R, K]: how often there was one
     accepted: Ints  # i32[R, K]: how often it was what was sampled
@@ -181,7 +181,7 @@ class StepOutput:
     """What the device computed for a plan's rows, on the host; log-probabilities only when a row asked for them.
 
     Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
-    The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token behind token t
+    The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token after token t
     of the plan, t being one of a chunk that is scored. `wide_scores` are those of the tokens of `plan.wide_scores`.
     """
 
@@ -198,7 +198,7 @@ class StepOutput:
     def num_steps(self) -> Ints:
         """i32[R]: decode steps in which each row took part.
 
-        Each yields accepted drafts and a token behind them, but for a row's last one, which may end with a draft.
+        Each yields accepted drafts and a token after them, but for a row's last one, which may end with a draft.
         """
         if self.were_drafts is None:
             return self.counts

@@ -14,7 +14,7 @@ _NEWEST = 0.25
 # call costs something beside its steps: 20 rows took 2.6 ms for one step and 3.2 for two, so that by the time of one
 # there seemed to be no room for two in 4 ms, and requests got single steps for ever (5.1 ms a token and not 0.6).
 _SAME = 16
-# What a burst took is forgotten behind so many others: the machine may have been slow then.
+# What a burst took is forgotten after so many others: the machine may have been slow then.
 _KEPT = 64
 
 

@@ -66,7 +66,7 @@ class _Kind:
         return self.seconds.middle / self.tokens.middle
 
     def plan_try(self, least: float) -> None:
-        """Plans the next try behind as many calls as the pause says, and `least` at least."""
+        """Plans the next try after as many calls as the pause says, and `least` at least."""
         self.calls_left, self.tried = max(self.pause, int(least)), 0
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
@@ -163,7 +163,7 @@ class DraftPace:
     def __init__(self, row_counts: Iterable[int], catches_up: bool = False, follows_plain: bool = False) -> None:
         """Measures together what runs in the same programs: steps of any rows that pad to the same of `row_counts`.
 
-        `catches_up`: the first step with drafts behind plain ones computes what its proposer missed of these.
+        `catches_up`: the first step with drafts after plain ones computes what its proposer missed of these.
 
         `follows_plain`: plain steps take longer where the proposer follows them, so that those which are to be measured
         are blind.

@@ -28,7 +28,7 @@ class LLM:
     def __init__(self, model: str = "demo", *, logits_processors: Sequence[LogitsProcessor] = (), **options: Any):
         """Loads `model`. `options` are the fields of `EngineConfig`; a TypeError names an unknown one.
 
-        `logits_processors` are functions that change the logits of every request, in the order given, behind the
+        `logits_processors` are functions that change the logits of every request, in the order given, after the
         penalties and in front of the temperature: `(logits f32[R, V], TokensSoFar) -> f32[R, V]`. JAX compiles them
         into the steps, so bursts of several steps go through them too.
         """

@@ -150,7 +150,7 @@ class Processed:
 
     outputs: list[RequestOutput]  # those that are due now
     stopped: list[str]  # ids of requests that a stop string has ended, and that the scheduler still runs
-    num_dropped: int  # tokens behind a stop string, which belong to no output
+    num_dropped: int  # tokens after a stop string, which belong to no output
 
 
 class OutputProcessor:

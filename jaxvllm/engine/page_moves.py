@@ -18,7 +18,7 @@ class PageMoves(Protocol):
     """Takes pages out of the pool of a runner, and puts others into it. `columns` are i32[N] of each group."""
 
     def copy(self, columns: Sequence[Ints]) -> list[PageContents]:
-        """Copies pages behind all steps that were dispatched, for `read`. It does not wait."""
+        """Copies pages after all steps that were dispatched, for `read`. It does not wait."""
 
     def read(self, columns: Sequence[Ints], copies: Sequence[PageContents]) -> Iterator[Page]:
         """Yields the pages that `copy` copied. It may wait for the device."""

@@ -60,7 +60,7 @@ class PageTraffic:
         scheduler.loaded(load, count)
 
     def save(self, scheduler: Scheduler) -> None:
-        """Copies the full pages that the connector lacks, behind all steps that were dispatched. It does not wait."""
+        """Copies the full pages that the connector lacks, after all steps that were dispatched. It does not wait."""
         self._saves = [future for future in self._saves if not future.done()]
         for save in scheduler.take_saves():
             at = [index for index, digest in enumerate(save.hashes) if self._connector.wants(save.request, digest)]

@@ -90,8 +90,8 @@ class Replica:
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_Launched] = deque()
-        self._held: _Held | None = None  # behind all that are in flight
-        # Drafts that were verified, by their place behind the last token of a row.
+        self._held: _Held | None = None  # after all that are in flight
+        # Drafts that were verified, by their place after the last token of a row.
         self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._burst_seconds = burst_seconds

@@ -24,10 +24,10 @@ class EngineStats:
     num_programs: int  # compiled so far
     num_bucket_tokens: int  # tokens that steps computed, padding included
     num_padding_tokens: int  # those of them that only filled up a bucket
-    num_ended_tokens: int  # those of rows that had ended: the host learns of an end one step late, or behind a burst
+    num_ended_tokens: int  # those of rows that had ended: the host learns of an end one step late, or after a burst
     num_bucket_rows: int  # rows of the same steps, padding included
     num_padding_rows: int
-    num_drafts: int = 0  # times that a row's next token was computed with draft tokens behind it
+    num_drafts: int = 0  # times that a row's next token was computed with draft tokens after it
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that were what was sampled
     num_accepted_per_pos: tuple[int, ...] = ()  # the same by their position among the drafts of a row

@@ -128,7 +128,7 @@ def _what(explanation: Explanation, step: ExplainedStep) -> str:
         came = explanation.tokens[step.first_output : step.first_output + step.num_tokens]
         num_forced = sum(token.origin == "forced" for token in came)
         if not num_forced:
-            return f"the last token again, {span}, since the grammar refused what came behind it"
+            return f"the last token again, {span}, since the grammar refused what came after it"
         return f"{count(num_forced, 'token')} that the grammar leaves no choice about, computed at once, {span}"
     if len(step.decodes) == 1:
         return f"the query is the token at {span}; it sees {count(step.decodes[0].kv_length, 'token')}"
@@ -182,7 +182,7 @@ def _tokens(explanation: Explanation, step: ExplainedStep) -> Iterator[Text | Pa
     tokens = explanation.tokens[step.first_output : step.first_output + step.num_tokens]
     if not tokens:
         if step.num_tokens:
-            yield _fact("tokens", "none that is told: they are behind a stop string, or the prompt is only scored")
+            yield _fact("tokens", "none that is told: they are after a stop string, or the prompt is only scored")
         return
     if len(tokens) == 1 and len(tokens[0].candidates) > 1:
         yield _fact("token", f"{step.first_output}{_by(tokens[0])}")

@@ -44,5 +44,5 @@ def milliseconds(seconds: float) -> str:
 
 
 def padded(text: str, width: int) -> str:
-    """Fills a text up to so many cells, and leaves at least one space behind it."""
+    """Fills a text up to so many cells, and leaves at least one space after it."""
     return text + " " * max(width - cell_len(text), 1)

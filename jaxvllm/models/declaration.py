@@ -31,7 +31,7 @@ class ParamDecl:
     """One array, with its shape and the logical axis of each dimension (a dimension with None is never split).
 
     `random` dummy values have variance 1 / last dimension, which is the fan-in of every `[out, in]` weight.
-    An array whose heads are copied or filled up to divide over devices has `heads`, which describe the dimension behind
+    An array whose heads are copied or filled up to divide over devices has `heads`, which describe the dimension after
     the axis `kv_heads`, or the dimension of the axis `heads`.
     """
 

@@ -41,13 +41,13 @@ def forward[Kv](
     attend: Attend[Kv],
     axis: ModelAxis = ALONE,
 ) -> tuple[jax.Array, Kv]:
-    """Returns the hidden states behind the final norm, and the cache with this step's keys and values.
+    """Returns the hidden states after the final norm, and the cache with this step's keys and values.
 
     tokens, positions  # i32[T]: packed rows; every token id must be in the vocabulary, also those of padding
     The hidden states are [T, E] in the dtype of the parameters, and the same on every device. `kv` is any pytree that
     `attend` understands; the layers only pass it on.
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
-    behind the attention and behind the FFN (Megatron-LM, arXiv 1909.08053).
+    after the attention and after the FFN (Megatron-LM, arXiv 1909.08053).
     """
     x = embed_tokens(params, spec, tokens, axis)
     x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis)
@@ -80,11 +80,11 @@ def run_layers[Kv](
     axis: ModelAxis = ALONE,
     depths: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array, Kv]:
-    """Returns x [T, E] behind all layers, the states [N, T, E] behind the first `depths[n]` layers, and the cache."""
+    """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache."""
     with jax.named_scope("rope"):
         cos, sin = rope_tables(spec.ropes, positions)
 
-    # Where the state behind each layer goes; past all, where nobody asks for it.
+    # Where the state after each layer goes; past all, where nobody asks for it.
     places = np.full(spec.num_layers + 1, len(depths), np.int32)
     places[list(depths)] = np.arange(len(depths))
 

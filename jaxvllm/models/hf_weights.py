@@ -182,7 +182,7 @@ class StoredWeights:
             files.tensor(name, shape)
         # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
         known = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_embeddings else ()))
-        # Layers behind the last one that predict further tokens are draft heads: see `models.heads.mtp`.
+        # Layers after the last one that predict further tokens are draft heads: see `models.heads.mtp`.
         ends = "eh_proj.weight"
         starts = tuple(name.removesuffix(ends) for name in files.names if name.endswith(f".{ends}"))
         foreign = (*family.foreign, *(start for start in starts if not any(name.startswith(start) for name in used)))

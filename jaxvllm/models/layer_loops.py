@@ -40,7 +40,7 @@ class LayerStep[Carry](Protocol):
 
 @dataclass(frozen=True)
 class Loop:
-    """Runs of equal layers, one behind the other, repeated `count` times. Each run is compiled once."""
+    """Runs of equal layers, one after the other, repeated `count` times. Each run is compiled once."""
 
     first: int  # number of the first layer
     count: int

@@ -98,7 +98,7 @@ class OrbaxTree:
     def restore(self, mesh: Mesh, dtype: DTypeLike, end: int) -> Parts:
         """Reads the model's arrays in `dtype`, spread over `mesh`. The devices copy heads and fill them up with zeros.
 
-        Small arrays of one name are read for several layers at once, none of them behind layer `end`, and stay on the
+        Small arrays of one name are read for several layers at once, none of them after layer `end`, and stay on the
         devices until their turn.
         """
         sharding, stored_on = place(mesh), stored_sharding(mesh)

@@ -66,7 +66,7 @@ class Spread:
 
     @property
     def zero_layers(self) -> int:
-        """The layers of zeros, behind the model's own."""
+        """The layers of zeros, after the model's own."""
         return self.stages * self.stage_layers - self.spec.num_layers
 
     @cached_property

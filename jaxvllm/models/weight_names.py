@@ -106,7 +106,7 @@ def norm_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[So
     names = {
         "attention_norm": "input_layernorm.weight",
         "attention_post_norm": "post_attention_layernorm.weight",
-        # In a model without norms behind the branches, this name means the norm before the FFN.
+        # In a model without norms after the branches, this name means the norm before the FFN.
         "ffn_norm": "post_attention_layernorm.weight"
         if spec.norm_placement == "pre"
         else "pre_feedforward_layernorm.weight",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxvllm.models.orbax_tree import TREE
 
-# Bytes that are read of each file: its beginning, where safetensors lists all tensors, and some places behind it.
+# Bytes that are read of each file: its beginning, where safetensors lists all tensors, and some places after it.
 _BEGINNING = 1 << 16
 _SAMPLE = 1 << 12
 _NUM_SAMPLES = 16

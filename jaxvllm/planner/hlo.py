@@ -162,6 +162,6 @@ def array_bytes(shape: str) -> int:
 
 
 def _num_bits(dtype: str) -> int:
-    """Returns the bits of an element: 8 for pred, else the number behind the letters, as in s32, bf16 and f8e4m3fn."""
+    """Returns the bits of an element: 8 for pred, else the number after the letters, as in s32, bf16 and f8e4m3fn."""
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits[1]) if digits else 8

@@ -26,7 +26,7 @@ def _title(plan: Plan) -> Iterator[str]:
     if plan.zero_heads:
         yield f"  query heads do not divide: {plan.zero_heads} of zeros beside them cost what others do"
     if plan.zero_layers:
-        yield f"  layers do not divide: {plan.zero_layers} of zeros behind them cost what others do"
+        yield f"  layers do not divide: {plan.zero_layers} of zeros after them cost what others do"
     if plan.zero_tokens:
         yield f"  the vocabulary does not divide: {plan.zero_tokens} rows beside it are never sampled"
 

@@ -50,7 +50,7 @@ class Batch:
     lengths: jax.Array  # i32[R]
     max_new: jax.Array  # i32[R]: tokens that the row may yield
     decodes: jax.Array  # bool[R]: the input token is the slot's last one
-    next_tokens: jax.Array  # i32[R]: behind a row whose tokens are scored, else NOT_SCORED
+    next_tokens: jax.Array  # i32[R]: after a row whose tokens are scored, else NOT_SCORED
     new_pages: tuple[OpenedPages, ...]  # one a group
     token_ids: jax.Array  # i32[T]; 0 where a decode row reads the state
 

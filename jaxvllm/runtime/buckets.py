@@ -13,7 +13,7 @@ class Bucket:
     """A compiled shape. With `num_tokens == num_rows` it is a decode bucket: every row has exactly one token.
 
     A decode bucket takes up to `width` decode steps in one call. With `num_drafts`, a row may have so many draft tokens
-    behind its last one, and each step yields up to one token more than that. If the bucket has fewer tokens than all of
+    after its last one, and each step yields up to one token more than that. If the bucket has fewer tokens than all of
     its rows could use, the step divides them (`runtime/draft_share.py`). A bucket that is split samples in a second
     program, as mixed buckets do, so that something may come between: masks, which rows wait for. In a blind one the
     proposer does not see what the model computes: it costs less where drafts do not pay.

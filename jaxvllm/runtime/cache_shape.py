@@ -21,7 +21,7 @@ from sharding.placement import place
 # The logical axes of a group's pages, [L, P, K, S, 2 D].
 PAGE_AXES = ("layers", None, "kv_heads", None, None)
 
-# The pages of each group, and behind them those of the proposer, if it has any.
+# The pages of each group, and after them those of the proposer, if it has any.
 type KVCachePages = tuple[KVPages, ...]
 
 

@@ -1,6 +1,6 @@
-"""Decoding: several steps of rows that have their prompts behind them, in one program that asks the host nothing.
+"""Decoding: several steps of rows that whose prompts are computed already, in one program that asks the host nothing.
 
-Each step computes a row's last token, and behind it what a proposer guesses. Each position is sampled as it would have
+Each step computes a row's last token, and after it what a proposer guesses. Each position is sampled as it would have
 been alone, and a row goes on as far as its drafts are what was sampled (decision 0007).
 """
 
@@ -162,7 +162,7 @@ def _draft_and_verify(
 ) -> _Progress:
     """Computes up to K + 1 tokens for each row that is alive, and at most `most` i32[R]."""
     lengths = now.state["length"][slots]
-    # The token behind the last draft is sampled, too.
+    # The token after the last draft is sampled, too.
     room = jnp.where(is_alive, jnp.maximum(jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0), 0)
     with jax.named_scope("propose"):
         known = Known(params, now.kv_pages, now.state, slots, model, lengths, room)

@@ -31,9 +31,9 @@ def share_drafts(counts: jax.Array, acceptance: jax.Array, room: jax.Array, num_
 
 
 def measured_acceptance(acceptance: jax.Array, drafted: jax.Array, accepted: jax.Array) -> jax.Array:
-    """Returns `acceptance` f32[R] behind a step that accepted so many i32[R] of the drafts i32[R] of each row.
+    """Returns `acceptance` f32[R] after a step that accepted so many i32[R] of the drafts i32[R] of each row.
 
-    Drafts behind the first wrong one say nothing.
+    Drafts after the first wrong one say nothing.
     """
     told = jnp.minimum(drafted, accepted + 1)
     newest = acceptance + _NEWEST * (accepted / jnp.maximum(told, 1) - acceptance)

@@ -58,7 +58,7 @@ def fork_slots(
         tables = tables.at[slots, group, columns[:, group]].set(new_pages[:, group], mode="drop")
     forked[PAGE_TABLES.name] = tables
 
-    # Pages of a proposer, which are behind those of the groups, have the numbers of those of the first group.
+    # Pages of a proposer, which are after those of the groups, have the numbers of those of the first group.
     group_of = [group if group < sizes.num_groups else 0 for group in range(len(kv_pages))]
 
     def copy_page(row: jax.Array, kv_pages: KVCachePages) -> KVCachePages:

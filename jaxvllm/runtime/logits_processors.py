@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class TokensSoFar:
-    """The tokens of R requests, prompt first. What lies behind a row's `num_tokens` has no meaning."""
+    """The tokens of R requests, prompt first. What lies after a row's `num_tokens` has no meaning."""
 
     token_ids: jax.Array  # i32[R, the most tokens that a request may have]
     num_tokens: jax.Array  # i32[R]

@@ -44,7 +44,7 @@ class Pipeline:
         kv: Kv,
         axis: ModelAxis,
     ) -> tuple[jax.Array, Kv]:
-        """Returns x [T, E] behind the layers of all stages, on each of them, and the cache of this stage's layers.
+        """Returns x [T, E] after the layers of all stages, on each of them, and the cache of this stage's layers.
 
         layers: computes this stage's layers for a part of x and of the rows, and writes their keys and values
         axis: the devices of a stage, which have the same x

@@ -85,7 +85,7 @@ class Programs[Program]:
         return self.ladder.drafts.on_demand and self._draft_thread is None and bool(self.ladder.drafted)
 
     def compile_drafts(self) -> None:
-        """Begins to compile the buckets with drafts that wait for it, behind all others."""
+        """Begins to compile the buckets with drafts that wait for it, after all others."""
         if self.may_compile_drafts:
             self._draft_thread = self._compile_behind(self.ladder.drafted, "jaxvllm-compile-drafts")
 
@@ -150,7 +150,7 @@ class Programs[Program]:
         return self._split_thread
 
     def _compile_behind(self, buckets: Sequence[Bucket], name: str) -> threading.Thread:
-        """Starts a thread that compiles `buckets` behind those that every engine needs."""
+        """Starts a thread that compiles `buckets` after those that every engine needs."""
 
         def compile_them() -> None:
             self._thread.join()

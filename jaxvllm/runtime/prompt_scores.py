@@ -25,7 +25,7 @@ MAX_CHUNK = 128
 class PromptScores:
     """What `step.forward` leaves of prompts that are scored, T tokens."""
 
-    best: DeviceLogprobs  # [T], of the token behind each, where few are wanted
+    best: DeviceLogprobs  # [T], of the token after each, where few are wanted
     hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may want more
 
 

@@ -137,7 +137,7 @@ class Runner:
         `yields` see `Programs`.
         """
         self.shape = shape
-        # Whether a step with drafts takes longer behind steps without.
+        # Whether a step with drafts takes longer after steps without.
         self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.follows_all
         self._leader = leader
         self._params = params
@@ -198,7 +198,7 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> InFlight | Held:
         """Starts the step and returns at once: the next may be dispatched before this one's output is read.
 
-        A plan with masked rows is held behind its forward pass: `supply` starts the other half.
+        A plan with masked rows is held after its forward pass: `supply` starts the other half.
         """
         for admissions in batched(plan.admissions, ADMISSION_BATCH):
             self._call(Admit(pack_admissions(admissions, self._sizes)))
@@ -239,7 +239,7 @@ class Runner:
         return self._in_flight(plan, bucket, self._call(Sample(bucket)))
 
     def fork(self, forks: Iterable[Fork]) -> None:
-        """Does `forks` behind all steps that were dispatched. Several of one beam search have distinct slots."""
+        """Does `forks` after all steps that were dispatched. Several of one beam search have distinct slots."""
         for some in batched(forks, FORK_BATCH):
             self._call(ForkSlots(pack_forks(some, self._sizes)))
 
@@ -269,15 +269,15 @@ class Runner:
         )
 
     def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
-        """Copies pages, i32[N] of each group, behind all steps that were dispatched, and returns at once.
+        """Copies pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
 
-        Each entry has the next `COPY_BATCH` of them; what is behind the last one means nothing.
+        Each entry has the next `COPY_BATCH` of them; what is after the last one means nothing.
         """
         take, _ = self._copies()
         return [take(self._kv_pages, packed) for packed in pack_pages(pages, self._sizes.num_groups)]
 
     def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
-        """Fills pages, i32[N] of each group, behind all steps that were dispatched, and returns at once.
+        """Fills pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
 
         `contents` are [N, L, K, S, W], of each array of the cache.
         """

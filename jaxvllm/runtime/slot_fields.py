@@ -25,7 +25,7 @@ type DeviceState = dict[str, jax.Array]
 class Rows:
     """The slot fields of a step's rows.
 
-    With `num_drafts` the position of a row may be up to so many tokens behind the last one that counts in its slot. The
+    With `num_drafts` the position of a row may be up to so many tokens after the last one that counts in its slot. The
     tokens between are drafts, and they are in the slot's history.
 
     A field is gathered where it is read. Inside a branch that is not taken that costs nothing, however large the field
@@ -60,7 +60,7 @@ class SlotSizes:
 
     @property
     def trash_slot(self) -> int:
-        """The row behind all slots: padding rows of a step read it."""
+        """The row after all slots: padding rows of a step read it."""
         return self.num_slots
 
     @property

@@ -59,7 +59,7 @@ def forward(
 ) -> tuple[KVCachePages, DeviceState, Unsampled, PromptScores]:
     """Computes the tokens of a packed batch and writes their KV. `kv_pages` and `state` are donated.
 
-    A `proposer` follows, so that it can guess what comes behind these tokens.
+    A `proposer` follows, so that it can guess what comes after these tokens.
     Inside shard_map each device has its share of `params` and `kv_pages`, and the same of everything else.
     """
     batch = unpack(packed, bucket, model.sizes)

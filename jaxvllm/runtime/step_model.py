@@ -51,8 +51,8 @@ class Computed:
 
     rows: RaggedRows
     token_ids: jax.Array  # i32[T]
-    hidden: jax.Array  # f[T, E], behind the final norm
-    states: jax.Array  # f[N, T, E], behind those layers that the proposer asks for
+    hidden: jax.Array  # f[T, E], after the final norm
+    states: jax.Array  # f[N, T, E], after those layers that the proposer asks for
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -87,7 +87,7 @@ def compute(
     if model.pipeline.stages.size == 1:
         x, states, own_pages = run(x, with_tables, own_pages)
     else:
-        assert not depths, "a proposer that reads states behind layers needs them all on one device"
+        assert not depths, "a proposer that reads states after layers needs them all on one device"
 
         def layers(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, KVCachePages]:
             x, _, pages = run(x, rows, pages)
@@ -101,7 +101,7 @@ def compute(
 def _run_layers(
     params: Params, model: StepModel, depths: tuple[int, ...], x: jax.Array, rows: RaggedRows, kv_pages: KVCachePages
 ) -> tuple[jax.Array, jax.Array, KVCachePages]:
-    """Returns x [T, E] behind the layers of this device, states at `depths`, and the pages of its groups of layers.
+    """Returns x [T, E] after the layers of this device, states at `depths`, and the pages of its groups of layers.
 
     rows: with a page table [R, groups, max_pages]
     """

@@ -154,7 +154,7 @@ def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
     def fold(step: jax.Array, state: _Softmax) -> _Softmax:
         pairs = step * num_rows + lanes
         rows = jnp.searchsorted(ends, pairs, side="right", method="compare_all").astype(jnp.int32)
-        owned = rows == lanes[:, None]  # bool[R, lanes]; a lane behind the end of the list belongs to no row
+        owned = rows == lanes[:, None]  # bool[R, lanes]; a lane after the end of the list belongs to no row
         rows = jnp.minimum(rows, num_rows - 1)
         chunks = first_chunks[rows] + pairs - (ends[rows] - counts[rows])
         positions = jnp.where(pairs < ends[-1], last[rows], -1)

@@ -62,7 +62,7 @@ class RaggedRows:
             return RaggedRows(page_table, own, kv_lens, own[:-1], positions)
         assert num_tokens > len(self.kv_lens), "rows with one token each would be taken for rows that decode"
         query_starts = jnp.clip(self.query_starts - first, 0, num_tokens)
-        # A row that goes on behind this part has so many keys fewer here.
+        # A row that goes on after this part has so many keys fewer here.
         kv_lens = self.kv_lens - jnp.maximum(self.query_starts[1:] - (first + num_tokens), 0)
         kv_lens = jnp.where(jnp.diff(query_starts) > 0, kv_lens, 0)
         token_rows = jnp.take(self.token_rows, tokens, mode="clip")

@@ -52,7 +52,7 @@ def small_gated_matmul(
 ) -> jax.Array:
     """Computes gate(x a) * (x b) for x [T, in] and a matrix [2, F, in] of `matrices`, whose halves are a and b: [T, F].
 
-    Otherwise it is as `small_matmul`. The products are rounded once, behind the gate.
+    Otherwise it is as `small_matmul`. The products are rounded once, after the gate.
     """
     from pallas_kernels.small_matmul.kernel import COLUMNS, gated
 

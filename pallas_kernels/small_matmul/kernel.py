@@ -45,7 +45,7 @@ def gated(e: Emitter, frame: Frame, dtype: str, activation: str) -> None:
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:
         tile, size = _tile(t, rows, dtype, "float32"), SIZE_OF[dtype]
-        # The products of both halves, [rows, COLUMNS] each and a vector behind them, which partial vectors may read.
+        # The products of both halves, [rows, COLUMNS] each and a vector after them, which partial vectors may read.
         floats = rows * COLUMNS
         gate, up = (t.words((floats + t.lanes) // 2) for _ in range(2))
 

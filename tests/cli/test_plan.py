@@ -62,7 +62,7 @@ def test_the_report_of_stages(capsys):
     assert main(["--model", "gemma-2-27b", "--device", "v5p", "--mesh", "2x1x4"]) == 0
     out = capsys.readouterr().out
     assert "gemma-2-27b on 2x1x4 v5p: fits" in out
-    assert "  layers do not divide: 2 of zeros behind them cost what others do" in out
+    assert "  layers do not divide: 2 of zeros after them cost what others do" in out
     assert "  links are those within a stage" in out
     assert main(["--model", "Llama-3.1-8B", "--device", "v5e", "--mesh", "4x1x4"]) == 2
     assert "mesh 4x1x4 has 16 devices to a replica, more than the 8 that can be planned" in capsys.readouterr().err

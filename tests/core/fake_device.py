@@ -174,7 +174,7 @@ class FakeDevice:
             self.requests[fork.slot] = self.requests[fork.source]
 
     def _logprobs(self, plan: StepPlan) -> TopLogprobs:
-        """What each row proposes behind the tokens that it has computed; garbage where it yields nothing."""
+        """What each row proposes after the tokens that it has computed; garbage where it yields nothing."""
         top_ids = np.full((plan.num_rows, VOCAB_SIZE), GARBAGE, np.int32)
         top = np.zeros((plan.num_rows, VOCAB_SIZE), np.float32)
         for row in np.flatnonzero(plan.samples):

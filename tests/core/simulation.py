@@ -31,7 +31,7 @@ class Setup:
     """An engine without a model. `depth` is how many steps may be dispatched before one is read.
 
     A step may be `decode_steps` in one, each with `num_drafts` drafts; with `seed` a row yields fewer tokens than that
-    at random, else none is missing but behind its end. The first group has `num_pages` and `window`; `more_groups` are
+    at random, else none is missing but after its end. The first group has `num_pages` and `window`; `more_groups` are
     the others. A step may be cut to one of `sizes`. The first `num_tight_steps` steps have no more than `room`.
     """
 
@@ -114,7 +114,7 @@ class Shadow:
     planned: int = 0  # the most tokens it may have, those in flight included
     known: int = 0
     unreported: int = 0  # the last of the known ones, which were forced
-    starts_again: bool = False  # behind a guess that its constraint did not allow
+    starts_again: bool = False  # after a guess that its constraint did not allow
     emitted: list[int] = field(default_factory=list)
     num_started: int = 0
     scores: dict[int, tuple[int, int]] = field(default_factory=dict)  # by position: what was likely, what came
@@ -132,7 +132,7 @@ class Shadow:
         return self.state == "running" and self.computed < self.prefill_len
 
     def forced(self, most: int) -> int:
-        """How many of the tokens behind the known ones are forced, `most` at most, none of which may end it."""
+        """How many of the tokens after the known ones are forced, `most` at most, none of which may end it."""
         count, first = 0, self.known - len(self.job.prompt)
         for token in (self.job.script or ())[first:]:
             if count >= most or token is None or token < 0 or token in self.job.stops:
@@ -328,7 +328,7 @@ class Simulation:
                 pages[:] = [page if self._is_seen(group, i, position) else TRASH_PAGE for i, page in enumerate(pages)]
 
     def _is_seen(self, group: GroupSize, column: int, position: int) -> bool:
-        """Whether a token at `position` or behind it sees a position of that page."""
+        """Whether a token at `position` or after it sees a position of that page."""
         last = (column + 1) * self.setup.page_size - 1
         return group.window is None or last > position - group.window
 
@@ -460,7 +460,7 @@ class Simulation:
             is_masked = plan.masked is not None and bool(plan.masked[row])
             assert not is_masked or (shadow.job.script is not None and plan.samples[row]), "a free row waits"
             if row >= plan.num_decode and shadow.job.script is not None:
-                assert is_masked == plan.samples[row], "a token behind known ones is a guess"
+                assert is_masked == plan.samples[row], "a token after known ones is a guess"
             if shadow in given:
                 shadow.forget_flights()
                 shadow.starts_again = False
@@ -656,7 +656,7 @@ class Simulation:
             assert self.scheduler.num_cached_tokens(shadow.request) == self._num_cached(shadow)
 
     def _num_cached(self, shadow: Shadow) -> int:
-        """The longest prefix whose pages every group has, but for those that no token behind it sees."""
+        """The longest prefix whose pages every group has, but for those that no token after it sees."""
         size = self.setup.page_size
         if not self.setup.caching or shadow.job.scored:
             return 0

@@ -335,7 +335,7 @@ def test_copies_of_one_prompt_cost_one_prefill() -> None:
     shadows = [simulation.add(Job((0, 1, 2, 3, 0, 1, 2, 3, 4), max_tokens=3)) for _ in range(4)]
     other = simulation.add(Job((4, 4, 4), max_tokens=3))
     simulation.step()
-    # The copies wait one step for the first one's pages; whoever is behind them does not.
+    # The copies wait one step for the first one's pages; whoever is after them does not.
     assert [shadow.state for shadow in (*shadows, other)] == ["running", "waiting", "waiting", "waiting", "running"]
     simulation.step()  # two slots are taken, two are left
     assert [shadow.state for shadow in shadows] == ["running", "running", "running", "waiting"]

@@ -124,7 +124,7 @@ def assert_recounted(prompt: Sequence[int], completion: CompletionOutput) -> Non
         num_tokens += step.num_tokens
     if not explanation.num_steps_left_out:
         assert num_tokens == len(tokens)
-        # Nothing computes the last token, unless it was forced and nothing came behind it.
+        # Nothing computes the last token, unless it was forced and nothing came after it.
         assert at == len(prompt) + len(tokens) - (origins[-1:] != ["forced"])
     if completion.logprobs is not None:
         for token, ranked in zip(explanation.tokens, completion.logprobs, strict=True):

@@ -123,7 +123,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_found_again(llm: LLM, model: Mo
 )
 def test_more_beams_than_a_step_reports_candidates_for(wide_llm: LLM, model: Model, params: BeamSearchParams) -> None:
     at = cooled(model, params.logit_divisor)
-    prompts = [LONG[:28], LONG[5:33]]  # the third page is opened behind 32 tokens, by each beam
+    prompts = [LONG[:28], LONG[5:33]]  # the third page is opened after 32 tokens, by each beam
     best = [expected(at, prompt, params, eos_of(wide_llm)) for prompt in prompts]
     for num_pages in (256, 33):  # then also preempted
         before = wide_llm.engine.stats().num_preemptions

@@ -205,7 +205,7 @@ def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 def test_answers_are_those_without_drafts(drafted: LLM, answers: Answers) -> None:
     assert_equal(complete(drafted, PROMPTS, PARAMS), answers)
-    # One after the other, so that rows guess with all of their drafts, and behind cached prefixes.
+    # One after the other, so that rows guess with all of their drafts, and after cached prefixes.
     [replica] = drafted.engine.replicas
     before = replica.num_accepted.copy()
     some = range(0, len(PARAMS), 5)
@@ -308,7 +308,7 @@ STORIES = [f"{'Once upon a time there was a fox. ' * (number % 3)}Number {number
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[tuple[Answers, Answers]]:
-    """The answers of the demo model, and those behind its reasoning."""
+    """The answers of the demo model, and those after its reasoning."""
     with LLM("demo", dtype="float32", max_decode_burst=1, **DEMO) as llm:
         llm.engine._masks_commute = False
         answers = complete(llm, STORIES, PARAMS)

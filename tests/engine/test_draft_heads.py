@@ -32,7 +32,7 @@ def answers(tiny_checkpoint: Path) -> Iterator[list[list[CompletionOutput]]]:
 def test_a_model_drafts_for_itself_and_is_always_right(
     tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind prompts in chunks, cached prefixes, steps without drafts or with fewer, and preemptions."""
+    """Also after prompts in chunks, cached prefixes, steps without drafts or with fewer, and preemptions."""
     numbers = iter(())
     choose_drafts(monkeypatch, lambda possible: next(numbers, max(possible)))
     config = {"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3}

@@ -135,7 +135,7 @@ def test_a_prompt_is_scored_once_for_n_completions_and_again_after_a_preemption(
 
 
 def test_a_prompt_of_the_models_length_is_scored(llm: LLM, recomputation: Recomputation) -> None:
-    """Nothing is to be generated, so that no room is needed behind the prompt."""
+    """Nothing is to be generated, so that no room is needed after the prompt."""
     score = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1)
     longest = np.random.default_rng(9).integers(2, 256, MAX_MODEL_LEN).tolist()
     prompts = [longest, longest[:20], longest[:1]]

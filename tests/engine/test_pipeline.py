@@ -61,7 +61,7 @@ def test_the_tokens_are_those_of_transformers(staged: tuple[Fixture, LLM]) -> No
     fixture, llm = staged
     assert llm.engine.replicas[0].scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
     assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
-    # Behind a cached prefix, and alone.
+    # After a cached prefix, and alone.
     for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):
         [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == expected

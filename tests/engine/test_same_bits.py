@@ -27,7 +27,7 @@ def test_alone_together_cached_chunked_and_preempted(tiny_checkpoint: Path) -> N
     steps = dict(row_buckets=(1, 24), token_buckets=(64,), max_num_seqs=24, max_num_batched_tokens=64, num_pages=257)
     with tiny_llm(tiny_checkpoint, dtype="bfloat16", attention_backend="cpu", **steps) as llm:
         together = answers(llm, PROMPTS, PARAMS)
-        assert answers(llm, PROMPTS, PARAMS) == together  # behind prefixes of the cache
+        assert answers(llm, PROMPTS, PARAMS) == together  # after prefixes of the cache
         llm.reset_prefix_cache()
         assert [answers(llm, [prompt], [one])[0] for prompt, one in zip(PROMPTS, PARAMS, strict=True)] == together
         before = llm.engine.stats().num_preemptions

@@ -19,7 +19,7 @@ class Submitted:
 
 
 def random_prompt(random: np.random.Generator, earlier: list[Submitted]) -> list[int]:
-    """New tokens, mostly behind what an earlier prompt began with: prefixes are shared at every length."""
+    """New tokens, mostly after what an earlier prompt began with: prefixes are shared at every length."""
     fresh = random.integers(2, 256, random.integers(1, 40)).tolist()
     if not earlier or random.random() < 0.4:
         return fresh

@@ -39,7 +39,7 @@ def forget(llm: LLM) -> None:
 
 
 def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams = SAMPLED) -> tuple[list[list[int]], np.ndarray]:
-    """The tokens behind each prompt, and how many drafts there were, and how many of them were right."""
+    """The tokens after each prompt, and how many drafts there were, and how many of them were right."""
     [replica] = llm.engine.replicas
     replica.num_drafted[:] = replica.num_accepted[:] = 0
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     fixture = Fixture.load(name)
     params, spec = load(fixture, tmp_path, "separate")
     run = jax.jit(lambda params, tokens: dense_logits(params, spec, tokens))
-    # Fed with the expected tokens at once: each must be the best behind those before it.
+    # Fed with the expected tokens at once: each must be the best after those before it.
     for prompt, greedy in zip(fixture.prompts, fixture.greedy, strict=True):
         padded = np.zeros(fixture.max_model_len, np.int32)
         padded[: len(prompt) + len(greedy)] = prompt + greedy

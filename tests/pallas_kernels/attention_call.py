@@ -32,7 +32,7 @@ TOLERANCES = {np.dtype(np.float32): 1e-5, np.dtype(np.float16): 3e-3, np.dtype(m
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, the whole context of each row behind it, and what must come out."""
+    """The arguments of one call, by which each row has computed its whole context, and what must come out."""
 
     case: RaggedCase
     q: np.ndarray  # [T, H, D]

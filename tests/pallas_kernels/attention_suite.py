@@ -123,7 +123,7 @@ class AttentionSuite:
 
     def test_only_the_new_kv_of_this_layer_is_written(self, result: Result) -> None:
         # NaN equal to NaN: nothing else may change, in any page of any layer, but for the trash page, and for positions
-        # behind the end of a row in a page that the row writes to: nobody reads those before they are written.
+        # after the end of a row in a page that the row writes to: nobody reads those before they are written.
         call, size = result.call, result.call.case.page_size
         before, expected, pages = (x.astype(np.float32) for x in (call.pages, call.written, result.pages))
         for row, pages_of_row in zip(call.case.rows, call.table, strict=True):

@@ -40,7 +40,7 @@ def test_a_row_that_is_always_right_or_never_has_some_of_its_first_drafts() -> N
 
 
 def test_acceptance_follows_what_was_right() -> None:
-    """Drafts behind the first wrong one say nothing, and a row without drafts is forgotten slowly."""
+    """Drafts after the first wrong one say nothing, and a row without drafts is forgotten slowly."""
     drafted, accepted = jnp.array([3, 3, 3, 0]), jnp.array([3, 1, 0, 0])
     acceptance = jnp.full(4, 0.8, jnp.float32)
     for _ in range(200):

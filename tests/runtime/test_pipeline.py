@@ -55,7 +55,7 @@ def computed(rows: RaggedRows) -> list[tuple[list[int], int, int]]:
     real, starts = np.asarray(rows.is_real()), np.asarray(rows.query_starts)
     for token, row in enumerate(np.asarray(rows.token_rows)):
         if real[token]:
-            behind = starts[row + 1] - 1 - token  # queries of its row behind it
+            behind = starts[row + 1] - 1 - token  # queries of its row after it
             keys = int(rows.kv_lens[row]) - behind
             found.append((np.asarray(rows.page_table[row]).tolist(), int(rows.positions[token]), keys))
     return found

@@ -201,7 +201,7 @@ def test_a_bucket_that_fails_is_logged_and_the_others_serve(caplog: pytest.LogCa
     assert "bucket decode 4 did not compile" in record.getMessage()
     assert "no decode 4 on this chip" in caplog.text
     assert programs.num_compiled == len(LADDER.buckets) - 1
-    # Behind it all others compiled; its plans run padded in the next larger one.
+    # After it all others compiled; its plans run padded in the next larger one.
     assert programs.choose(make_plan(4)) == Bucket(8, 4)
     with pytest.raises(RuntimeError, match="bucket decode 4 did not compile here, and process 0 uses it"):
         programs.wait_for(Bucket(4, 4))

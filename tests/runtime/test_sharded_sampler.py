@@ -35,7 +35,7 @@ ROWS = [
     Row(temperature=1.0, frequency_penalty=-2.0, output=(2, 49, 49), seed=(1, 9)),
     Row(temperature=0.0, bad_words=((1,), (0, 2), (5, 49)), prompt=(5,)),
 ]
-PADDING = 1e9  # what lies behind the vocabulary would win if it were looked at
+PADDING = 1e9  # what lies after the vocabulary would win if it were looked at
 
 
 def on_mesh(run: Callable[..., Any], size: int, num_arguments: int) -> Callable[..., Any]:

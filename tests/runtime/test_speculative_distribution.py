@@ -95,7 +95,7 @@ def state_of(row: Row) -> DeviceState:
 
 
 def begun(state: DeviceState, seeds: np.ndarray) -> DeviceState:
-    """`state`, in which every slot has the prompt behind it, and no more."""
+    """`state`, in which every slot has computed its prompt, and no more."""
     history = jnp.zeros_like(state["history"]).at[:, : len(PROMPT)].set(np.array(PROMPT))
     counts = jnp.zeros_like(state["output_counts"])
     lengths = jnp.full_like(state["length"], len(PROMPT))

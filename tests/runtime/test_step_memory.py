@@ -119,7 +119,7 @@ def test_no_copy_of_a_weight() -> None:
 
 
 def test_no_copy_of_a_weight_where_layers_follow_a_period() -> None:
-    # A loop over two periods of a run and a layer, and a run behind it.
+    # A loop over two periods of a run and a layer, and a run after it.
     spec = replace(SPEC, num_layers=8, windows=(64, 64, None) * 2 + (64, 64), layer_rope=(0,) * 8)
     kv, params = SHAPE.pages(spec, REFERENCE, MESH), abstract_params(spec, jnp.float32, "separate", MESH)
     memory = StepCompiler(params, kv, spec, SHAPE, REFERENCE, MESH).compile(BURST).begin.memory_analysis()

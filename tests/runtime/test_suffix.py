@@ -118,7 +118,7 @@ def test_guesses_what_followed_most_of_the_same_tokens(proposer: SuffixProposer,
 
 
 def histories(*texts: list[int]) -> DeviceState:
-    """The state behind rows that had these tokens one after the other, in slots 0, 1 ..."""
+    """The state after rows that had these tokens one after the other, in slots 0, 1 ..."""
     state = new_state(SIZES)
     positions = np.arange(16, dtype=np.int32)
     for slot, text in enumerate(texts):

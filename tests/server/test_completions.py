@@ -234,7 +234,7 @@ def test_echo_with_logprobs_tells_those_of_the_prompt(server):
     assert choices[0]["logprobs"] == choices[1]["logprobs"]
     logprobs = choices[0]["logprobs"]
     count = len(tokens)
-    assert "".join(logprobs["tokens"][1:]) == PROMPT + alone["text"]  # behind the one that begins all texts
+    assert "".join(logprobs["tokens"][1:]) == PROMPT + alone["text"]  # after the one that begins all texts
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
     assert logprobs["token_logprobs"][count:] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-4)
     for token, own, best in list(
@@ -269,7 +269,7 @@ def test_a_prompt_is_scored_and_nothing_generated(server):
 
 
 def test_a_prompt_of_the_models_length_is_scored(server):
-    """Nothing is generated, so that no room is needed behind it."""
+    """Nothing is generated, so that no room is needed after it."""
     tokens = server.answer("/tokenize", prompt="word " * 600)["tokens"][:512]
     body: dict[str, Any] = dict(prompt=tokens, max_tokens=0, temperature=0)
     told = scored(server, **body, echo=True, logprobs=1)

@@ -565,7 +565,7 @@ def test_a_completion_goes_on_as_far_as_the_slider_says(tab: Browser, fake: Fake
     tab.type("[name=max_tokens]", "40")
     ask(tab, "four")
     wait_for_answer(tab)
-    # All the way up: where the context ends, which is three tokens less behind three words.
+    # All the way up: where the context ends, which is three tokens less after three words.
     assert [body["max_tokens"] for body in fake.bodies] == [CONTEXT - 3, 40]
 
 

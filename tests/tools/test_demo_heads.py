@@ -65,7 +65,7 @@ def test_an_unrolled_guess_is_a_pass_over_real_and_drafted_features(target: Targ
     states, _ = residual_states(TARGET, target.params, tokens, segments)
     unrolled = unroll(HEAD, params, target.embedding, tokens, segments, states, 4)
     own = tokens[0, 5:]
-    # The second document alone has other positions than behind the first one. RoPE sees their differences only.
+    # The second document alone has other positions than after the first one. RoPE sees their differences only.
     alone, _ = residual_states(TARGET, target.params, own[None], jnp.ones_like(own[None]))
     real = features_before(eagle3_features(HEAD, params, [state[0] for state in alone]))
     for last in (1, 2, 4):
@@ -73,7 +73,7 @@ def test_an_unrolled_guess_is_a_pass_over_real_and_drafted_features(target: Targ
         for at in range(last, last + 4):
             scored, x = eagle3_pass(HEAD, params, target.embedding, own, features)
             np.testing.assert_allclose(scored[at], unrolled[at - last][0, 5 + at], rtol=2e-4, atol=2e-4)
-            # A drafted token has no feature of the target's. What stands behind it changes nothing before it.
+            # A drafted token has no feature of the target's. What stands after it changes nothing before it.
             features = features.at[at + 1 :].set(x[at])
 
 
@@ -184,7 +184,7 @@ def test_a_draft_is_right_up_to_its_first_wrong_token() -> None:
     [score] = scores(guess, [Continuation("story", np.arange(12, dtype=np.int32), prompt=4)])
     assert score.right.tolist() == [3, 0, 2, 3, 1, 2, 0, 0]
     assert score.possible.tolist() == [6, 6, 5, 4, 3, 2, 1, 0]
-    # The steps begin behind the tokens number 0, 3 and 6 of the continuation with two drafts, else 0, 4 and 6.
+    # The steps begin after the tokens number 0, 3 and 6 of the continuation with two drafts, else 0, 4 and 6.
     assert score.tokens_per_step(2) == (7, 3)
     assert score.tokens_per_step(3) == (7, 3)
     assert score.tokens_per_step(0) == (7, 7)

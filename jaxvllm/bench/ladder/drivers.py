@@ -228,7 +228,7 @@ class Apart:
     def _go_on(self, meter: Meter, transcript: Transcript, moving: "_Moving") -> None:
         engine = self._decode
         while not moving.is_broken:
-            # The order matters: what is put before the end is found behind it.
+            # The order matters: what is put before the end is found after it.
             is_over = moving.is_over.is_set()
             with suppress(queue.Empty):
                 while True:

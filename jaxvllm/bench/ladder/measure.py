@@ -70,7 +70,7 @@ class Engines:
 
 
 def prefill_config(config: EngineConfig) -> EngineConfig:
-    """Returns the config of an engine that computes prompts for one of `config`, and no token behind the first.
+    """Returns the config of an engine that computes prompts for one of `config`, and no token after the first.
 
     One that planned ahead would have begun with the second token when the first is read. Drafts stay on, because their
     KV travels too.

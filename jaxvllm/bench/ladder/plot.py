@@ -32,7 +32,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """Writes the picture. A colour says what a rung changed; its figure and the factor stand behind the bar."""
+    """Writes the picture. A colour says what a rung changed; its figure and the factor stand after the bar."""
     # This way needs no display and leaves no state in pyplot behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas

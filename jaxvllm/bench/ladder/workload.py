@@ -1,4 +1,4 @@
-"""The requests of the ladder: chats of many lengths behind one system prompt, some of which come later."""
+"""The requests of the ladder: chats of many lengths after one system prompt, some of which come later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and FFN, one norm over all query heads, and one over all key heads."""
+"""OLMo 2: norms after attention and FFN, one norm over all query heads, and one over all key heads."""
 
 from dataclasses import replace
 

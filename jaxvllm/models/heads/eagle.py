@@ -1,7 +1,7 @@
 """EAGLE heads: one decoder layer that reads the model's hidden states beside the tokens.
 
-EAGLE (arXiv 2401.15077) sees the hidden state behind the model's last layer. EAGLE-3 (arXiv 2503.01840) sees the states
-behind several layers, and has a vocabulary of its own, of the tokens that are common.
+EAGLE (arXiv 2401.15077) sees the hidden state after the model's last layer. EAGLE-3 (arXiv 2503.01840) sees the states
+after several layers, and has a vocabulary of its own, of the tokens that are common.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ DRAFT = "draft"
 
 
 class DraftHead(Protocol):
-    """A network that guesses the token behind a known one. It is frozen and hashable.
+    """A network that guesses the token after a known one. It is frozen and hashable.
 
     It sees that token, and the feature of the position before: what the model thought there, or where that is unknown,
     what the head itself thought. `params` are those of the model, with those of the head under `DRAFT`.

@@ -29,7 +29,7 @@ class AutoregressiveProposer:
     whatever the host does with a page (sharing, evicting, preempting) it does with both.
 
     Position p of the first head sees token p and the feature of position p - 1, what the model thought there. Where
-    nobody knows that feature, at the start and behind a cached prefix, the feature of position p stands in.
+    nobody knows that feature, at the start and after a cached prefix, the feature of position p stands in.
     """
 
     heads: tuple[DraftHead, ...]
@@ -75,7 +75,7 @@ class AutoregressiveProposer:
                 hidden, feature, kv_pages = self._apply(head, known.params, kv_pages, tokens, rows, before, model)
                 thought.append(hidden)
                 after.append(feature)
-            # Behind the last head comes the first.
+            # After the last head comes the first.
             features = jnp.concatenate([*after[-1:], *after[:-1]], axis=1)
             hidden = thought[0] if len(thought) == 1 else jnp.stack(thought)[place % len(thought)]
             logits = self.heads[0].logits(known.params, hidden, model.spec, model.shard, model.axis)
@@ -129,7 +129,7 @@ class AutoregressiveProposer:
             )
         if kept is not None:
             state = step.with_features(jnp.concatenate(seen, axis=1))
-        # A row that starts again behind a wrong guess had got farther.
+        # A row that starts again after a wrong guess had got farther.
         reached = jnp.where(known >= starts, starts + step.counts, known)
         return kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
 

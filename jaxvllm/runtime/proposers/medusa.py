@@ -23,7 +23,7 @@ class MedusaProposer:
 
     @property
     def follows_all(self) -> bool:
-        return False  # the first step with drafts behind one that it did not see has none, and shows it the features
+        return False  # the first step with drafts after one that it did not see has none, and shows it the features
 
     @property
     def reads_index(self) -> bool:

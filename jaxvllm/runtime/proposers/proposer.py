@@ -96,7 +96,7 @@ class Proposer(Protocol):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Numbers of layers behind which it wants to see the states of the model."""
+        """Numbers of layers after which it wants to see the states of the model."""
 
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         """Returns up to `num_drafts` tokens for each row, and the pages, to which it may have written."""

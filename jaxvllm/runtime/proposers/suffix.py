@@ -34,7 +34,7 @@ class SuffixProposer(HistoryProposer):
         same = tokens_before(history, there, places, self.deepest) == last[:, None, : self.deepest]
         same &= (backwards < places[..., None]) & (backwards < lengths[:, None, None])
         num_same = jnp.cumprod(same, axis=2, dtype=jnp.int32).sum(axis=2)
-        # Behind the tokens of a slot's tenant are those of earlier ones.
+        # After the tokens of a slot's tenant are those of earlier ones.
         known = state[LENGTH.name][there]
         num_behind = jnp.where(places <= known, known, history.shape[1]) - places
         is_own = (there == slots[:, None]) & (places < lengths[:, None])

@@ -242,7 +242,7 @@ class ToolCallParser:
 
 
 class _Reader(Protocol):
-    """Reads what has an end of its own. It stops behind it, at the end of the text, or at a wrong character."""
+    """Reads what has an end of its own. It stops after it, at the end of the text, or at a wrong character."""
 
     done: bool
     failed: bool

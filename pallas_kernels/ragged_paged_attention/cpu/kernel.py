@@ -123,7 +123,7 @@ class _Scratch:
 
     @classmethod
     def at(cls, base: Value, item: _Item) -> tuple["_Scratch", Value]:
-        """Places it behind `base`, each part at a multiple of 64 bytes. Returns it with its end."""
+        """Places it after `base`, each part at a multiple of 64 bytes. Returns it with its end."""
         D, M = item.call.head_size, item.num_queries
         places, end = [], base
         for size in (D * item.block, M * item.block, M * D, M * D, M, M):

@@ -83,7 +83,7 @@ class Matrix:
     def zero_unseen(self, values: Ref, first: jax.Array, begin: jax.Array, end: jax.Array) -> None:
         """Zeroes the values of a block from position `first` on that lie outside begin .. end - 1.
 
-        Their weights are zero, but they may be NaN: in the rest of a row's last page, and in pages behind a window.
+        Their weights are zero, but they may be NaN: in the rest of a row's last page, and in pages outside a window.
         """
         at = first + iota(values.shape, 0)
         kept = plgpu.load(values, layout=plgpu.Layout.WGMMA)

@@ -250,7 +250,7 @@ def _consume(
             staging[...] = part.astype(attention.dtype)
             plgpu.commit_smem()
 
-            # The outputs are stored query by query, because those behind the row's last one belong to another row.
+            # The outputs are stored query by query, because those after the row's last one belong to another row.
             @pl.loop(0, jnp.clip(unit.queries - first_query, 0, attention.tile_queries))
             def _(index: jax.Array, column: int = column) -> None:
                 source = staging.at[pl.ds(index * attention.group, attention.group)]

@@ -75,7 +75,7 @@ def plan_prefill(
 ) -> PrefillPlan:
     """Makes tiles of up to `queries` queries for rows with `query_lens` > 0.
 
-    query_lens, kv_lens i32[R], query_starts i32[R + 1]. Tokens behind the last row make tiles of KV length 0, so that
+    query_lens, kv_lens i32[R], query_starts i32[R + 1]. Tokens after the last row make tiles of KV length 0, so that
     old values in their output are overwritten.
     """
     num_rows = len(kv_lens)

@@ -124,7 +124,7 @@ class Attender:
     # Fetching.
 
     def _fetch(self, cursor: _Cursor, slot: jax.Array) -> _Cursor:
-        """Starts the copies of the fetch at the cursor. Returns the cursor behind it."""
+        """Starts the copies of the fetch at the cursor. Returns the cursor after it."""
         rows, page_size, tile = self.walk.rows, self.problem.page_size, self.blocks.tile_queries
         place = cursor.place
         row = jnp.minimum(place.row, rows.count - 1)

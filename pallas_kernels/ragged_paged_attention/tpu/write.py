@@ -31,7 +31,7 @@ class _Chunk(NamedTuple):
 
     token: jax.Array  # the first one's number in the batch
     begin: jax.Array  # where it goes in the run
-    end: jax.Array  # behind the last one
+    end: jax.Array  # after the last one
 
     def first_stripe(self, stripe: int) -> jax.Array:
         return div(self.begin, stripe)
@@ -236,7 +236,7 @@ class Merger:
     ) -> None:
         """Puts the token of `slot` at index `at` of `stripe` [K, stripe, 2 * D], and starts writing it to `target`.
 
-        This is the `number`-th write. Tokens behind this one stay in `target`, and are zero here.
+        This is the `number`-th write. Tokens after this one stay in `target`, and are zero here.
         """
         self._copy(token, slot).wait()
         out = rem(number, MERGE_SLOTS)

@@ -24,7 +24,7 @@ STATES = RANDOM.standard_normal((3, 9, E))
 
 
 def computed(head: DraftHead, own: Params, tokens: np.ndarray, features: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The logits and features behind pairs of token i + 1 and feature i, which we call position i + 1."""
+    """The logits and features after pairs of token i + 1 and feature i, which we call position i + 1."""
     params = of_target(own)
     positions = jnp.arange(1, len(tokens) + 1, dtype=jnp.int32)
     ids, features = jnp.asarray(tokens, jnp.int32), jnp.asarray(features, jnp.float32)

@@ -75,7 +75,7 @@ def test_a_head(kind: str, number: int, tmp_path: Path) -> None:
     heads, own = read_mtp(tmp_path, checkpoint.read_config(tmp_path), target, 3)
     assert len(heads) == len(own["heads"]) == 2
     head = heads[number]
-    # MiMo's was trained on what is in front of the model's final norm, the other on what is behind it.
+    # MiMo's was trained on what is in front of the model's final norm, the other on what is after it.
     assert head.depths == ((LAYERS,) if kind == "mimo" else ())
     features = head.features(of_target(own), jnp.asarray(HIDDEN), jnp.asarray(STATES))
     np.testing.assert_array_equal(features, np.float32(STATES[0] if kind == "mimo" else HIDDEN))
