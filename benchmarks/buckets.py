@@ -54,7 +54,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Device:
-    """What the engine's defaults are on a device, and what steps cost there."""
+    """The engine's defaults on a device, and the cost of steps there."""
 
     name: str
     rows: int
@@ -137,7 +137,7 @@ def ladders(device: Device) -> Mapping[str, BucketLadder]:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a workload got with a ladder."""
+    """The result of a workload with a ladder."""
 
     padding: Padding
     seconds: float  # that all steps and the waits between them take, by `StepCost`

@@ -144,7 +144,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Installation:
-    """Where a peer is installed, and its worker."""
+    """The environment in which a peer is installed, and its worker."""
 
     name: str
     python: Path

@@ -88,7 +88,7 @@ class Round:
 
     @property
     def gaps(self) -> list[float]:
-        """Between two chunks of a stream, if the second came after the long prompts."""
+        """The seconds between two chunks of a stream, if the second came after the long prompts."""
         pairs = (zip(times, times[1:], strict=False) for times in self.streams)
         return [later - before for of_one in pairs for before, later in of_one if later > 0]
 

@@ -43,7 +43,7 @@ LIMITS = {"errors": 120, "attention": 90, "8B": 200, "0.6B": 120, "peers": 90, "
 
 @dataclass(frozen=True)
 class Size:
-    """What the parts run."""
+    """The commands that the parts run."""
 
     models: Mapping[str, dict[str, Any]]
     engine: Mapping[str, Any]  # options of both engines

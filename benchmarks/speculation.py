@@ -89,7 +89,7 @@ def _prompts(kind: str, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one engine made of some prompts that were there at once."""
+    """The answer of one engine to some prompts that were there at once."""
 
     seconds: float
     cpu_seconds: float  # of all threads

@@ -1,4 +1,4 @@
-"""What stages cost: the planner's answer for one model, on the same eight chips as one stage and as two.
+"""The cost of stages: the planner's answer for one model, on the same eight chips as one stage and as two.
 
     python -m benchmarks.stages [--record]
 

@@ -174,7 +174,7 @@ class EngineConfig:
 
     @property
     def drafting(self) -> SpeculativeConfig | None:
-        """How drafts are made; None: there are none."""
+        """The way in which drafts are made, or None if there are none."""
         if not self.speculation:
             return None
         return (
@@ -183,12 +183,12 @@ class EngineConfig:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """How pages travel; None: they do not."""
+        """The way in which pages travel, or None if they do not."""
         return None if self.kv_transfer_config is None else KVTransferConfig.read(self.kv_transfer_config)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """How KV events are published; None: they are not."""
+        """The way in which KV events are published, or None if they are not."""
         config = None if self.kv_events_config is None else KVEventsConfig.read(self.kv_events_config)
         return config if config is not None and config.publishes else None
 

@@ -21,7 +21,7 @@ class Spelling(Protocol):
 
 @dataclass(frozen=True)
 class Translation:
-    """What options that are not ours become."""
+    """The translation of options that are not ours into ours."""
 
     options: Mapping[str, Any]  # of ours; those that several options of vLLM stand for are text
     unneeded: Mapping[str, str]  # options that change nothing here, as they were given, and why

@@ -69,6 +69,7 @@ def test_a_property_and_a_class_may_be_nouns_but_no_riddles() -> None:
     assert found('class A:\n    """Which rows yield tokens."""\n') == [("fragments", "Which rows yield tokens.")]
     source = 'class A:\n    @cached_property\n    def pages(self):\n        """Of each group."""\n'
     assert found(source) == [("fragments", "Of each group.")]
+    assert [kind for kind, _ in found(source.replace("Of each group", "What it holds"))] == ["fragments"]
 
 
 def test_behind_is_a_place() -> None:

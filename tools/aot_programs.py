@@ -70,7 +70,7 @@ class StepModel:
 
     @property
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
-        """What the engine runs of it.
+        """The forms of the program that the engine runs.
 
         A decode step, several in one program, several with drafts of n-grams, with so few that rows divide them, with
         drafts of suffixes and of an EAGLE-3 head, the first half of one whose rows wait for masks, the halves of a step

@@ -37,7 +37,7 @@ ROWS = 16
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the target says after a prompt: all tokens i32[T], the first `prompt` of them given."""
+    """The target's continuation of a prompt: all tokens i32[T], the first `prompt` of them given."""
 
     kind: str
     tokens: np.ndarray
@@ -46,7 +46,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Score:
-    """How many of `DRAFTED` drafted tokens are right at every position of one continuation.
+    """The number of right tokens among `DRAFTED` drafted ones, at every position of one continuation.
 
     Entry n of `right` i32[N] is the number of leading right tokens of the draft after the continuation's token n, and
     entry n of `possible` i32[N] the number of tokens that follow in the continuation, `DRAFTED` at most.

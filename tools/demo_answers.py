@@ -1,4 +1,4 @@
-"""What the demo model itself says, as documents: what drafts for the model must guess these words, and not the corpus'.
+"""Answers of the demo model itself, as documents: drafts for the model must guess these words, and not the corpus'.
 
 The questions and the openings are those of the training corpus. The engine writes the rest, greedily for every third
 document and at temperatures 0.7 and 1 for the others, so a seed gives the same documents again.

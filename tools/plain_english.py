@@ -6,7 +6,8 @@ rules are in CONTRIBUTING.md:
 - `openings`: the docstring of a function or method begins with a verb in the third person. A property may begin with a
   noun, because it reads like a value.
 - `fragments`: every sentence of a docstring has a verb, and none begins with a word such as "Of", "Those" or "Which".
-  Only the first sentence of a module, a class or a property may name what it describes ("The pages of a request.").
+  Only the first sentence of a module, a class or a property may name what it describes: by a noun ("The pages of a
+  request."), and not by a clause ("What it holds.").
 - `behind`: the word means a place ("behind a proxy"), and not "after".
 """
 
@@ -57,6 +58,7 @@ class Words:
     third_person: frozenset[str]  # with which the docstring of a function begins
     finite: frozenset[str]  # any of which makes a sentence
     fragment_starts: frozenset[str]
+    clause_starts: frozenset[str]
     places: re.Pattern[str]  # "behind" as a place
 
     @classmethod
@@ -67,6 +69,7 @@ class Words:
             frozenset(third_person | {"is", "has", "does"}),
             frozenset(third_person | set(rules["verbs"]) | set(rules["finite"])),
             frozenset(rules["fragment_starts"]),
+            frozenset(rules["clause_starts"]),
             re.compile("|".join(rules["behind"]).replace(" ", r"\s+"), re.IGNORECASE),
         )
 
@@ -100,7 +103,7 @@ def findings_of(tree: ast.Module, path: str, words: Words) -> Iterator[Finding]:
             if isinstance(node, FUNCTIONS) and not is_property(node):
                 if not set(words_in(first)[:1]) & words.third_person:
                     yield Finding("openings", place, first)
-            elif is_headless(first, words):
+            elif is_headless(first, words) or set(words_in(first)[:1]) & words.clause_starts:
                 yield Finding("fragments", place, first)
             for sentence in others:
                 if NO_SENTENCE.search(sentence):

@@ -1,4 +1,4 @@
-"""Beam search: which continuations of a prompt survive a step, and which are the best at the end. Knows no device.
+"""Beam search decides which continuations of a prompt survive a step, and which are the best. It knows no device.
 
 At each step every beam proposes its `2 * beam_width` most likely next tokens. EOS completes a sequence.
 The `beam_width` other ones with the largest cumulative log-probability are the beams of the next step. The score that
@@ -56,12 +56,12 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """How many next tokens each beam proposes."""
+        """The number of next tokens that each beam proposes."""
         return 2 * self.beam_width
 
     @property
     def logit_divisor(self) -> float:
-        """What logits are divided by before their log-probabilities are taken."""
+        """The divisor of logits before their log-probabilities are taken."""
         return 1.0 if self.temperature < GREEDY_TEMPERATURE else self.temperature
 
     def sampling_params(self, like: SamplingParams) -> SamplingParams:

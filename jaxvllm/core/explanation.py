@@ -99,7 +99,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """What one step did for the request.
+    """One step of the request's life.
 
     A `prefill` step computes a chunk of the prompt (or of all tokens so far, after a preemption), a `forced` one the
     tokens that a grammar forced, or again the last token before a wrong guess. A `decode` step computes one token, or
@@ -130,7 +130,7 @@ class ExplainedStep:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What happened to one completion of a request, from its prompt's tokens to its end."""
+    """The story of one completion of a request, from its prompt's tokens to its end."""
 
     request_id: str
     prompt: tuple[PromptToken, ...]

@@ -22,7 +22,7 @@ from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
 
 @dataclass(frozen=True)
 class GroupSize:
-    """How many pages a group has, the trash page included, and the last positions that its layers see (None: all)."""
+    """The number of pages of a group, with the trash page, and the last positions that its layers see (None: all)."""
 
     num_pages: int
     window: int | None = None
@@ -50,7 +50,7 @@ class ReservedPages:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why a request can never run: a group lacks pages even if it has no other request."""
+    """The reason why a request can never run: a group lacks pages even if it has no other request."""
 
     needed: int
     usable: int

@@ -1,4 +1,4 @@
-"""What a user asks of the publication of KV events, by vLLM's names."""
+"""The options of the publication of KV events, by vLLM's names."""
 
 import json
 import re
@@ -14,7 +14,10 @@ _MAX_QUEUE_SIZE = 100_000  # vLLM's default
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Where KV events are published, and how many of them are kept. Raises ValueError for what cannot be."""
+    """The addresses at which KV events are published, and the number that is kept.
+
+    Raises ValueError for what cannot be.
+    """
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None  # None: zmq if events are enabled

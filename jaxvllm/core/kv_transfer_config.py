@@ -1,4 +1,4 @@
-"""What a user asks of KV that travels, by vLLM's names."""
+"""The options of KV that travels, by vLLM's names."""
 
 import json
 import os

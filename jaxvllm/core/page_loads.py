@@ -14,7 +14,7 @@ from jaxvllm.core.step_plan import Ints
 
 
 class PageSource(Protocol):
-    """Where pages may be loaded from."""
+    """A place from which pages may be loaded."""
 
     def num_pages(self, request: Request, hashes: Sequence[bytes]) -> int:
         """Returns how many pages, of the `hashes` from the first on, can probably be loaded. It must not block.

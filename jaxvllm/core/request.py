@@ -235,7 +235,7 @@ class Request:
 
     @property
     def logit_divisor(self) -> float:
-        """What logits are divided by before the log-probabilities are taken that the host gets."""
+        """The divisor of logits before the log-probabilities are taken that the host gets."""
         return 1.0 if self.search is None else self.search.params.logit_divisor
 
     @property

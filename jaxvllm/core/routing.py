@@ -42,7 +42,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a policy sees of a request."""
+    """The part of a request that a policy sees."""
 
     num_tokens: int  # of its prompt
     session_id: str | None

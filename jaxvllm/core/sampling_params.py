@@ -279,7 +279,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many completions are generated. With `best_of`, more than are returned."""
+        """The number of completions that are generated. With `best_of`, more are generated than returned."""
         return self.n if self.best_of is None else self.best_of
 
     def child(self, index: int) -> "SamplingParams":

@@ -115,7 +115,7 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """How many rows decode in the next step, if it computes no prompt."""
+        """The number of rows that decode in the next step, if it computes no prompt."""
         return len(self._next_rows(self.slots.decoding()))
 
     @property

@@ -1,4 +1,4 @@
-"""What a user asks of speculative decoding, by vLLM's names."""
+"""The options of speculative decoding, by vLLM's names."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What crosses between host and device, as host values: one plan down, one output up."""
+"""The host values that cross between host and device: one plan down, one output up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,7 +170,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What became of drafts, by row and by their place after the row's last token."""
+    """The fate of drafts, by row and by their place after the row's last token."""
 
     drafted: Ints  # i32[R, K]: how often there was one
     accepted: Ints  # i32[R, K]: how often it was what was sampled
@@ -178,7 +178,7 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What the device computed for a plan's rows, on the host; log-probabilities only when a row asked for them.
+    """The results of a plan's rows, on the host. Log-probabilities are there only if a row asked for them.
 
     Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
     The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token after token t
@@ -244,7 +244,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What an output meant. Requests that nobody watches appear when they start and when they end, not per token."""
+    """The consequences of an output.
+
+    Requests that nobody watches appear when they start and when they end, not per token.
+    """
 
     num_new_tokens: int
     started: tuple[Request, ...]  # got their first token

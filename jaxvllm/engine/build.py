@@ -1,4 +1,4 @@
-"""From an EngineConfig to the parts of an engine: tokenizer, and for each replica weights, pages, scheduler, runner."""
+"""Makes the parts of an engine from its config: tokenizer, and each replica's weights, pages, scheduler and runner."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What `Engine` is made of."""
+    """The parts of an `Engine`."""
 
     tokenizer: Tokenizer | None  # None: the model directory has none, only token ids go in and out
     tokenizer_directory: Path | None  # where it was read

@@ -1,4 +1,4 @@
-"""How many decode steps one program takes: as many as fit into the time that an arrival may wait for it."""
+"""The pace of bursts: one program takes as many decode steps as fit into the time that an arrival may wait for it."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _KEPT = 64
 
 @dataclass
 class _Bursts:
-    """How long bursts of some number of rows took, by their steps."""
+    """The times of bursts of some number of rows, by their steps."""
 
     seconds: dict[int, float] = field(default_factory=dict)
     measured_at: dict[int, int] = field(default_factory=dict)  # by their steps, as a number of bursts

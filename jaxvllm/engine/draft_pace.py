@@ -1,4 +1,4 @@
-"""How many drafts decode steps should have, if any: what they bring and cost is measured while the engine serves."""
+"""The choice of the number of drafts: their gain and their cost are measured while the engine serves."""
 
 from bisect import bisect_left
 from collections import deque
@@ -46,7 +46,7 @@ class _Window:
 
 @dataclass
 class _Kind:
-    """What decode steps with some number of drafts, or none, took and brought, and when they are tried again."""
+    """The time and the tokens of decode steps with some number of drafts, or none, and the next try of them."""
 
     seconds: _Window = field(default_factory=_Window)  # of a step
     tokens: _Window = field(default_factory=_Window)  # of a row in a step
@@ -62,7 +62,7 @@ class _Kind:
 
     @property
     def token_seconds(self) -> float:
-        """How long a row waits for a token."""
+        """The time for which a row waits for a token."""
         return self.seconds.middle / self.tokens.middle
 
     def plan_try(self, least: float) -> None:
@@ -73,7 +73,7 @@ class _Kind:
 
 @dataclass
 class _Measured:
-    """What is known of decode steps of some number of rows."""
+    """The measurements of decode steps of some number of rows."""
 
     kinds: dict[int, _Kind] = field(default_factory=lambda: {0: _Kind()})  # by the drafts that a row may have
     best: int = 0  # when it was measured last

@@ -1,4 +1,4 @@
-"""From a `SpeculativeConfig` to what guesses: the proposer, and its parameters on the devices."""
+"""Makes the proposer of a `SpeculativeConfig`, and puts its parameters on the devices."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ _MATRICES = frozenset({"fc", "qkv", "o", "gate_up", "down", "lm_head", "lm_heads
 
 @dataclass(frozen=True)
 class Drafting:
-    """What guesses, and its parameters on the host; None: it has none."""
+    """A proposer, and its parameters on the host, or None if it has none."""
 
     proposer: Proposer
     params: Params | None = None

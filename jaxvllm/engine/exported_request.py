@@ -14,7 +14,7 @@ from jaxvllm.engine.outputs import FinishReasonName, Logprob, RequestMetrics
 
 @dataclass(frozen=True)
 class CompletionProgress:
-    """What callers know, or will be told next, of one of a request's completions."""
+    """The part of one completion that callers know, or will be told next."""
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]]  # of these tokens, where the request wants them
@@ -27,7 +27,7 @@ class CompletionProgress:
 
 @dataclass(frozen=True)
 class RequestProgress:
-    """What callers know of a request. Times are seconds from the export on, so most are negative."""
+    """The part of a request that callers know. Times are seconds from the export on, so most are negative."""
 
     completions: tuple[CompletionProgress, ...]
     metrics: RequestMetrics
@@ -38,7 +38,7 @@ class RequestProgress:
 
 @dataclass(frozen=True)
 class SamplingState:
-    """All that the next tokens of an unfinished sequence depend on, beside its parameters and its prompt."""
+    """The state on which the next tokens of an unfinished sequence depend, beside its parameters and its prompt."""
 
     seed: int
     output_token_ids: list[int]  # all that are known; a beam search has none and begins again

@@ -7,7 +7,10 @@ from jaxvllm.core.step_plan import StepPlan
 
 
 class FollowedRows:
-    """What the host knows of that. The device decides for each row; the host needs to know whether asking is of use."""
+    """The host's knowledge of the requests of which the proposer has seen every step.
+
+    The device decides for each row; the host needs to know whether asking is of use.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._missed = np.zeros(num_slots, np.bool_)

@@ -36,7 +36,7 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._next = 0
         endpoint, replay = config.of_replica(rank)
-        # A batch of a long prompt has some 10 KB, so none is kept for nobody.
+        # A batch of a long prompt has some 10 KB, so batches are kept only where a replay endpoint can ask for them.
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=0 if replay is None else config.buffer_steps)
         self._lock = threading.Lock()  # of `_kept`, which a thread reads
         self._context = zmq.Context()

@@ -60,7 +60,7 @@ class _Completion:
 
     @property
     def num_new(self) -> int:
-        """How many tokens no output has contained yet."""
+        """The number of tokens that no output has contained yet."""
         return len(self.token_ids) - self.num_shown
 
     def read(self) -> StopMatch | None:
@@ -146,7 +146,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class Processed:
-    """What an update meant to callers."""
+    """The meaning of an update to callers."""
 
     outputs: list[RequestOutput]  # those that are due now
     stopped: list[str]  # ids of requests that a stop string has ended, and that the scheduler still runs

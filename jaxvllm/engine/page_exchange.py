@@ -1,4 +1,4 @@
-"""From a config to what carries an engine's pages: the form in which they travel, and the connector."""
+"""Makes from a config what carries an engine's pages: the form in which they travel, and the connector."""
 
 import uuid
 from collections.abc import Sequence

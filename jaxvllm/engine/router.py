@@ -8,7 +8,7 @@ from jaxvllm.core.scheduler import Scheduler
 
 
 class _Replica:
-    """What a routing policy sees of a replica."""
+    """The part of a replica that a routing policy sees."""
 
     def __init__(self, place: int, scheduler: Scheduler):
         self.name = str(place)

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: each stage from the start of the process to the first token."""
+"""The stages of a start, from the start of the process to the first token, and their times."""
 
 import os
 import time

@@ -47,7 +47,7 @@ class _Row:
 
 
 class StepNotes:
-    """What is noted of one step under way. It is complete when the step's output has been brought in."""
+    """The notes about one step under way. It is complete when the step's output has been brought in."""
 
     def __init__(self, plan: StepPlan, number: int, replica: int, rows: Sequence[_Row]):
         self._plan = plan

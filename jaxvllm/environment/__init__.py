@@ -1,1 +1,1 @@
-"""What `jaxvllm env` reports about this machine and its software."""
+"""The report of `jaxvllm env` about this machine and its software."""

@@ -27,7 +27,7 @@ WIDTH = 140  # characters, where there is no terminal
 
 @dataclass(frozen=True)
 class Report:
-    """What an engine did for some prompts. `str()` prints it, a notebook draws it, `to_json` keeps it."""
+    """The work of an engine for some prompts. `str()` prints it, a notebook draws it, `to_json` keeps it."""
 
     model: str
     texts: tuple[str, ...]  # the completions

@@ -65,7 +65,7 @@ Matrix = jax.Array | InOut | KernelMatrix | LayerMatrix | LayerSlice
 
 @dataclass(frozen=True)
 class _ForKernel:
-    """What our kernels for CPUs are called with."""
+    """The arguments with which our kernels for CPUs are called."""
 
     matrices: list[jax.Array]  # of which the call picks number `index`
     index: jax.Array | int

@@ -1,4 +1,4 @@
-"""How matrices are multiplied on CPU: by our own kernel, as checkpoints store them, or by XLA.
+"""The orientation of matrices on CPU: our own kernel multiplies them as checkpoints store them, or XLA does.
 
 For XLA they may be turned round in memory: checkpoints store `[out, in]`, and some CPUs multiply by `[in, out]` faster.
 """

@@ -81,7 +81,7 @@ class Deployment:
 
     @property
     def pipeline(self) -> Pipeline:
-        """How the steps of a replica are cut into microbatches."""
+        """The microbatches into which the steps of a replica are cut."""
         return Pipeline(StageAxis(self.stages), step_overhead(on_cpu=self.target.platform == "cpu"))
 
     @cached_property

@@ -36,7 +36,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class StepRates:
-    """What decides how long a step takes at least on each device, in a few numbers, from which many floors are quick.
+    """The few numbers that decide how long a step takes at least on each device. Many floors are computed from them
+    quickly.
 
     Positions read, and pairs of a query and a position that it sees, are sums over all layers.
     """

@@ -81,7 +81,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class DraftRoom:
-    """How many drafts there may be, and in which decode buckets."""
+    """The number of drafts that there may be, and the decode buckets that have them."""
 
     of_a_row: int = 0  # in a step; 0: there is no proposer
     max_rows: int | None = None  # of a bucket with drafts; None: all decode buckets may have some
@@ -165,7 +165,10 @@ class BucketLadder:
 
     @cached_property
     def split(self) -> tuple[Bucket, ...]:
-        """For every decode bucket one that samples in a second program, the largest first, which holds what all do."""
+        """The buckets that sample in a second program, one for every decode bucket.
+
+        The largest, which holds all, comes first.
+        """
         split = [Bucket(b.num_rows, b.num_rows, is_split=True) for b in self.buckets if b.is_decode]
         return (*split[-1:], *split[:-1])
 

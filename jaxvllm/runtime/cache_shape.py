@@ -1,4 +1,4 @@
-"""How large an engine's KV cache and slot table are, and the abstract arrays that follow."""
+"""The sizes of an engine's KV cache and slot table, and the abstract arrays that follow from them."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class DraftCache:
-    """What a proposer keeps: KV of so many layers for every token, and features of the last token of each slot.
+    """The arrays that a proposer keeps: KV of some layers for every token, and features of the last token of each slot.
 
     Its pages have the numbers of those of the first group. Every device has all of it.
     """
@@ -48,7 +48,7 @@ class DraftCache:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """How large the KV cache and the slot table are.
+    """The sizes of the KV cache and the slot table.
 
     `num_pages` are those of the first group, which sees most; the other groups' follow from it by this rule. A windowed
     group has pages for as many requests of full length as the first group has, and no fewer than half of what it would

@@ -43,7 +43,7 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
 )
 @dataclass(frozen=True)
 class _Progress:
-    """How far a call of `decode` got, with W tokens a row at most and K drafts in a step."""
+    """The progress of a call of `decode` got, with W tokens a row at most and K drafts in a step."""
 
     num_steps: jax.Array  # i32
     kv_pages: KVCachePages

@@ -1,4 +1,4 @@
-"""How a step divides its room for drafts among rows: each token goes where it is most likely right.
+"""Divides a step's room for drafts among rows: each token goes where it is most likely right.
 
 A row has a measured share of right drafts, `acceptance` a. Its draft number j counts only if those before it are right,
 so it is worth a^j: taking the most valuable ones brings most tokens for the price of the step.

@@ -23,7 +23,7 @@ MAX_CHUNK = 128
 @partial(jax.tree_util.register_dataclass, data_fields=["best", "hidden"], meta_fields=[])
 @dataclass(frozen=True)
 class PromptScores:
-    """What `step.forward` leaves of prompts that are scored, T tokens."""
+    """The values that `step.forward` leaves of prompts that are scored, T tokens."""
 
     best: DeviceLogprobs  # [T], of the token after each, where few are wanted
     hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may want more

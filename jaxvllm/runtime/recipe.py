@@ -51,7 +51,7 @@ class NoName(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a program is compiled from, but for the surroundings, which are the same for all of a process."""
+    """The parts from which a program is compiled, but for the surroundings, which are the same for all of a process."""
 
     run: Callable[..., Any]  # a function of ours, or a `partial` that gives it values
     arguments: tuple[Any, ...]  # trees of arrays or of their abstract shapes, with shardings

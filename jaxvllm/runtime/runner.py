@@ -74,7 +74,7 @@ from pallas_kernels.backend import Backend
 )
 @dataclass(frozen=True)
 class StepResult:
-    """What a dispatched step will yield: tokens, where a prompt is computed, its scores, and what rows want of all."""
+    """The future results of a dispatched step: tokens, the scores of prompts, and what rows want of all tokens."""
 
     output: DeviceOutput
     scores: DeviceLogprobs | None
@@ -84,7 +84,7 @@ class StepResult:
 
 @dataclass
 class _Forwarded:
-    """What the first half of a step has left, and what was computed of it before the second half."""
+    """The results of the first half of a step, and what was computed from them before the second half."""
 
     unsampled: Unsampled
     scores: PromptScores
@@ -295,7 +295,7 @@ class Runner:
 
     @property
     def page_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What one page is on the devices, [L, K, S, W] of each array of the cache."""
+        """The shape and dtype of one page on the devices, [L, K, S, W] of each array of the cache."""
         return tuple(map(_without_first_axis, self.contents_like))
 
     def memory_use(self) -> MemoryUse:

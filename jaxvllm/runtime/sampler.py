@@ -55,7 +55,7 @@ class DeviceLogprobs:
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """What an engine's sampler does for all requests."""
+    """The options of an engine's sampler, which hold for all requests."""
 
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: tuple[LogitsProcessor, ...] = ()

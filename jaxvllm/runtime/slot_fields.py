@@ -43,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """How many slots there are, and how long what they hold may become."""
+    """The number of slots, and the greatest lengths of what they hold."""
 
     num_slots: int
     max_pages: int  # of one slot

@@ -58,7 +58,7 @@ def new_state(sizes: SlotSizes) -> DeviceState:
 
 @dataclass(frozen=True)
 class _Words:
-    """Where an admission has a field's words."""
+    """The place of a field's words in an admission."""
 
     field: SlotField
     first: int

@@ -40,7 +40,7 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
 @partial(jax.tree_util.register_dataclass, data_fields=["hidden", "slots", "positions"], meta_fields=[])
 @dataclass(frozen=True)
 class Unsampled:
-    """What `forward` leaves for `sample_rows`, R rows."""
+    """The values that `forward` leaves for `sample_rows`, R rows."""
 
     hidden: jax.Array  # f[R, E], of each row's last token
     slots: jax.Array  # i32[R]; the trash slot where a row yields nothing

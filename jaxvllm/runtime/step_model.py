@@ -1,4 +1,4 @@
-"""What every step program is made of: a model on its devices, its forward pass over packed rows, and its sampler."""
+"""The parts of every step program: a model on its devices, its forward pass over packed rows, and its sampler."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from sharding.axis import ALONE, ModelAxis
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step computes, whatever the batch: the model, and the devices and kernels that compute it."""
+    """The part of a step that no batch changes: the model, and the devices and kernels that compute it."""
 
     spec: ModelSpec
     shape: CacheShape
@@ -40,14 +40,14 @@ class StepModel:
 
     @property
     def shard(self) -> ModelSpec:
-        """What one device computes of the model."""
+        """The part of the model that one device computes."""
         return Spread(self.spec, self.axis.size, self.pipeline.stages.size).shard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states"], meta_fields=[])
 @dataclass(frozen=True)
 class Computed:
-    """What a step computed of its T tokens."""
+    """The results of a forward pass for the T tokens of a step."""
 
     rows: RaggedRows
     token_ids: jax.Array  # i32[T]
@@ -62,7 +62,7 @@ DRAFT_MARK = 1 << 30
 @partial(jax.tree_util.register_dataclass, data_fields=["yielded", "logprobs"], meta_fields=[])
 @dataclass(frozen=True)
 class DeviceOutput:
-    """What a step yields for its R rows."""
+    """The yield of a step for its R rows."""
 
     # i32[R, 1 + W + 2 K]: how many tokens, then the tokens, with DRAFT_MARK where they were drafts, then for each place
     # of a draft how often there was one, and how often it was accepted. One array, since each is a transfer.

@@ -1,4 +1,4 @@
-"""What a request says of single tokens: which ones are allowed, biases, and bad words, which must not be completed."""
+"""A request's rules for single tokens: those allowed, biases, and bad words, which must not be completed."""
 
 from collections.abc import Callable
 from itertools import chain

@@ -56,7 +56,7 @@ class Parent:
 
 
 class Broker:
-    """Where the engines of an API process are: behind a socket to its parent. Implements `Place`."""
+    """The place of an API process's engines: behind a socket to its parent. Implements `Place`."""
 
     def __init__(self, address: str):
         self._address = address

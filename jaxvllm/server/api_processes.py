@@ -35,7 +35,7 @@ GRACE_SECONDS = 10.0
 
 
 class ApiStart(msgspec.Struct, frozen=True):
-    """What an API process is to do. It is the first line of its standard input."""
+    """The task of an API process. It is the first line of its standard input."""
 
     engine: EngineConfig
     server: ServerConfig

@@ -74,7 +74,7 @@ class Generation:
 
     @property
     def warnings(self) -> list[str]:
-        """What the requests asked for and cannot be enforced, each once."""
+        """The demands of the requests that cannot be enforced, each once."""
         return list(dict.fromkeys(text for stream in self._streams for text in stream.warnings))
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:

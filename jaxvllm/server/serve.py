@@ -73,7 +73,7 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
 
 
 class Front(Protocol):
-    """What answers HTTP before the engines."""
+    """The application that answers HTTP before the engines."""
 
     def running(self) -> AbstractAsyncContextManager["asyncio.Future[Any]"]:
         """Answers inside the context. The future ends, with an error, if that cannot go on."""

@@ -210,7 +210,7 @@ class Service(Drainable):
 
     @cached_property
     def tool_calls(self) -> ToolCallFormat | None:
-        """How the model writes tool calls, or None if that is unknown."""
+        """The format in which the model writes tool calls, or None if that is unknown."""
         if self.config.tool_call_parser in TOOL_CALL_FORMATS:
             return TOOL_CALL_FORMATS[self.config.tool_call_parser]
         return guessed_format(self.tokenizer.chat_template.source_with_tools or "")

@@ -21,7 +21,7 @@ from jaxvllm.text.tool_calls.parser import ToolCallParser
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answers to one request are read."""
+    """The way in which the answers to one request are read."""
 
     reasoning: ReasoningFormat | None = None
     calls: ToolCallFormat | None = None  # None: the text is not searched for tool calls

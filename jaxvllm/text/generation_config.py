@@ -24,7 +24,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What holds for requests that say nothing else, as in vLLM.
+    """The parameters of requests that say nothing else, as in vLLM.
 
     `params` are the defaults of `LLM.generate`. Over HTTP, `max_tokens` holds for a request without one, and
     `most_tokens`, which only an operator can set, limits every request.

@@ -19,7 +19,7 @@ type PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PromptRoom:
-    """What the parameters of a request say about the length of its prompt."""
+    """The parameters of a request that concern the length of its prompt."""
 
     scores_only: bool = False  # no token is generated, so that the prompt may be as long as the model
     max_tokens: int | None = None  # to generate, at most

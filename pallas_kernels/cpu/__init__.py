@@ -1,1 +1,1 @@
-"""What kernels for CPUs share: how they are written, how XLA calls them, and how they use its threads."""
+"""The base of all kernels for CPUs: how they are written, how XLA calls them, and how they use its threads."""

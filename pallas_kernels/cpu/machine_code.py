@@ -1,4 +1,4 @@
-"""From an emitted kernel to machine code in this process, by LLVM."""
+"""Compiles an emitted kernel to machine code in this process, by LLVM."""
 
 from collections.abc import Callable
 

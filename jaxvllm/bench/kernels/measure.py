@@ -24,7 +24,7 @@ DEFAULT_CASES = "-q32-d128$"
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What to measure, and how."""
+    """The cases to measure, and the way to measure them."""
 
     cases: str = DEFAULT_CASES  # a regular expression that finds the names of cases
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere

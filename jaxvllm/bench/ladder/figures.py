@@ -62,7 +62,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Verdict(Enum):
-    """What a change of a figure means."""
+    """The meaning of a change of a figure."""
 
     BETTER = "better"
     WORSE = "worse"

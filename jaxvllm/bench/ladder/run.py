@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """What one rung did with all requests, once."""
+    """The record of one rung that has answered all requests once."""
 
     answers: tuple[Answer, ...]  # in the order of the workload
     num_calls: int  # of programs: steps that the host planned, in which the device may have taken several
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """The seconds from the first arrival to the last token."""
         return max(answer.times[-1] for answer in self.answers) - self.answers[0].arrival
 
     @property
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def gaps(self) -> list[float]:
-        """Between two tokens of an answer, of all answers."""
+        """The seconds between two tokens of an answer, for all answers."""
         return [gap for answer in self.answers for gap in answer.gaps]
 
 

@@ -9,7 +9,7 @@ from jaxvllm.config import EngineConfig
 
 
 class Way(Enum):
-    """How requests go through engines: see `drivers`."""
+    """The way in which requests go through engines: see `drivers`."""
 
     RECOMPUTING = "recomputing"
     SERVING = "serving"

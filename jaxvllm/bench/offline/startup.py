@@ -27,7 +27,7 @@ WIDTH = 60
 
 @dataclass(frozen=True)
 class StartupOptions:
-    """How many starts there are. Names and defaults are vLLM's."""
+    """The number of starts. Names and defaults are vLLM's."""
 
     num_iters_cold: CountOrZero = 3  # starts without compiled programs
     num_iters_warmup: CountOrZero = 1  # starts that fill the cache of compiled programs, which are not timed

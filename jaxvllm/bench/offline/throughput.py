@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """How many requests there are, and what each asks for. Names and defaults are vLLM's."""
+    """The number of requests, and what each asks for. Names and defaults are vLLM's."""
 
     num_prompts: Count = 1000  # requests, all there from the start
     n: Count = 1  # completions of each request

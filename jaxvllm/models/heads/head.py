@@ -1,4 +1,4 @@
-"""What a draft head is, whatever its architecture."""
+"""The interface of a draft head, whatever its architecture."""
 
 from typing import Any, Protocol
 

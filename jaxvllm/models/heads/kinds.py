@@ -1,4 +1,4 @@
-"""What a directory holds that is to guess: a whole model, or which head. Its config and its tensors' names tell."""
+"""The kind of draft that a directory holds: a whole model, or which head. Its config and its tensors' names tell."""
 
 import re
 from collections.abc import Mapping

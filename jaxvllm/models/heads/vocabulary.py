@@ -1,4 +1,4 @@
-"""Between the vocabulary of a draft head and that of its model."""
+"""Translates between the vocabulary of a draft head and that of its model."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""What a proposer is: it runs on the device inside of the step, so nothing returns to the host before verification."""
+"""The interface of a proposer, which runs on the device within the step, so nothing returns to the host before
+verification.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +42,7 @@ class _OnDevice:
 
 @dataclass(frozen=True)
 class Known(_OnDevice):
-    """What a proposer may look at: R rows between two steps."""
+    """The values at which a proposer may look: R rows between two steps."""
 
     lengths: jax.Array  # i32[R]: tokens of each row, of which all but the last are computed
     room: jax.Array  # i32[R]: drafts that are verified at most, and for whose KV the row has pages
@@ -80,11 +82,14 @@ class Followed(_OnDevice):
 
 
 class Proposer(Protocol):
-    """What guesses. It is frozen and hashable, because it is part of what a program is compiled from."""
+    """A part of the step that guesses tokens.
+
+    It is frozen and hashable, because it is part of what a program is compiled from.
+    """
 
     @property
     def cache(self) -> DraftCache | None:
-        """What it keeps on the device; None: it keeps nothing, and `follow` changes nothing."""
+        """The arrays that it keeps on the device, or None if it keeps nothing and `follow` changes nothing."""
 
     @property
     def follows_all(self) -> bool:

@@ -235,7 +235,10 @@ _OF_BEAMS = frozenset(
 
 
 class KVTransferParams(BaseModel):
-    """What proxies between engines say, and pass on of the first answer. Fields of other engines are ignored."""
+    """Parameters that proxies between engines add, or pass on from the first answer.
+
+    Fields of other engines are ignored.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 

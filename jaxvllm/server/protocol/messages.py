@@ -63,7 +63,7 @@ class ToolUseBlock(Strict):
 
 
 class ToolResultBlock(Strict):
-    """What a called tool returned."""
+    """The result of a called tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -348,7 +348,7 @@ class OutputTextBlock(Reply):
 
 
 class OutputThinkingBlock(Reply):
-    """What the model wrote for itself; only with --reasoning-parser."""
+    """The reasoning that the model wrote for itself; only with --reasoning-parser."""
 
     type: Literal["thinking"]
     thinking: str

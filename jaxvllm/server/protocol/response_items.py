@@ -55,7 +55,7 @@ class InputCall(Strict):
 
 
 class InputCallOutput(Strict):
-    """What a called function returned."""
+    """The result of a called function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -162,14 +162,14 @@ class OutputMessage(Reply):
 
 
 class ReasoningText(Reply):
-    """What the model wrote for itself."""
+    """The reasoning that the model wrote for itself."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputReasoning(Reply):
-    """What the model wrote before its answer; only with --reasoning-parser."""
+    """The reasoning that the model wrote before its answer; only with --reasoning-parser."""
 
     id: str
     type: Literal["reasoning"]

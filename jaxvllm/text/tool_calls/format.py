@@ -15,7 +15,7 @@ SELF_ENDING = ("arguments", "call", "keywords")
 
 @dataclass(frozen=True)
 class Header:
-    """What the text before a call's arguments says. `to` is the next state, if it is not that of the mark."""
+    """The content of the text before a call's arguments. `to` is the next state, if it is not that of the mark."""
 
     name: str | None = None  # of the function; None: no call begins here
     id: str | None = None  # None: the call gets a new one
@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class State:
-    """What is done with the text until one of the marks comes.
+    """The treatment of the text until one of the marks comes.
 
     - content, reasoning: it is shown as such
     - space: only white space may come; anything else breaks the call
