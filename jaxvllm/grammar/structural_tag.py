@@ -56,7 +56,7 @@ def _error(rule: str) -> ParameterError:
 
 
 def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
-    """The older form as a part of the newer."""
+    """Returns a tag of the older form as a part of the newer."""
     structures = _list(tag, "structures")
     tags = []
     for structure in structures:
@@ -91,7 +91,7 @@ class _Rules:
         return json.dumps({"grammars": [first, *self._grammars]}, ensure_ascii=False)
 
     def part(self, part: Any, end: str, depth: int) -> str:
-        """Returns the term for one part, and for the text `end` behind it."""
+        """Returns the term for one part, and for the text `end` after it."""
         if depth > MAX_DEPTH:
             raise _error(f"is nested more than {MAX_DEPTH} levels deep, which is the limit: make it flatter")
         if not isinstance(part, dict):
@@ -115,7 +115,7 @@ class _Rules:
         return f"({readers[kind]()}) {self._text(end)}"
 
     def triggered(self, part: dict[str, Any], depth: int = 0) -> str:
-        """Free text. After one of the triggers, the tag that begins with it must follow."""
+        """Returns a rule for free text, in which each trigger is followed by the tag that begins with it."""
         triggers, tags = _list(part, "triggers"), _list(part, "tags")
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise _error("has a trigger that is not a text, or is empty")
@@ -140,7 +140,7 @@ class _Rules:
         return f"{one}{more}" if part.get("at_least_one") else f"({one}{more})?"
 
     def _tag(self, tag: Any, trigger: str, depth: int) -> str:
-        """A tag whose `trigger` was read already."""
+        """Returns a rule for a tag whose `trigger` was read already."""
         if not isinstance(tag, dict):
             raise _error(f"has a tag that is not an object: {shown(tag)}")
         ends = tag.get("end", "")
@@ -163,7 +163,7 @@ class _Rules:
         return " ".join(terms)
 
     def _until(self, end: str) -> str:
-        """Any text up to `end`, which is the first there is; to the end of all where `end` is empty."""
+        """Returns a rule for any text up to the first `end`, or for all text if `end` is empty."""
         if not end:
             return _ANY
         if end in self._special_tokens:
@@ -171,7 +171,7 @@ class _Rules:
         return self._rule(f"{_ANY} {quoted(end)}", attributes="[lazy]")
 
     def _text(self, text: str) -> str:
-        """A fixed text, in which special tokens stand for themselves."""
+        """Returns the terms of a fixed text, in which special tokens stand for themselves."""
         terms = []
         while text:
             at, token = min(

@@ -17,7 +17,7 @@ PERCENTILES = (50.0, 99.0)
 
 @dataclass(frozen=True)
 class Promise:
-    """What a service promises: so large a share of the requests keeps all limits."""
+    """The promise of a service: so large a share of the requests keeps all limits."""
 
     goodput: Goodput
     attainment: float = 0.9
@@ -38,7 +38,10 @@ def good_share(summary: Summary) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """What is searched. `pools` are the replicas that compute prompts and those that decode; None: all do both."""
+    """The options that are searched.
+
+    `pools` counts replicas that compute prompts and that decode; None: all do both.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -117,7 +120,7 @@ def best_rate(options: Options, simulation: Simulation, workload: Workload, prom
 
 
 def row(tuned: Tuned, measured: Summary | None = None) -> str:
-    """Returns a line under `heading`: the simulated figures, and those of a real run behind them if there was one."""
+    """Returns a line under `heading`: the simulated figures, and those of a real run after them if there was one."""
     cells = [str(tuned.options.max_num_seqs), str(tuned.options.max_num_batched_tokens)]
     cells.append("-" if tuned.options.pools is None else "{}+{}".format(*tuned.options.pools))
     cells.append(f"{tuned.rate:.2f}")

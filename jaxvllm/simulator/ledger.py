@@ -63,7 +63,7 @@ class Ledger:
         self._ended[number] = True
 
     def last(self, number: int) -> float:
-        """When the latest tokens of a request came."""
+        """Returns the second at which the latest tokens of a request came."""
         return float(self._last[number])
 
     def summary(self, percentiles: Sequence[float], goodput: Goodput | None = None) -> Summary:

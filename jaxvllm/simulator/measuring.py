@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class _Planned:
-    """What a report of a step does not tell: where its rows began."""
+    """The part of a step that its report does not tell: the places where its rows began."""
 
     starts: Ints
     lengths: Ints
@@ -139,7 +139,7 @@ def _phase(
 ) -> list[StepSample]:
     """Runs at most `size` requests at a time until the deadline, and then to their end. Returns the steps.
 
-    Where these would be too few, it goes on behind the deadline.
+    Where these would be too few, it goes on after the deadline.
     """
     samples: list[StepSample] = []
     running, serial, saw_end = 0, itertools.count(), False
@@ -156,7 +156,7 @@ def _phase(
             for request in [streamed(engine, str(next(serial)), next(arrivals)) for _ in range(together)]:
                 begin = time.perf_counter()
                 engine.submit(request)
-                if not at_once:  # one that comes behind another takes less
+                if not at_once:  # one that comes after another takes less
                     queueing.append(time.perf_counter() - begin)
             running += together
         if not running:

@@ -23,7 +23,7 @@ NO_DRAFTS = Drafts(0, 0, 0, ())
 
 @dataclass(frozen=True)
 class PoolResult:
-    """What the replicas of one pool did, all together."""
+    """The work of the replicas of one pool, all together."""
 
     name: str  # "engine", "prefill" or "decode"
     num_replicas: int
@@ -111,8 +111,8 @@ class Pool:
 class Simulation:
     """A deployment: one pool that does everything, or one that computes prompts and one that decodes.
 
-    Of two pools, `front` computes each prompt and its first token. Then the keys and values travel to `decode`, which
-    computes the rest. A prefix cache must be on in both, since pages arrive there.
+    If there are two pools, `front` computes each prompt and its first token. Then the keys and values travel to
+    `decode`, which computes the rest. A prefix cache must be on in both, since pages arrive there.
     """
 
     front: Pool

@@ -45,18 +45,18 @@ class StepWork:
         return len(self.starts) - self.num_decode
 
     def positions(self, window: int | None = None) -> float:
-        """Positions whose keys and values one step reads in a layer with that window: the mean of the steps."""
+        """Returns how many positions one step reads in a layer with that window, as the mean of the steps."""
         if window is None:
             return float(self.starts.sum()) + self.num_tokens + len(self.starts) * (self.num_steps - 1) / 2
         seen = self.starts + self.lengths + (self.num_steps - 1) / 2
         return float(np.minimum(seen, window - 1 + self.lengths).sum())
 
     def decode_positions(self) -> float:
-        """The positions that rows which decode see in one step, without windows: the mean of the steps."""
+        """Returns how many positions rows that decode see in one step without windows, as the mean of the steps."""
         return float(self.starts[: self.num_decode].sum()) + self.num_decode * (self.num_steps + 1) / 2
 
     def pairs(self, window: int | None = None) -> float:
-        """Pairs of a query and a position that it sees, in a layer with that window: the mean of the steps."""
+        """Returns how many pairs of a query and a position that it sees a layer with that window has, as the mean."""
         if window is None:
             return self.decode_positions() + self.prompt_pairs()
         first = self.starts + 1 + (self.num_steps - 1) / 2  # seen by the first query of each row
@@ -65,7 +65,7 @@ class StepWork:
         return float((below * (2 * first + below - 1) / 2 + (self.lengths - below) * window).sum())
 
     def prompt_pairs(self) -> float:
-        """Pairs of a query of a prompt and a position that it sees, without windows."""
+        """Returns how many pairs of a query of a prompt and a position that it sees there are, without windows."""
         starts, lengths = self.starts[self.num_decode :].tolist(), self.lengths[self.num_decode :].tolist()
         doubled: int = sum(length * (2 * start + length + 1) for start, length in zip(starts, lengths, strict=True))
         return doubled / 2

@@ -7,7 +7,7 @@ _MOST = 4096  # samples; when there are so many, every other one is dropped
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine holds at a moment."""
+    """The requests and pages of an engine at a moment."""
 
     at: float  # seconds
     kv_share: float  # pages that requests own, of all

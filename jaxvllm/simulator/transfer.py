@@ -29,14 +29,14 @@ class Transfer:
 
 
 def has_room(cache: KVCache, request: Request) -> bool:
-    """Whether `import_pages` may be called: then there is room for the whole request."""
+    """Returns whether `import_pages` may be called, because there is room for the whole request."""
     return cache.can_take(cache.match(_full_pages(cache, request)), request.num_tokens)
 
 
 def import_pages(cache: KVCache, request: Request) -> None:
     """Puts the full pages of a prompt into the cache, as if they had been computed here.
 
-    The request finds them when it is admitted, and computes only the tokens behind them. Nobody owns the pages until
+    The request finds them when it is admitted, and computes only the tokens after them. Nobody owns the pages until
     then, so it must be admitted next.
     """
     hashes = _full_pages(cache, request)

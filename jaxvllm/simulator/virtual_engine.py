@@ -118,7 +118,10 @@ class VirtualEngine:
             yield Outgoing(self._ledger.last(incoming.number), incoming, index)
 
     def _to_collect(self) -> list[int]:
-        """The replicas whose oldest step must be read now: of several that are busy, those that are done."""
+        """Returns the replicas whose oldest step must be read now.
+
+        If several are busy, these are the ones that are done.
+        """
         busy = [index for index, replica in enumerate(self.replicas) if replica.is_busy]
         due = [index for index in busy if self.replicas[index].is_due]
         if len(busy) < 2:

@@ -26,7 +26,7 @@ MOST_JOINED = 1024
 
 @dataclass(frozen=True)
 class VirtualRequest:
-    """What the simulator knows of a request beside what its scheduler knows."""
+    """The simulator's knowledge of a request, beside what its scheduler knows."""
 
     number: int  # in the ledger
     answer: int  # the token that it generates, again and again
@@ -35,7 +35,7 @@ class VirtualRequest:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step under way, which may be several calls of a program, one behind the other.
+    """A step under way, which may be several calls of a program, one after the other.
 
     The step without a plan stands for all of these calls but the last: until the last one is the only one that is under
     way, no other step can be planned.
@@ -54,7 +54,7 @@ class _Step:
 
 @dataclass
 class ReplicaCounts:
-    """What a replica has done so far."""
+    """The work of a replica so far."""
 
     num_calls: int = 0  # of programs
     num_steps: int = 0  # of which a call may take several
@@ -106,7 +106,7 @@ class VirtualReplica:
 
     @property
     def ready_at(self) -> float:
-        """When the output of the oldest step is there."""
+        """The second at which the output of the oldest step is there."""
         return self._in_flight[0].ready_at
 
     def dispatch(self, now: float, horizon: float, num_busy: int) -> float:
@@ -155,7 +155,7 @@ class VirtualReplica:
         return now, tuple([end.request for end in update.finished])
 
     def _num_joined(self, now: float, horizon: float, num_rows: int, width: int) -> int:
-        """How many calls of `width` decode steps can be planned as one, because nothing can change between them."""
+        """Returns how many calls of `width` decode steps can be planned as one, since nothing can change meanwhile."""
         # When the device begins with the first call, the second one would be planned.
         begin = max(now, self._busy_until)
         if begin >= horizon or self.scheduler.num_waiting or not self._pace.is_known(num_rows):

@@ -72,7 +72,7 @@ class OneHost(Places):
     """Each engine has its own process on this host, with its own devices."""
 
     def __init__(self, size: int, model: int, kind: DeviceKind, environment: Mapping[str, str] = os.environ):
-        """`size`: engines at the start. `model`: devices of each."""
+        """Begins with `size` engines of `model` devices each."""
         self._size = size
         self._model = model
         self._gpus = visible_gpus(environment) if kind == "gpu" else None

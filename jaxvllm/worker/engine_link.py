@@ -21,7 +21,7 @@ CONNECT_MILLISECONDS = 30_000
 
 @dataclass(frozen=True)
 class Address:
-    """Where the client waits for its engine.
+    """The address at which the client waits for its engine.
 
     The key is a fresh public key of CurveZMQ for each start. Nobody can greet the client, or read what is said, without
     it, and it is told to the process that shall be the engine and nobody else. So it is a secret.

@@ -1,4 +1,4 @@
-"""What a server and the headless hosts that run engines for it tell each other, and the key that both need."""
+"""The messages between a server and the headless hosts that run engines for it, and the key that both need."""
 
 import hashlib
 import os
@@ -73,8 +73,8 @@ def read_secret(environment: Mapping[str, str] = os.environ) -> str:
 def server_keys(secret: str) -> tuple[bytes, bytes]:
     """Returns the server's public and private key of CurveZMQ.
 
-    Both sides derive them. Who does not know the secret knows neither key, so he can neither greet the server, nor
-    answer in its place, nor read what is said.
+    Both sides derive them. A process that does not know the secret knows neither key, so it can neither greet the
+    server, nor answer in its place, nor read what is said.
     """
     derived = hashlib.scrypt(secret.encode(), salt=b"jaxvllm data parallel", n=2**14, r=8, p=1, dklen=32)
     private = z85.encode(derived)

@@ -22,7 +22,7 @@ class Observer(Protocol):
         return
 
     def on_output(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Takes an output as the engine sent it, before outputs are joined. Those of DELTA requests have only news."""
+        """Takes an output as the engine sent it, before outputs are joined. DELTA requests get only news."""
         return
 
     def on_loss(self, request_id: str, params: SamplingParams, reason: LossReason) -> None:

@@ -9,7 +9,7 @@ class Readers:
     """Readers of prompts, by what the engines tell of their model."""
 
     def __init__(self, chat_template: str | None = None):
-        """`chat_template` replaces the model's."""
+        """Takes a chat template that replaces the model's."""
         self._chat_template = chat_template
         self._made: dict[tuple[str | None, int, int], PromptReader] = {}
 

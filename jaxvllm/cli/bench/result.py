@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Result(Protocol):
-    """What a benchmark measured."""
+    """The figures of a benchmark."""
 
     def lines(self) -> list[str]: ...
 
