@@ -91,7 +91,8 @@ class DraftRoom:
 
     @classmethod
     def where_they_pay(cls, of_a_row: int, overhead: int) -> "DraftRoom":
-        """Drafts for so many rows that a row may get its tokens 1.5 times as soon, if all drafts were right.
+        """Makes room for drafts in steps of so few rows that they may pay: tokens would come 1.5 times as soon if all
+        were right.
 
         `overhead` is what a step costs beside its tokens, in tokens, see `StepSizes`. A step of R rows and K drafts
         for each costs overhead + R (1 + K), one without drafts overhead + R.
