@@ -54,7 +54,7 @@ def listening(port: int = 0) -> socket.socket:
 
 @asynccontextmanager
 async def processes(way: str) -> AsyncIterator[tuple[int, list[int]]]:
-    """The port at which processes answer, and their ids."""
+    """Yields the port at which processes answer, and their ids."""
     with ExitStack() as stack:
         first = stack.enter_context(listening())
         port = first.getsockname()[1]

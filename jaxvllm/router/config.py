@@ -12,7 +12,7 @@ _ENDPOINT = re.compile(r"(tcp://[^\s:*]+:\d{1,5}|ipc://\S+)")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(HttpConfig):
-    """The options of a router. Those of HTTP are a server's."""
+    """The options of a router. The options of HTTP are a server's."""
 
     backend: tuple[str, ...] = ()  # URLs of servers that do all of a request
     prefill: tuple[str, ...] = ()  # URLs of servers that compute prompts; needs decode, too
@@ -47,7 +47,7 @@ class RouterConfig(HttpConfig):
 
     @property
     def event_endpoints(self) -> dict[str, tuple[str, str | None]]:
-        """Where each server's KV events are published, and where missed ones may be asked for, by its URL."""
+        """The addresses of each server's KV events, and of a replay of missed ones, by the server's URL."""
         split = (value.partition(",") for value in self.kv_events)
         pairs = ((endpoint, replay or None) for endpoint, _, replay in split)
         return dict(zip(self.servers, pairs, strict=True))

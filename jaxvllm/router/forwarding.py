@@ -1,4 +1,4 @@
-"""What a proxy forwards: requests to servers, and answers to clients, without what belongs to one connection."""
+"""Forwards requests to servers, and answers to clients, without what belongs to one connection."""
 
 from collections.abc import AsyncIterable, Iterable
 from contextlib import AsyncExitStack

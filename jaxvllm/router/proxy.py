@@ -200,7 +200,7 @@ class Proxy(Drainable):
 
 
 def _read(body: bytes) -> dict[str, Any] | None:
-    """The request of a body whose prompt another server may compute; None: this is none."""
+    """Returns the request of a body whose prompt another server may compute, or None for any other body."""
     try:
         asked = json.loads(body)
     except ValueError:
@@ -213,7 +213,7 @@ def _read(body: bytes) -> dict[str, Any] | None:
 
 
 def _first_half(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The request that only computes the prompt of `asked`."""
+    """Returns the request that only computes the prompt of `asked`."""
     left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "stop", "logprobs", "top_logprobs")
     kept = {name: value for name, value in asked.items() if name not in left_out}
     return kept | {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL_PARAMS}

@@ -12,7 +12,7 @@ from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(HttpConfig):
-    """The options of the server. Those that vLLM has too keep its names and meanings."""
+    """The options of the server. Options of vLLM keep their names and meanings."""
 
     api_server_count: int = 1  # processes that answer HTTP; more than 1 where one is too slow for all streams
     served_model_name: tuple[str, ...] = ()  # names of the model for clients; answers use the first; (): its own name

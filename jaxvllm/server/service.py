@@ -46,7 +46,7 @@ class Service(Drainable):
         config: ServerConfig,
         all_metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None,
     ):
-        """`all_metrics`: renders the metrics where this process is one of several that answer."""
+        """Takes the parts. `all_metrics` renders the metrics where this process is one of several that answer."""
         super().__init__(config)
         self.llm = llm
         # Only the directory's name: clients must not see its path.

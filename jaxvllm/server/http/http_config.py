@@ -14,7 +14,10 @@ _NEVER_EMPTY = ("api_key", "allowed_host", "allowed_origins", "allowed_methods",
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """Where to listen, who may ask, and what a request may cost. Names and meanings are vLLM's where vLLM has them."""
+    """The options of HTTP: the address, the clients that may ask, and the cost that a request may have.
+
+    Names and meanings are vLLM's where vLLM has them.
+    """
 
     # Without an api_key, everybody who can reach the address may use the server: then only the network protects it.
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: every network of this host, so give an api_key, too

@@ -223,7 +223,7 @@ async def pipelined_before_garbage(client):
     client.writer.write(GET.replace(b"quick", b"late") + post + GET + b"\x16\x03\x01 hello\r\n\r\n")
     answers = [await client.answer() for _ in range(3)]
     assert [answer.rpartition("\r\n\r\n")[2] for answer in answers] == ["late", "hello", "quick"]
-    client.writer.write(GET)  # comes too late: nothing is read behind garbage
+    client.writer.write(GET)  # comes too late: nothing is read after garbage
     assert_is(await client.answers(), 400)
 
 
