@@ -227,7 +227,7 @@ def _jitter(table: MeasuredCost, samples: Sequence[StepSample]) -> tuple[float, 
 
 
 def _decode_terms(work: StepWork) -> tuple[float, tuple[float, ...]]:
-    """Returns how often the bucket's own time counts, and the factors of the others: call, position, behind."""
+    """Returns how often the bucket's own time counts, and the factors of the others: call, position, after another."""
     return work.num_steps, (1.0, work.num_steps * work.decode_positions(), work.is_behind)
 
 

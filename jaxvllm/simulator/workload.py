@@ -25,7 +25,7 @@ class Workload(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """How many requests there are, and how often one arrives."""
+        """The number of requests, and how often one arrives."""
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yields the requests in the order of their arrival, the first at the earliest at second 0."""
@@ -58,7 +58,7 @@ class RandomWorkload:
 
 @dataclass(frozen=True)
 class PrefixWorkload:
-    """Prompts behind a few system prompts, each of which many requests share. Every request draws one of them."""
+    """Prompts after a few system prompts, each of which many requests share. Every request draws one of them."""
 
     traffic: Traffic
     data: PrefixRepetition

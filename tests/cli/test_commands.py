@@ -120,7 +120,7 @@ def test_replicas_have_the_short_name_of_vllm(words, capsys):
 
 
 def test_what_only_looks_like_an_option_is_none(capsys):
-    # A value that begins so, a text with a space, and what stands behind --.
+    # A value that begins so, a text with a space, and what stands after --.
     code, err = told(["chat", "--base-url", "nowhere", "- a list", "--stop=--no-such"], capsys)
     assert (code, "the base URL must be" in err) == (2, True)
     code, err = told(["complete", "--base-url", "nowhere", "--", "--no-such"], capsys)

@@ -63,7 +63,7 @@ def test_steps_next_to_a_step_with_prompts_share_the_processors_with_the_host() 
 
     lone = load(1, random_input_len=96, random_output_len=5, random_range_ratio=0.0)
     figures = latencies(one_pool(Sharing()).run(lone))
-    # The second step is behind the first, and the first decode step behind the second. The others are as they were.
+    # The second step comes after the first, and the first decode step after the second. The others are as they were.
     assert figures["mean_ttft_ms"] == pytest.approx(25 + 30)
     assert figures["mean_e2el_ms"] == pytest.approx(25 + 30 + 15 + 3 * 10)
 

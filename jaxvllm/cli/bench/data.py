@@ -44,7 +44,7 @@ def fit_to_model(
 ) -> "AnyDataset":
     """Returns the data set with requests of at most `room` of the `most` tokens that the model takes.
 
-    It prints the lengths that it changes, behind the name of the command. Raises ValueError when the lengths that the
+    It prints the lengths that it changes, after the name of the command. Raises ValueError when the lengths that the
     user chose do not fit.
     """
     from jaxvllm.bench.samples import fit

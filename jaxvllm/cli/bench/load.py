@@ -1,4 +1,4 @@
-"""What `bench serve` and `bench sweep` have in common: the flags of a load, and the benchmark that they describe."""
+"""The flags of a load, which `bench serve` and `bench sweep` share, and the benchmark that they describe."""
 
 import argparse
 import json
