@@ -1,4 +1,4 @@
-"""What a user may give as a model: a name of one that ships with us, a directory, or a name on the Hugging Face hub."""
+"""The names of models: one that ships with us, a directory, or a name on the Hugging Face hub."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How to install what an optional feature needs: the packages of an extra."""
+"""Hints for installing what an optional feature needs: the packages of an extra."""
 
 import importlib.util
 import re

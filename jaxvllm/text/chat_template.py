@@ -51,7 +51,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         content_format: ContentFormat | None = None,
     ) -> None:
-        """`content_format`: what the templates expect as the content of messages. None: what they show."""
+        """Takes the `content_format` that the templates expect. None: what they show."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._content_format = content_format

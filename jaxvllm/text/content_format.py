@@ -1,4 +1,4 @@
-"""What a chat template expects as the content of a message: a text, or a list of parts."""
+"""The content of a message that a chat template expects: a text, or a list of parts."""
 
 from typing import Literal
 

@@ -142,7 +142,7 @@ class _Exchange:
         return [event for event in events if not isinstance(event, Reasoning)]
 
     def _has_more(self, options: StreamOptions) -> bool:
-        """Whether a chunk without text tells something."""
+        """Returns whether a chunk without text tells something."""
         more = (options.usage_in_chunks, options.include_draft_spans)
         return bool(self._body.logprobs or self._body.return_token_ids or any(more))
 
