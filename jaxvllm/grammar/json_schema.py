@@ -138,7 +138,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _has_other_keys(part: dict[str, Any]) -> bool:
-    """Whether a schema names some properties of an object and leaves it others."""
+    """Returns whether a schema names some properties of an object and leaves it others."""
     is_open = "patternProperties" in part or part.get("additionalProperties") is not False
     return is_open and any(part.get(name) for name in ("properties", "patternProperties", "required"))
 
@@ -216,7 +216,7 @@ def forgotten(schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _may_repeat_keys(part: dict[str, Any]) -> bool:
-    """Whether an object needs two keys that are not named. llguidance takes the same key twice."""
+    """Returns whether an object needs two keys that are not named. llguidance takes the same key twice."""
     least, required = part.get("minProperties"), part.get("required")
     is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
     num_named = len(set(map(str, required))) if isinstance(required, list) else 0
@@ -245,7 +245,7 @@ def _check_size(schema: dict[str, Any], name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How many objects and arrays contain each other, counted without recursion."""
+    """Returns how many objects and arrays contain each other, counted without recursion."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
@@ -256,7 +256,7 @@ def _depth(value: Any) -> int:
 
 
 def _pointed_to(pointer: str, schema: dict[str, Any]) -> Any:
-    """What is at `pointer`, which begins with `#/`, or None."""
+    """Returns the value at `pointer`, which begins with `#/`, or None."""
     part: Any = schema
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")

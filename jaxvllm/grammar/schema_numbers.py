@@ -155,7 +155,7 @@ def _broken_rule_of_multiple(value: int | float) -> str | None:
 
 
 def _is_integer_bound(keyword: str, value: int | float, part: dict[str, Any]) -> bool:
-    """Whether llguidance holds a bound above `MAX_INTEGER` exactly, because it is one of integers."""
+    """Returns whether llguidance holds a bound above `MAX_INTEGER` exactly, because it is one of integers."""
     if not _has_integers_only(part):
         return False
     is_exact = float(value) == value and abs(value) < _MAX_INTEGER_BOUND and keyword in ("minimum", "maximum")
@@ -233,7 +233,7 @@ def _hold_bounds_of_multiples(part: dict[str, Any], multiple: Fraction) -> None:
 
 
 def _has_integers_only(part: dict[str, Any]) -> bool:
-    """Whether all numbers that the type of a schema allows are integers."""
+    """Returns whether all numbers that the type of a schema allows are integers."""
     types = part.get("type")
     return types == "integer" or (isinstance(types, list) and "number" not in types)
 
@@ -261,7 +261,7 @@ def _as_read(value: float) -> float | None:
 
 
 def _as_multiple(value: int | float) -> int | float | None:
-    """Returns the double of which llguidance makes the decimal `value`, or None. Of 0.07 it makes another."""
+    """Returns the double of which llguidance makes the decimal `value`, or None. It makes another number of 0.07."""
     if isinstance(value, int):
         return value
     return next((near for near in _neighbors(value) if _decimal(_read(near)) == _exact(value)), None)

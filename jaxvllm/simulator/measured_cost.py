@@ -81,10 +81,10 @@ class MeasuredCost:
     decode_call: Seconds  # of a call of decode steps, however many they are
     decode_position: Seconds  # that a row which decodes reads
     prompt_pair: Seconds  # of a query of a prompt and a position that it sees
-    # Behind a step that is under way the device shares the processors with the host, which reads that step and launches
-    # the next one. Decode steps behind decode steps always do: `decode_call` has it.
-    decode_behind: Seconds  # of a call of decode steps behind a step with prompts
-    mixed_behind: Seconds  # of a step with prompts behind any step
+    # After a step that is under way the device shares the processors with the host, which reads that step and launches
+    # the next one. Decode steps after decode steps always do: `decode_call` has it.
+    decode_behind: Seconds  # of a call of decode steps after a step with prompts
+    mixed_behind: Seconds  # of a step with prompts after any step
     launch_call: Seconds  # of the host, to plan and launch decode steps
     launch_mixed: Seconds  # of the host, to plan and launch a step with prompts
     admission_call: Seconds  # of the host, for each `ADMISSION_BATCH` of requests that get slots
@@ -93,7 +93,7 @@ class MeasuredCost:
     read_row: Seconds  # of the host, for each row of it
     read_token: Seconds  # of the host, for a row that decodes, in each of its steps
     request_seconds: Seconds  # of the host, for each request, beside the steps
-    # Quantiles of what steps took over what the table says, 1 on average. The pace of bursts depends on them: behind a
+    # Quantiles of what steps took over what the table says, 1 on average. The pace of bursts depends on them: after a
     # step that was quick by chance, a program takes several, and a token takes less.
     jitter: tuple[Seconds, ...] = (1.0,)
     model: str = ""
