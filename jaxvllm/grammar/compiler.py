@@ -54,7 +54,7 @@ class GrammarCompiler:
         crowded_seconds: float = CROWDED_SECONDS,
         cache: GrammarCache | None = None,
     ):
-        """`vocab_size` is that of the model. Nothing is built before `warm_up` or the first request."""
+        """Takes the model's `vocab_size`. Nothing is built before `warm_up` or the first request."""
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = eos_token_ids
@@ -221,7 +221,7 @@ _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
-    """An error of llguidance about a grammar, as one that names the keyword at fault where there is one."""
+    """Returns an error for one of llguidance about a grammar. It names the keyword at fault if there is one."""
     if params.kind == "json":
         assert params.json is not None
         if found := unenforced(error, read_schema(params.json, "json")):

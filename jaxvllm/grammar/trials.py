@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trial:
-    """How the trial of a grammar ended.
+    """The end of the trial of a grammar.
 
     A grammar that is "late" took longer than any may, and a "crowded" one longer than one may while others wait. One
     that "died" ended its process, with a signal if it is not 0. One that is "lost" was not tried to its end.
@@ -38,7 +38,7 @@ class Trials:
     """
 
     def __init__(self, settings: Callable[[], TrialSettings]):
-        """`settings` is called for each start of the process."""
+        """Calls `settings` for each start of the process."""
         self._settings = settings
         self._lock = threading.Lock()  # of everything below
         self._process: subprocess.Popen[bytes] | None = None

@@ -30,7 +30,7 @@ class ApiBroker:
         count_http: Callable[[wire.CountHttp], None],
         render_metrics: Callable[[], Awaitable[tuple[bytes, str]]],
     ):
-        """`count_http` gets what the process tells of its answers; `render_metrics` makes the text of all metrics."""
+        """Passes what the process tells of its answers to `count_http`. `render_metrics` makes the text of metrics."""
         self._engines = engines
         self._socket = socket
         self._count_http = count_http

@@ -51,7 +51,7 @@ KEPT_SECONDS = 120.0
 
 
 class Rescue(Enum):
-    """What becomes of a request whose engine has ended."""
+    """The fate of a request whose engine has ended."""
 
     MOVED = auto()  # another engine works on it
     KEPT = auto()  # its own engine computes it from the beginning, when it is there again
@@ -250,7 +250,7 @@ class AsyncLLM(EngineClient):
         return f"request-{self._requests.new_serial()}"
 
     def has(self, request_id: str) -> bool:
-        """Whether a request with this id is open."""
+        """Returns whether a request with this id is open."""
         return request_id in self._requests
 
     def enqueue(self, request: GenerationRequest) -> RequestStream:

@@ -43,7 +43,7 @@ class ScalingError(RuntimeError):
 
 
 class Places(Protocol):
-    """Where the engines of a pool run."""
+    """The places at which the engines of a pool run."""
 
     def place(self, rank: int) -> Place:
         """Returns the place of engine number `rank`. Raises ValueError when there can be none."""
@@ -111,7 +111,7 @@ class EnginePool(EngineClient):
         limits: QueueLimits | None = None,
         chat_template: str | None = None,
     ):
-        """`config` is that of each engine. `size` is their number at the start. Nothing starts before `launch`."""
+        """Takes the `config` of each engine, and their number `size` at the start. Nothing starts before `launch`."""
         self.config = config
         self._places = places
         self._limits = (limits or QueueLimits()).share(size)
@@ -268,8 +268,9 @@ class EnginePool(EngineClient):
     async def scale(self, size: int, drain_seconds: float) -> None:
         """Changes the number of engines, and waits until that is done. No request fails.
 
-        New engines take requests as soon as each is ready. Of too many, the last ones finish their requests. What they
-        have not finished after `drain_seconds` is computed by the others, from the beginning and with the same tokens.
+        New engines take requests as soon as each is ready. If there are too many, the last ones finish their requests.
+        What they have not finished after `drain_seconds` is computed by the others, from the beginning and with the
+        same tokens.
 
         Raises ValueError for a number that is not possible, RuntimeError when a new engine cannot be built, after which
         none was added, and ScalingError while another call is at work.

@@ -56,7 +56,7 @@ class Life(Protocol):
 
 
 class Place(Protocol):
-    """Where the process of an engine runs."""
+    """A place at which the process of an engine runs."""
 
     async def start(self, config: EngineConfig, limits: QueueLimits) -> "EngineProcess":
         """Starts a process. It builds its engine, and sends a message when the engine is ready.
@@ -69,7 +69,7 @@ class LocalPlace:
     """Runs the process as a child of this one. Its socket is in a directory that only this user may enter."""
 
     def __init__(self, environment: Mapping[str, str] | None = None):
-        """`environment`: variables that the process has beside those of this process."""
+        """Takes variables of the environment that the process has beside those of this process."""
         self.environment = environment or {}
 
     async def start(self, config: EngineConfig, limits: QueueLimits) -> "EngineProcess":
@@ -147,7 +147,7 @@ class EngineProcess:
     """A running `jaxvllm.worker`, wherever it is, and the socket to it."""
 
     def __init__(self, life: Life, socket: zmq.asyncio.Socket, clean: Callable[[], None] = lambda: None):
-        """`clean` is called when the process has connected, and at the end."""
+        """Calls `clean` when the process has connected, and at the end."""
         self._life = life
         self._socket = socket
         self._clean = clean

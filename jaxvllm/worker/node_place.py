@@ -24,7 +24,7 @@ class NodePlaces(Places):
     """Engines are on this host, or wherever a headless host has joined that has their number."""
 
     def __init__(self, local: Places, num_local: int, model: int, door: "NodeDoor"):
-        """The first `num_local` engines are at the places of `local`. `model`: devices of each engine."""
+        """Puts the first `num_local` engines at the places of `local`. Each engine has `model` devices."""
         self._local = local
         self._num_local = num_local
         self._model = model
@@ -119,7 +119,7 @@ class NodeDoor:
         self._socket.close()
 
     def _name_of(self, rank: int) -> bytes | None:
-        """Returns the connection of the host with this number. Of several, the last to join: an earlier one is gone."""
+        """Returns the connection of the host with this number. It is the last to join, as an earlier one is gone."""
         names = [name for name, host in self._hosts.items() if host.start_rank <= rank < host.start_rank + host.size]
         return names[-1] if names else None
 

@@ -18,7 +18,7 @@ class DivergedError(Exception):
 
 @dataclass
 class Progress:
-    """How far a completion has got."""
+    """The progress of a completion."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
@@ -127,7 +127,7 @@ class OpenRequest:
         )
 
     def _catches_up(self, completions: list[CompletionOutput]) -> bool:
-        """Whether completions from their beginnings have at least what the caller has."""
+        """Returns whether completions from their beginnings have at least what the caller has."""
         for completion in completions:
             ids, known = completion.token_ids, self._delivered[completion.index]
             _check_same(ids[: len(known.token_ids)], known.token_ids[: len(ids)])

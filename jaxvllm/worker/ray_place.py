@@ -31,7 +31,7 @@ class RayPlaces(Places):
     """Engines are placed wherever the cluster has devices for them."""
 
     def __init__(self, model: int):
-        """`model`: devices of each engine, which are on one host."""
+        """Gives each engine `model` devices, which are on one host."""
         import_ray()  # an error belongs before the start
         self._place = RayPlace(model)
 
