@@ -18,10 +18,11 @@ from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.cache import GrammarCache
 from jaxvllm.grammar.constraint import CompiledGrammar, one_line
 from jaxvllm.grammar.json_schema import forgotten, read_schema, unenforced
-from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_vocabulary
+from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_tokens
 from jaxvllm.grammar.source import grammar_source
 from jaxvllm.grammar.trial_process import TrialSettings
 from jaxvllm.grammar.trials import Trial, Trials
+from jaxvllm.grammar.vocabulary import GrammarVocabulary
 from jaxvllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class GrammarCompiler:
         """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large."""
         if self._vocab_size >= LARGE_VOCABULARY:
             self._submit(self.trials.start)
-            self._submit(lambda: None if self._vocabulary else None)
+            self._submit(lambda: None if self._tokens else None)
 
     def compile(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
         """Returns the grammar of `params`, as soon as it is compiled. Takes no time itself.
@@ -108,7 +109,7 @@ class GrammarCompiler:
     def _try(self, params: StructuredOutputsParams, future: Future[CompiledGrammar]) -> None:
         """Has a grammar tried, and then compiled in one of the threads, unless it is wrong already."""
         try:
-            source = grammar_source(params, self._special_tokens)
+            source = grammar_source(params, self._vocabulary)
         except BaseException as error:
             self._fail(params, future, error)
             return
@@ -168,7 +169,7 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams, source: str) -> CompiledGrammar:
         name = params.kind
-        matcher = new_matcher(self._vocabulary, source)
+        matcher = new_matcher(self._tokens, source)
         if error := matcher.get_error():
             raise _explained(error, params)
         warnings = [one_line(warning) for warning in matcher.get_grammar_warnings()]
@@ -184,21 +185,23 @@ class GrammarCompiler:
                 "or set lenient to ignore it",
                 "structured_outputs",
             )
-        mask = np.frombuffer(first_mask(matcher, self._vocabulary), np.int32)
+        mask = np.frombuffer(first_mask(matcher, self._tokens), np.int32)
         forced = first_forced(matcher)
         if (error := matcher.get_error()) or not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
             reason = f" ({one_line(error)})" if error else ""
             raise ParameterError(f"no text satisfies {name}{reason}: correct it", "structured_outputs")
+        if matcher.deep_copy().try_consume_tokens(list(forced)) != len(forced):
+            raise ParameterError(f"no tokens spell what {name} begins with: correct it", "structured_outputs")
         return CompiledGrammar(matcher, mask, forced, tuple(warnings))
 
     @property
-    def _vocabulary(self) -> LLTokenizer:
+    def _tokens(self) -> LLTokenizer:
         with self._building:
             return self._built
 
     @cached_property
     def _built(self) -> LLTokenizer:
-        return new_vocabulary(self._tokenizer.backend.to_str(), self._vocab_size, self._eos_token_ids)
+        return new_tokens(self._vocabulary, self._eos_token_ids)
 
     def _settings(self) -> TrialSettings:
         return TrialSettings(
@@ -211,9 +214,8 @@ class GrammarCompiler:
         )
 
     @cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        added = self._tokenizer.backend.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special and token.content}
+    def _vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(self._tokenizer.backend, self._vocab_size, self._eos_token_ids)
 
 
 # The line of llguidance's message that says what is wrong with an expression.

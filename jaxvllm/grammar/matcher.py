@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from jaxvllm.grammar.vocabulary import GrammarVocabulary
+
 # Compiling recurses as deeply as rules refer to each other: a chain of 3000 definitions ended the process at the usual
 # 8 MiB. This is address space, of which a thread takes what it uses.
 STACK_BYTES = 2**29
@@ -18,19 +20,19 @@ _LIMITS = LLParserLimits(
 )
 
 
-def new_vocabulary(tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Returns the vocabulary of a `tokenizer`, which is the text of its tokenizer.json, for llguidance."""
-    return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+def new_tokens(vocabulary: GrammarVocabulary, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Returns the tokens of a vocabulary in the form in which llguidance computes with them."""
+    return LLTokenizer(vocabulary, eos_token=list(eos_token_ids) or None)
 
 
-def new_matcher(vocabulary: LLTokenizer, source: str) -> LLMatcher:
+def new_matcher(tokens: LLTokenizer, source: str) -> LLMatcher:
     """Returns a matcher at its start. It has an error if `source` is no grammar."""
-    return LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
+    return LLMatcher(tokens, source, log_level=0, limits=_LIMITS)
 
 
-def first_mask(matcher: LLMatcher, vocabulary: LLTokenizer) -> bytearray:
+def first_mask(matcher: LLMatcher, tokens: LLTokenizer) -> bytearray:
     """Returns the mask of the tokens with which a text may begin: a bit for each, in words of 32."""
-    mask = bytearray(-(-vocabulary.vocab_size // 32) * 4)
+    mask = bytearray(-(-tokens.vocab_size // 32) * 4)
     matcher.unsafe_compute_mask_ptr(ctypes.addressof(ctypes.c_char.from_buffer(mask)), len(mask))
     return mask
 

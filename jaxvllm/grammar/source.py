@@ -18,6 +18,7 @@ from jaxvllm.grammar.json_schema import (
     read_schema,
 )
 from jaxvllm.grammar.structural_tag import quoted, structural_tag_grammar
+from jaxvllm.grammar.vocabulary import GrammarVocabulary
 
 # Converting 80 KB of GBNF takes 0.2 s, and compiling 870 KB 6 s.
 MAX_LARK_BYTES = 2**16
@@ -27,13 +28,15 @@ MAX_CHOICE_BYTES = 2**20
 _LARK_REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")
 # What may hold the word without being it, and the word before a JSON schema.
 _LARK_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|' + _LARK_REGEX.pattern + r"|//[^\n]*|#[^\n]*|%json\s*(?P<schema>)")
+# A string, a regex or a comment of Lark, whose text names no token, or the name of a token, which is a group.
+_LARK_TOKEN_NAME = re.compile(r'"(?:\.|[^"\n])*"|' + _LARK_REGEX.pattern + r"|//[^\n]*|#[^\n]*|(?P<name><[^<>\s\"]+>)")
 
 
-def grammar_source(params: StructuredOutputsParams, special_tokens: dict[str, int]) -> str:
+def grammar_source(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> str:
     """Returns the grammar of `params` as llguidance reads it.
 
-    `special_tokens` are those of the vocabulary, by their text. Raises ParameterError for what is too large or no
-    grammar at all; most mistakes only show when the result is compiled.
+    Raises ParameterError for what is too large or no grammar at all; most mistakes only show when the result is
+    compiled.
     """
     if params.whitespace_pattern is not None:
         check_pattern(params.whitespace_pattern, "whitespace_pattern")
@@ -51,17 +54,18 @@ def grammar_source(params: StructuredOutputsParams, special_tokens: dict[str, in
             return _of_choices(params.choice)
         case "grammar":
             assert params.grammar is not None
-            return LLMatcher.grammar_from_lark(to_lark(params.grammar, params))
+            return LLMatcher.grammar_from_lark(to_lark(params.grammar, params, vocabulary))
         case _:
             assert params.structural_tag is not None
-            return structural_tag_grammar(params, special_tokens, _Parts(params))
+            return structural_tag_grammar(params, vocabulary.special_tokens, _Parts(params, vocabulary))
 
 
 class _Parts:
     """The parts of a structural tag that have a form of their own, as Lark reads them within a rule."""
 
-    def __init__(self, params: StructuredOutputsParams):
+    def __init__(self, params: StructuredOutputsParams, vocabulary: GrammarVocabulary):
         self._params = params
+        self._vocabulary = vocabulary
 
     def schema(self, schema: Any) -> str:
         checked = check_schema(schema, "structural_tag")
@@ -83,11 +87,14 @@ class _Parts:
     def lark(self, text: Any) -> str:
         if not isinstance(text, str):
             raise ParameterError("structural_tag has a grammar that is not a string: give a string", "structural_tag")
-        return to_lark(text, self._params)
+        return to_lark(text, self._params, self._vocabulary)
 
 
-def to_lark(text: str, params: StructuredOutputsParams) -> str:
-    """Returns a grammar in Lark's form, or in that of GBNF (`root ::= ...`), as llguidance's Lark."""
+def to_lark(text: str, params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> str:
+    """Returns a grammar in Lark's form, or in that of GBNF (`root ::= ...`), as llguidance's Lark.
+
+    It may name a token of the vocabulary, as in `<|user|>`, or `<tool_call>` where that is one token.
+    """
     name = params.kind
     if (size := len(text.encode())) > MAX_LARK_BYTES:
         raise ParameterError(f"{name} has {size} bytes, the limit is {MAX_LARK_BYTES}: make it smaller", name)
@@ -95,12 +102,18 @@ def to_lark(text: str, params: StructuredOutputsParams) -> str:
     for found in _LARK_REGEX.findall(text):
         check_pattern(found, name)
     if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE) is None:
-        return _with_guided_schemas(text, params)
+        return _with_guided_schemas(_with_numbered_tokens(text, vocabulary), params)
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, RecursionError, ValueError, IndexError, KeyError, AssertionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ParameterError(f"{name} is not valid GBNF: {reason}", name) from error
+
+
+def _with_numbered_tokens(lark: str, vocabulary: GrammarVocabulary) -> str:
+    """Returns a grammar in Lark in which tokens that llguidance takes for text are named by their numbers."""
+    numbers = vocabulary.named_text_tokens
+    return _LARK_TOKEN_NAME.sub(lambda at: f"<[{numbers[at[1]]}]>" if at[1] in numbers else at[0], lark)
 
 
 def _with_guided_schemas(lark: str, params: StructuredOutputsParams) -> str:

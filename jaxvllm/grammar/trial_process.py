@@ -26,8 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer as Backend
 
-from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_vocabulary
+from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_tokens
+from jaxvllm.grammar.vocabulary import GrammarVocabulary
 
 # This many grammars are tried at once, since one that compiles for seconds must not delay the others.
 MAX_CHILDREN = 4
@@ -81,7 +83,9 @@ class TrialProcess:
 
     def __init__(self, settings: TrialSettings, commands: int, results: int):
         self._settings = settings
-        self._vocabulary = new_vocabulary(settings.tokenizer, settings.vocab_size, settings.eos_token_ids)
+        backend = Backend.from_str(settings.tokenizer)
+        vocabulary = GrammarVocabulary(backend, settings.vocab_size, settings.eos_token_ids)
+        self._tokens = new_tokens(vocabulary, settings.eos_token_ids)
         self._commands = commands
         self._results = results
         self._unread = b""  # the beginning of a line
@@ -166,7 +170,7 @@ class TrialProcess:
                 os.dup2(nothing, descriptor)
             num_bytes: list[int] = []
             thread = threading.Thread(
-                target=lambda: num_bytes.append(_bytes_of(self._vocabulary, source, self._settings.num_bytes))
+                target=lambda: num_bytes.append(_bytes_of(self._tokens, source, self._settings.num_bytes))
             )
             thread.start()
             thread.join(USUAL_SECONDS)
@@ -178,7 +182,7 @@ class TrialProcess:
             os._exit(1)
 
 
-def _bytes_of(vocabulary: LLTokenizer, source: str, most: int) -> int:
+def _bytes_of(tokens: LLTokenizer, source: str, most: int) -> int:
     """Compiles a grammar and returns the bytes of memory that it takes. Ends the process if they are more than `most`.
 
     An error is not told: the engine meets the same one when it compiles this grammar.
@@ -186,10 +190,10 @@ def _bytes_of(vocabulary: LLTokenizer, source: str, most: int) -> int:
     _allow(most)
     before = _bytes_in_use()
     try:
-        matcher = new_matcher(vocabulary, source)
+        matcher = new_matcher(tokens, source)
         if not matcher.get_error():
             matcher.get_grammar_warnings()
-            first_mask(matcher, vocabulary)
+            first_mask(matcher, tokens)
             first_forced(matcher)
             matcher.get_error()
     except MemoryError:
