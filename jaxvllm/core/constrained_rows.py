@@ -127,7 +127,9 @@ class ConstrainedRows:
         """Makes `tokens`, or none, known behind the known ones of `slot`, which computes from there on."""
         self._starts_again[slot] = False
         self._slots.append_forced(slot, tokens)
-        advance(self._tenant(slot), tokens)
+        constraint = self._tenant(slot).constraint
+        assert constraint is not None
+        constraint.take_forced(tokens)
 
     def masked(self, rows: SlotIds, num_decode: int, max_new: Ints) -> NDArray[np.bool_] | None:
         """Which `rows` of a plan, decode rows first, wait for a mask, bool[R]. None: none of them does."""
@@ -151,12 +153,11 @@ class ConstrainedRows:
             request = self._tenant(slot)
             assert request.constraint is not None
             words = np.zeros(num_words, np.int32)
-            try:
-                request.constraint.fill(words)
-            except Exception as error:
-                failed.append(_failure(request, error))
-            else:
+            request.constraint.fill(words)
+            if request.constraint.failure is None:
                 masks.append((slot, words))
+            else:
+                failed.append(_failure(request, request.constraint.failure))
         return masks, failed
 
     def take(self, plan: StepPlan, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints) -> dict[int, Finished]:
@@ -197,14 +198,12 @@ class ConstrainedRows:
             if is_guess and (forced := constraint.forced()) and forced[0] != token:
                 # A mask would allow the forced token alone, although others may spell the same text.
                 return index, None
-            try:
-                is_taken = constraint.advance([token]) == 1
-            except Exception as error:
-                return index + 1, _failure(request, error)
-            if not is_taken:
-                if is_guess:
-                    return index, None
-                return index + 1, _failure(request, RuntimeError("nothing that its form allows is allowed otherwise"))
+            if constraint.advance([token]) != 1:
+                if constraint.failure is not None:
+                    return index, _failure(request, constraint.failure)
+                return index, None if is_guess else _exclusion(request, known + index - request.num_prompt_tokens)
+            if not is_guess and not request.allows(token):  # what a row draws that has nothing to draw from
+                return index, _exclusion(request, known + index - request.num_prompt_tokens)
             if was_complete or (constraint.is_complete and self._ends_complete(request, known + index + 1)):
                 return index + 1, Finished(request, FinishReason.STOP)
         return len(tokens), None
@@ -250,18 +249,20 @@ class ConstrainedRows:
         return tenant
 
 
-def advance(request: Request, tokens: list[int]) -> None:
-    """Tells the constraint of `request` of tokens that it forced. If it fails, its mask fails, too."""
-    assert request.constraint is not None
-    try:
-        num_taken = request.constraint.advance(tokens)
-    except Exception:
-        logger.debug("the constraint of request %s failed", request.request_id, exc_info=True)
-    else:
-        assert num_taken == len(tokens), "a constraint refuses a token that it forced"
-
-
-def _failure(request: Request, error: Exception) -> Finished:
+def _failure(request: Request, error: BaseException) -> Finished:
     """The end of `request` by an error of its constraint."""
     logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
     return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
+
+
+def _exclusion(request: Request, num_tokens: int) -> Finished:
+    """The end of `request`, which excludes all that its form allows behind `num_tokens`."""
+    params = request.sampling_params
+    excluding = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
+    if not excluding and request.masks_commute:
+        return _failure(request, RuntimeError("the form of the request refuses a token that its mask allows"))
+    told = (
+        f"{' and '.join(excluding) or 'the logits processors of this engine'} must leave a token that the form of the "
+        f"answer allows, and behind {num_tokens} tokens there is none: change the one or the other"
+    )
+    return Finished(request, FinishReason.ERROR, told, wrong_param=excluding[0] if excluding else "structured_outputs")

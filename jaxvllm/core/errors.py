@@ -10,6 +10,14 @@ RuntimeError
 """
 
 
+def belongs_to_work(error: BaseException) -> bool:
+    """Returns whether an error is the fault of the work that raised it. An interrupt means the whole process.
+
+    A panic of a library in Rust is no `Exception`, and belongs to the work.
+    """
+    return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
 class ParameterError(ValueError):
     """A value that the caller gave is wrong. The message states the rule, the value and the way out."""
 

@@ -1,11 +1,11 @@
 """Requests: a `GenerationRequest` as the caller made it, and a `Request` for each sequence that is scheduled."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from jaxvllm.core.explanation import Trail
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.token_constraint import GuardedConstraint
 
 type TokenIds = NDArray[np.int32]
 
@@ -107,27 +108,6 @@ class QueueKey:
     arrival: int
 
 
-class TokenConstraint(Protocol):
-    """Decides on the host which tokens may come next in a request, as a grammar does.
-
-    Where a token waits for `fill`, its step samples in a separate program. An exception ends the request and no other.
-    A constraint that raised may be asked again, and must raise again in `fill`.
-    """
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing may follow, except EOS."""
-
-    def advance(self, token_ids: Sequence[int]) -> int:
-        """Takes tokens that follow, in order, up to the first that is not allowed. Returns how many it has taken."""
-
-    def forced(self) -> Sequence[int]:
-        """Returns the tokens that must come next whatever the model says, as many as are known, or none."""
-
-    def fill(self, words: NDArray[np.int32]) -> None:
-        """Writes the mask of allowed next tokens: bit i of `words`, counted from each word's lowest, is token i."""
-
-
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence to complete. Only the fields that must survive a preemption ever change.
@@ -143,7 +123,7 @@ class Request:
     limit: int
     key: QueueKey
     eos_token_ids: tuple[int, ...] = ()  # the model's, also where they are ignored
-    constraint: TokenConstraint | None = None
+    constraint: GuardedConstraint | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
     search: BeamSearch | None = None
@@ -194,12 +174,18 @@ class Request:
 
     @property
     def takes_forced(self) -> bool:
-        """Whether forced tokens need no sampling. Log-probabilities do, and penalties count what was sampled."""
+        """Whether forced tokens need no sampling.
+
+        Log-probabilities do, and penalties count what was sampled. Bad words and logits processors may forbid a token
+        that is forced, which only sampling finds out.
+        """
         params = self.sampling_params
         return (
             self.constraint is not None
+            and self.masks_commute
             and self.repetition is None
-            and params.logprobs is None
+            and not self.bad_word_ids
+            and not params.wants_logprobs
             and not params.is_penalized
         )
 
@@ -222,11 +208,20 @@ class Request:
         )
 
     def forced(self, most: int) -> list[int]:
-        """Returns up to `most` tokens that its constraint forces, as far as none of them may end it."""
+        """Returns up to `most` tokens that its constraint forces, as far as none of them may end it or is excluded."""
         if not self.takes_forced or most <= 0:
             return []
         assert self.constraint is not None
-        return list(takewhile(lambda token: token not in self.stop_token_ids, self.constraint.forced()[:most]))
+        return list(takewhile(self._comes_alone, self.constraint.forced()[:most]))
+
+    def _comes_alone(self, token: int) -> bool:
+        """Whether a forced `token` needs no sampling, which finds out whether it ends the request, or is excluded."""
+        return token not in self.stop_token_ids and self.allows(token)
+
+    def allows(self, token: int) -> bool:
+        """Whether the caller's list of allowed tokens, if there is one, has `token`."""
+        allowed = self.sampling_params.allowed_token_ids
+        return allowed is None or token in allowed
 
     @property
     def num_beams(self) -> int | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
 from jaxvllm.core.beam_groups import BeamGroup, BeamGroups
-from jaxvllm.core.constrained_rows import ConstrainedRows, advance
+from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.page_loads import PageLoad, PageLoads, PageSave, PageSource
@@ -761,7 +761,8 @@ class Scheduler:
 
     def _enqueue(self, request: Request, watched: bool) -> None:
         if forced := request.forced(request.limit - request.num_tokens - 1):
-            advance(request, forced)
+            assert request.constraint is not None
+            request.constraint.take_forced(forced)
             request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
             request.num_unreported += len(forced)
         self._waiting_ids[request.request_id] = request

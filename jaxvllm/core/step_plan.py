@@ -220,7 +220,8 @@ class Emitted:
 class Finished:
     """A request that ended, its outputs in `request.output_token_ids`.
 
-    `stop_reason` is the stop token, unless that is EOS, a word that says more than `reason`, or an error.
+    `stop_reason` is the stop token, unless that is EOS, a word that says more than `reason`, or an error. `wrong_param`
+    is the parameter of the caller that is to blame for the error, if one is.
     """
 
     request: Request
@@ -228,6 +229,7 @@ class Finished:
     stop_reason: int | str | None = None
     hides_last: bool = False  # the last token says that the text is over, and is no part of it
     beams: tuple[Beam, ...] | None = None  # of a beam search, the best sequences, best first
+    wrong_param: str | None = None
 
 
 @dataclass(frozen=True)

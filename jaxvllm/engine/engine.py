@@ -3,8 +3,9 @@
 import logging
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from typing import Unpack
 
@@ -17,6 +18,8 @@ from jaxvllm.core.explanation import Trail
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
@@ -98,6 +101,11 @@ class Engine:
         return self._is_closed
 
     @property
+    def is_broken(self) -> bool:
+        """Whether something broke off, and the engine could not be reset. Only another reset can help."""
+        return self._is_broken
+
+    @property
     def has_work(self) -> bool:
         return any(replica.has_work for replica in self.replicas)
 
@@ -157,7 +165,9 @@ class Engine:
             raise ParameterError(str(error), error.param) from error
 
     def submit(self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None) -> None:
-        """Queues a checked request, once its grammar is compiled, if it has one. `prepared` is what `prepare` returned.
+        """Queues a checked request, once its grammar is compiled, if it has one. If it raises, nothing is queued.
+
+        `prepared` is what `prepare` returned.
 
         Raises ValueError when its id is in use or its grammar is wrong, OverloadedError when there is no room for its
         grammar, and RuntimeError after `close`.
@@ -167,10 +177,18 @@ class Engine:
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
-        self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
-        self._num_prompt_tokens += len(request.prompt.token_ids)
         queued = [self._queued(sequence, grammar) for sequence in sequences]
-        scheduler = self._router.choose(queued[0])  # the same for all of them, so that they share the prompt's pages
+        self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
+        try:
+            self._queue(request, queued, self._router.choose(queued[0]))
+        except BaseException:
+            self.abort(request.request_id)
+            raise
+        self._num_prompt_tokens += len(request.prompt.token_ids)
+
+    @staticmethod
+    def _queue(request: GenerationRequest, queued: Sequence[Request], scheduler: Scheduler) -> None:
+        """Gives all sequences of a request to one scheduler, so that they share the prompt's pages."""
         for one in queued:
             scheduler.add(one, watched=is_watched(request))
 
@@ -184,13 +202,19 @@ class Engine:
         not computed. Raises RuntimeError after `close`.
         """
         self._ready()
-        try:
+        with self._reset_if_it_breaks_off():
             return self._step()
+
+    @contextmanager
+    def _reset_if_it_breaks_off(self) -> Iterator[None]:
+        """Drops all requests and the prefix caches if an exception breaks off what may leave them half changed."""
+        try:
+            yield
         except BaseException:
             self._is_broken = True
             try:
                 self._reset()
-            except Exception:  # the error that broke the step off is raised; `_ready` tries again and raises this one
+            except Exception:  # the error that broke it off is raised; `_ready` tries again and raises this one
                 logger.exception("the engine could not be reset")
             raise
 
@@ -216,17 +240,21 @@ class Engine:
         return ready
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request now, frees its pages and returns its last output; None if it is unknown or has ended."""
+        """Ends a request now, frees its pages and returns its last output; None if it is unknown or has ended.
+
+        An exception drops all requests, as one in a step does.
+        """
         if request_id not in self.outputs:
             return None
-        ended = [
-            replica.scheduler.finish(child_id)
-            for child_id in self.outputs.children(request_id)
-            for replica in self.replicas  # only one of them has it
-        ]
-        for replica in self.replicas:
-            replica.publish()
-        return self.outputs.abort(request_id, [child for child in ended if child is not None])
+        with self._reset_if_it_breaks_off():
+            ended = [
+                replica.scheduler.finish(child_id)
+                for child_id in self.outputs.children(request_id)
+                for replica in self.replicas  # only one of them has it
+            ]
+            for replica in self.replicas:
+                replica.publish()
+            return self.outputs.abort(request_id, [child for child in ended if child is not None])
 
     def export_request(self, request_id: str) -> ExportedRequest:
         """Ends a request here, and returns what another engine needs to go on with the same tokens.
@@ -274,9 +302,12 @@ class Engine:
         for one in queued:
             unload_cargo(replica, form, one, exported.pages)
         warnings = () if grammar is None else grammar.warnings
-        self.outputs.put_back(request, [one.request_id for one in sequences], exported.progress, warnings)
-        for one in queued:
-            scheduler.add(one, watched=is_watched(request))
+        try:
+            self.outputs.put_back(request, [one.request_id for one in sequences], exported.progress, warnings)
+            self._queue(request, queued, scheduler)
+        except BaseException:
+            self.abort(request.request_id)
+            raise
         return request.request_id
 
     def startup(self) -> StartupReport:
@@ -399,6 +430,7 @@ class Engine:
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
         detection, beams = sequence.params.repetition_detection, sequence.beam_search
+        constraint = None if self._constraints is None else self._constraints.constraint(sequence, grammar)
         request = Request(
             asked=sequence,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
@@ -407,7 +439,7 @@ class Engine:
             key=QueueKey(sequence.priority, next(self._arrivals)),
             eos_token_ids=self._rules.eos_token_ids,
             masks_commute=self._masks_commute,
-            constraint=None if self._constraints is None else self._constraints.constraint(sequence, grammar),
+            constraint=None if constraint is None else GuardedConstraint(constraint),
             bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),

@@ -1,12 +1,13 @@
 """Turns sampled tokens into the outputs that a caller sees: text, stop strings and log-probabilities.
 
 Only watched requests (they stream, have stop strings or want log-probabilities) cost anything per token. The others
-are detokenized once, when they end.
+are detokenized once, when they end. What fails at one request ends that request, and no other.
 """
 
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Beam, Candidates
+from jaxvllm.core.errors import belongs_to_work
 from jaxvllm.core.explanation import MAX_CANDIDATES, Candidate, Explanation, OutputToken, PromptToken, Trail
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -24,6 +26,8 @@ from jaxvllm.text.completion_text import CompletionText, StopMatch
 from jaxvllm.text.draft_spans import DraftSpans
 from jaxvllm.text.stop_strings import StopStrings
 from jaxvllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def is_watched(request: GenerationRequest) -> bool:
@@ -56,6 +60,7 @@ class _Completion:
     has_news: bool = False  # whether there is something that no delta has contained yet
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    wrong_param: str | None = None  # to blame for an error that ended it
     trail: Trail | None = None  # once it has ended, if it is to be explained
 
     @property
@@ -117,6 +122,7 @@ class _Group:
     num_cached_tokens: int = 0
     emitted_at: float | None = None
     chosen: list[_Completion] | None = None  # of those that were generated, the ones to return; None: all
+    failure: BaseException | None = None  # what broke its processing off
 
     @property
     def params(self) -> SamplingParams:
@@ -149,7 +155,7 @@ class Processed:
     """The meaning of an update to callers."""
 
     outputs: list[RequestOutput]  # those that are due now
-    stopped: list[str]  # ids of requests that a stop string has ended, and that the scheduler still runs
+    stopped: list[str]  # ids of requests that a stop string or a failure has ended, and that the scheduler still runs
     num_dropped: int  # tokens after a stop string, which belong to no output
 
 
@@ -234,8 +240,9 @@ class OutputProcessor:
             if group.metrics.first_token_time is None:
                 group.metrics = replace(group.metrics, first_token_time=now)
                 self._started.append(group.request.request_id)
-        for scored in update.scored:
-            self._take_scores(self._group_of[scored.request.request_id], scored, output)
+        scored_groups = [self._group_of[scored.request.request_id] for scored in update.scored]
+        for group, scored in zip(scored_groups, update.scored, strict=True):
+            self._attempt(group, self._take_scores, group, scored, output)
         ends = {end.request.request_id: end for end in update.finished}
         last_of = {emitted.request.request_id: emitted for emitted in update.emitted} if ends else {}
         for emitted in update.emitted:
@@ -245,7 +252,7 @@ class OutputProcessor:
                 continue
             group = touched[request_id] = self._group_of[request_id]
             end = ends.get(request_id) if emitted is last_of.get(request_id) else None
-            match = self._take_token(group, emitted, end, output)
+            match = self._attempt(group, self._take_token, group, emitted, end, output)
             if match is not None:
                 self._stop_at(group.completions[request_id], match)
                 group.completions[request_id].trail = emitted.request.trail
@@ -253,14 +260,16 @@ class OutputProcessor:
         for end in update.finished:
             request_id = end.request.request_id
             group = touched[request_id] = self._group_of[request_id]
-            self._finish(group, group.completions[request_id], end)
+            self._attempt(group, self._finish, group, group.completions[request_id], end)
         for request_id, request in (stopped | {name: end.request for name, end in ends.items()}).items():
             self._note_preemptions(touched[request_id], request)
         for child_id, group in touched.items():
             group.completions[child_id].has_news = True
-        due = [group for group in dict.fromkeys(touched.values()) if self._is_due(group, now)]
-        outputs = [self._emit(group, now) for group in due]
-        return Processed(outputs, [request_id for request_id in stopped if request_id not in ends], num_dropped)
+        groups = dict.fromkeys([*touched.values(), *(group for group in scored_groups if group.failure is not None)])
+        outputs = [self._emit(group, now) for group in groups if self._is_due(group, now)]
+        failed = [name for group in groups if group.failure is not None for name in group.completions]
+        left = [request_id for request_id in dict.fromkeys([*stopped, *failed]) if request_id not in ends]
+        return Processed(outputs, left, num_dropped)
 
     def abort(self, request_id: str, children: Sequence[Request]) -> RequestOutput:
         """Ends `request_id` with the tokens it has. `children` are those that the scheduler has just ended for it."""
@@ -268,7 +277,7 @@ class OutputProcessor:
         for child in children:
             group.completions[child.request_id].has_news = True
             end = Finished(child, FinishReason.ABORT)
-            self._finish(group, group.completions[child.request_id], end)
+            self._attempt(group, self._finish, group, group.completions[child.request_id], end)
             self._note_preemptions(group, child)
         for completion in group.completions.values():  # those that never reached the scheduler: `submit` broke off
             completion.finish_reason = completion.finish_reason or FinishReason.ABORT
@@ -302,6 +311,21 @@ class OutputProcessor:
         group.prompt_logprobs = progress.prompt_logprobs
         group.emitted_at = now if progress.was_shown else None
         self._num_streaming += progress.was_shown
+
+    @staticmethod
+    def _attempt[**Arguments, Result](
+        group: _Group, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result | None:
+        """Does work for one request, unless some has failed. What it raises is the failure of that request alone."""
+        if group.failure is None:
+            try:
+                return work(*args, **kwargs)
+            except BaseException as error:
+                if not belongs_to_work(error):
+                    raise
+                logger.exception("the output of request %s could not be processed", group.request.request_id)
+                group.failure = error
+        return None
 
     def _take_token(
         self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
@@ -397,6 +421,7 @@ class OutputProcessor:
             return
         completion.finish_reason = end.reason
         completion.stop_reason = end.stop_reason
+        completion.wrong_param = end.wrong_param
 
     def _found(self, group: _Group, index: int, beam: Beam) -> _Completion:
         """Returns a completion that a beam search has found. EOS is never in its text, and in its tokens on demand."""
@@ -436,6 +461,8 @@ class OutputProcessor:
             group.metrics = replace(group.metrics, num_preemptions=total)
 
     def _is_due(self, group: _Group, now: float) -> bool:
+        if group.failure is not None:
+            return True
         if group.finished or group.shows_end_only:
             return group.finished
         if group.emitted_at is None:
@@ -446,31 +473,55 @@ class OutputProcessor:
         return now - group.emitted_at >= self._seconds_per_output * self._num_streaming
 
     def _emit(self, group: _Group, now: float) -> RequestOutput:
-        """Returns the output of `group`. A delta has only completions with something new, so that each ends once."""
+        """Returns the output of `group`, which is its last one if it has failed."""
+        is_first = group.emitted_at is None
+        if group.finished or group.failure is not None:
+            group.metrics = replace(group.metrics, finished_time=time.monotonic())
+        result = self._attempt(group, self._output, group) or self._failed(group)
+        self._num_streaming += is_first - result.finished
+        group.emitted_at = now
+        if result.finished:
+            self._forget(group)
+        return result
+
+    def _failed(self, group: _Group) -> RequestOutput:
+        """Returns the last output of a request whose processing broke off. Its text may be what cannot be had."""
+        told = f"the output of this request could not be processed ({type(group.failure).__name__})"
+        return RequestOutput(
+            request_id=group.request.request_id,
+            prompt=group.request.prompt.text,
+            prompt_token_ids=group.request.prompt.token_list,
+            outputs=[
+                CompletionOutput(index, "", [], finish_reason="error", stop_reason=told)
+                for index in range(group.params.n)
+            ],
+            finished=True,
+            metrics=group.metrics,
+            num_cached_tokens=group.num_cached_tokens,
+            warnings=group.warnings,
+        )
+
+    def _output(self, group: _Group) -> RequestOutput:
+        """Returns what is to be told. A delta has only completions with something new, so that each ends once."""
         delta = group.params.output_kind == RequestOutputKind.DELTA
-        finished = group.finished
-        if finished and group.params.best_of is not None:
+        if group.finished and group.params.best_of is not None:
             group.choose_best()
         shown = group.completions.values() if group.chosen is None else group.chosen
         completions = [c for c in shown if not delta or c.has_news]
-        is_first = group.emitted_at is None
-        self._num_streaming += is_first - finished
-        group.emitted_at = now
         for completion in completions:
             completion.has_news = False
             completion.num_shown = len(completion.token_ids)
-        if finished:
-            group.metrics = replace(group.metrics, finished_time=time.monotonic())
-            self._forget(group)
         return RequestOutput(
             request_id=group.request.request_id,
             prompt=group.request.prompt.text,
             prompt_token_ids=group.request.prompt.token_list,
             outputs=[self._completion_output(group, c) for c in completions],
-            finished=finished,
+            finished=group.finished,
             metrics=group.metrics,
             num_cached_tokens=group.num_cached_tokens,
-            prompt_logprobs=_shaped(group.params, group.prompt_logprobs) if is_first or not delta else None,
+            prompt_logprobs=_shaped(group.params, group.prompt_logprobs)
+            if group.emitted_at is None or not delta
+            else None,
             warnings=group.warnings,
         )
 
@@ -495,6 +546,7 @@ class OutputProcessor:
             logprobs=_shaped(params, completion.logprobs[first:]) if wants else None,
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
+            wrong_param=completion.wrong_param,
             draft_spans=None if completion.spans is None else completion.spans.split(text),
             explanation=None if completion.trail is None else self._explanation(group, completion, completion.trail),
         )

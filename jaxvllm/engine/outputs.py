@@ -80,6 +80,7 @@ class CompletionOutput:
     # The text in parts, each with whether it was accepted drafts. None unless the request wants them, and gets deltas.
     draft_spans: list[tuple[str, bool]] | None = None
     explanation: Explanation | None = None  # what each step did for it. Only at its end, if the request wants it.
+    wrong_param: str | None = None  # the parameter to blame where an error of the caller ended it
 
     def finished(self) -> bool:
         return self.finish_reason is not None

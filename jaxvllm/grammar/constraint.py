@@ -29,7 +29,7 @@ class CompiledGrammar:
 class GrammarConstraint:
     """Allows the tokens after which the text can still become one that the grammar takes, and EOS where it is one.
 
-    It is a `core.request.TokenConstraint`. llguidance never raises, so every call here looks for its error.
+    It is a `core.token_constraint.TokenConstraint`. llguidance never raises, so every call here looks for its error.
     """
 
     def __init__(self, grammar: CompiledGrammar):

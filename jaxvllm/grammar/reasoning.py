@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvllm.core.request import TokenConstraint
+from jaxvllm.core.token_constraint import TokenConstraint
 from jaxvllm.text.reasoning import ReasoningFormat
 from jaxvllm.text.tokenizer import Tokenizer
 
@@ -51,8 +51,8 @@ class ReasoningMarks:
 class ReasoningConstraint:
     """Constrains nothing until the reasoning has ended, and from there on what `answer` does.
 
-    It is a `core.request.TokenConstraint`. After `budget` tokens of reasoning it forces the end mark. A model that may
-    answer at once may begin with the start mark or with the answer, where the start mark is one token.
+    It is a `core.token_constraint.TokenConstraint`. After `budget` tokens of reasoning it forces the end mark. A model
+    that may answer at once may begin with the start mark or with the answer, where the start mark is one token.
     """
 
     def __init__(

@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.request import GenerationRequest, TokenConstraint
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.token_constraint import TokenConstraint
 from jaxvllm.grammar.compiler import GrammarCompiler
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.reasoning import ReasoningConstraint, ReasoningMarks

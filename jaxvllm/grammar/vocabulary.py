@@ -1,6 +1,5 @@
-"""`GrammarVocabulary`: the tokens of a vocabulary as llguidance reads them, each either a piece of text or a special one."""
+"""`GrammarVocabulary`: the tokens of a vocabulary as llguidance reads them, pieces of text and special ones."""
 
-import json
 import re
 from collections.abc import Collection
 

@@ -458,7 +458,9 @@ class AsyncLLM(EngineClient):
     def _deliver(self, output: wire.Output) -> None:
         failed = [completion for completion in output.completions if completion.finish_reason == "error"]
         if failed:
-            lost = self._lose(output.serial, EngineDiedError(str(failed[0].stop_reason)), "error")
+            reason, param = str(failed[0].stop_reason), failed[0].wrong_param
+            error = EngineDiedError(reason) if param is None else ParameterError(reason, param)
+            lost = self._lose(output.serial, error, "error")
             if lost is not None and not output.finished and self._process is not None:
                 self._process.send(wire.Abort([lost.request_id]))
             return

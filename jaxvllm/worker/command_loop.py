@@ -3,12 +3,13 @@
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 import zmq
 
-from jaxvllm.core.errors import OverloadedError, ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedParameterError, belongs_to_work
 from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
 from jaxvllm.engine.engine import Engine
@@ -68,7 +69,12 @@ def serve(address: str | Address) -> bool:
 
 
 class CommandLoop:
-    """Executes the client's commands, and steps the engine while it has work."""
+    """Executes the client's commands, and steps the engine while it has work.
+
+    What fails at one request ends that request: it cannot be decoded or queued, or its output cannot be sent. The
+    constraint and the text of a request keep their failures to the request, too (`GuardedConstraint`,
+    `OutputProcessor`). Any other failure of a step, or of an abort, ends all requests, and the engine goes on.
+    """
 
     def __init__(self, engine: Engine, limits: QueueLimits, socket: "zmq.Socket[bytes]"):
         self._engine = engine
@@ -93,18 +99,38 @@ class CommandLoop:
     def _step(self) -> None:
         try:
             results = self._engine.step()
-        except Exception as error:
-            logger.exception("a step broke off: its requests have failed")
-            self._serials.clear()
-            self._unscored.clear()
-            self._send(wire.Broken(type(error).__name__))
-            self._breaks += 1
-            if self._breaks == MAX_BREAKS:
-                raise
+        except BaseException as error:
+            self._break(error)
             return
         if results:
             self._breaks = 0  # only now: a step that was launched may still fail when its output is read
-            self._send(wire.Outputs([self._output(result) for result in results]))
+            self._tell(results)
+
+    def _break(self, error: BaseException) -> None:
+        """Says that all requests have failed, which the engine has dropped. Raises the last of too many errors."""
+        if not belongs_to_work(error):
+            raise error
+        logger.error("a step broke off: its requests have failed", exc_info=error)
+        self._serials.clear()
+        self._unscored.clear()
+        self._send(wire.Broken(type(error).__name__))
+        self._breaks += 1
+        if self._breaks == MAX_BREAKS:
+            raise error
+
+    def _tell(self, results: Sequence[RequestOutput]) -> None:
+        """Sends outputs. What cannot be sent ends its request, and the others are sent all the same."""
+        outputs = [self._output(result) for result in results]
+        try:
+            self._send(wire.Outputs(outputs))
+        except Exception:
+            for result, output in zip(results, outputs, strict=True):
+                try:
+                    self._send(wire.Outputs([output]))
+                except Exception as error:
+                    self._serials.pop(result.request_id, None)
+                    self._abort(result.request_id)
+                    self._lose(output.serial, "has an output that could not be sent", error)
 
     def _hear(self) -> None:
         """Executes all commands that have arrived. Without other work, it waits for a command or a grammar first."""
@@ -123,12 +149,19 @@ class CommandLoop:
             self._submit(add, grammar)
 
     def _obey(self, data: bytes) -> None:
-        match wire.decode_command(data):
+        try:
+            command = wire.decode_command(data)
+        except Exception as error:
+            if (serial := wire.serial_of_add(data)) is None:
+                raise
+            self._lose(serial, "could not be decoded", error)
+            return
+        match command:
             case wire.Add() as add:
                 self._add(add)
             case wire.Abort(request_ids):
                 for request_id in request_ids:
-                    self._engine.abort(request_id)
+                    self._abort(request_id)
                     self._unscored.discard(self._serials.pop(request_id, -1))
                     if (left := self._preparing.discard(request_id)) is not None:
                         self._send(wire.Rejected(left.serial, "the request was aborted", False))
@@ -142,11 +175,17 @@ class CommandLoop:
             case wire.Stop():
                 self._engine.close()
 
+    def _abort(self, request_id: str) -> None:
+        try:
+            self._engine.abort(request_id)
+        except BaseException as error:
+            self._break(error)
+
     def _add(self, add: wire.Add) -> None:
         try:
             grammar = self._engine.prepare(add.request)
-        except ValueError as error:
-            self._reject(add, error)
+        except BaseException as error:
+            self._refuse(add, error)
             return
         if grammar is None or grammar.done():
             self._submit(add, grammar)
@@ -159,18 +198,30 @@ class CommandLoop:
         try:
             self._engine.check_fits(request)
             self._limits.check(schedulers, n, n * len(request.prompt.token_ids))
+            warnings = [] if grammar is None else list(grammar.result().warnings)
             self._engine.submit(request, grammar)
-        except (ValueError, OverloadedError) as error:
-            self._reject(add, error)
+        except BaseException as error:
+            self._refuse(add, error)
         else:
             self._serials[request.request_id] = add.serial
             if request.params.prompt_logprobs is not None:
                 self._unscored.add(add.serial)
-            self._send(wire.Accepted(add.serial, [] if grammar is None else list(grammar.result().warnings)))
+            self._send(wire.Accepted(add.serial, warnings))
 
-    def _reject(self, add: wire.Add, error: ValueError | OverloadedError) -> None:
-        param = error.param if isinstance(error, ParameterError) else None
-        self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError), param))
+    def _refuse(self, add: wire.Add, error: BaseException) -> None:
+        """Answers a request that the engine did not take. Raises what is no fault of the request."""
+        if isinstance(error, ValueError | NotImplementedError | OverloadedError):
+            param = error.param if isinstance(error, ParameterError | UnsupportedParameterError) else None
+            self._send(wire.Rejected(add.serial, str(error), isinstance(error, OverloadedError), param))
+        elif self._engine.is_broken or not belongs_to_work(error):
+            raise error
+        else:
+            self._lose(add.serial, "could not be queued", error)
+
+    def _lose(self, serial: int, what: str, error: BaseException) -> None:
+        """Says that a request has ended because `what` failed at it alone."""
+        logger.error("a request %s", what, exc_info=error)
+        self._send(wire.Lost(serial, f"this request {what} ({type(error).__name__})"))
 
     def _output(self, result: RequestOutput) -> wire.Output:
         assert result.metrics is not None

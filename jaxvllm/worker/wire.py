@@ -181,7 +181,7 @@ class PrefixCacheReset(Message, frozen=True):
 class Lost(Message, frozen=True):
     """Says that a request has ended without its last output, or that no engine was there to take it (`unavailable`).
 
-    It comes from the process that holds the engines. An engine itself never loses a single request.
+    An engine says it of a request at which something failed that no rule foresees, such as one that cannot be decoded.
     """
 
     serial: int
@@ -229,6 +229,12 @@ def _decode_token_ids(_: Any, data: bytes) -> TokenIds:
     return np.frombuffer(data, np.int32)
 
 
+class _AddHead(Message, frozen=True, tag="Add"):
+    """The beginning of an `Add`."""
+
+    serial: int
+
+
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_token_ids).encode
 _command_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_decode_token_ids)
 
@@ -240,6 +246,14 @@ def decode_command(data: bytes) -> Command:
     except UnicodeDecodeError as error:  # raised when the bytes of the class name are no text
         raise msgspec.DecodeError(str(error)) from error
     return command
+
+
+def serial_of_add(data: bytes) -> int | None:
+    """Returns the serial of an `Add`, also of one whose request cannot be decoded. None for any other bytes."""
+    try:
+        return msgspec.msgpack.decode(data, type=_AddHead).serial
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -223,8 +223,10 @@ class FakeDevice:
         assert request is not None
         only = None
         if self._is_masked(plan, row):
-            assert isinstance(request.constraint, Script), "a free row waits for a mask"
-            only = request.constraint.at(len(context) - request.num_prompt_tokens)
+            assert request.constraint is not None, "a free row waits for a mask"
+            script = request.constraint.unguarded
+            assert isinstance(script, Script)
+            only = script.at(len(context) - request.num_prompt_tokens)
         return next_token(context) if only is None else only
 
     @staticmethod

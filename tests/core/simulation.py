@@ -21,6 +21,7 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import Admission, StepOutput, StepPlan, StepRoom, StepUpdate
 from jaxvllm.core.step_sizes import StepSizes
+from jaxvllm.core.token_constraint import GuardedConstraint
 from tests.core.fake_device import FakeDevice, Script, next_token
 
 EOS = 4  # a stop id that the caller did not ask for
@@ -222,7 +223,7 @@ class Simulation:
             stop_token_ids=job.stops,
             limit=job.limit,
             key=QueueKey(job.priority, number),
-            constraint=None if job.script is None else Script(job.script),
+            constraint=None if job.script is None else GuardedConstraint(Script(job.script)),
         )
         try:
             self.scheduler.add(request, watched=job.watched)

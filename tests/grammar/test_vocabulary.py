@@ -1,4 +1,4 @@
-"""Forms whose texts contain the spelling of added tokens: such texts come whole, and special tokens never spell them."""
+"""Forms whose texts contain the spelling of added tokens: they come whole, and special tokens never spell them."""
 
 import re
 from typing import Any

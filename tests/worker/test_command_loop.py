@@ -15,7 +15,7 @@ import zmq
 from hypothesis import example, given
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.errors import OverloadedError, ParameterError
+from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -32,13 +32,14 @@ STATS = EngineStats(*range(20))
 class Socket:
     """Brings the commands, then raises `Empty` where a real one would wait."""
 
-    def __init__(self, *commands: wire.Command):
+    def __init__(self, *commands: wire.Command | bytes):
         self.commands = deque(commands)
         self.said: list[wire.Report] = []
 
     def recv(self, flags: int = 0) -> bytes:
         if self.commands:
-            return wire.encode(self.commands.popleft())
+            command = self.commands.popleft()
+            return command if isinstance(command, bytes) else wire.encode(command)
         if flags & zmq.NOBLOCK:
             raise zmq.Again
         raise EOFError
@@ -65,6 +66,7 @@ def engine(**methods: Any) -> Any:
         eos_token_ids=(2,),
         defaults=SimpleNamespace(params=SamplingParams(), max_tokens=None, most_tokens=None),
         stats=lambda: STATS,
+        is_broken=False,
         take_reports=list,
         outputs=SimpleNamespace(take_started=list),
         prepare=lambda request: None,
@@ -79,7 +81,7 @@ def asked(request_id: str, **params: Any) -> GenerationRequest:
 ASKED = asked("a")
 
 
-def run(engine: Any, *commands: wire.Command) -> list[wire.Report]:
+def run(engine: Any, *commands: wire.Command | bytes) -> list[wire.Report]:
     socket = Socket(*commands)
     loop = CommandLoop(engine, QueueLimits(), socket)  # type: ignore[arg-type]
     with pytest.raises((EOFError, OverflowError)):
@@ -337,3 +339,75 @@ def test_anything_else_is_no_message(data: bytes) -> None:
     except msgspec.DecodeError:
         return
     assert wire.encode(wire.decode_command(data))
+
+
+def undecodable(serial: int) -> bytes:
+    """An `Add` whose request has a priority that is no number."""
+    return msgspec.msgpack.encode(["Add", serial, {"request_id": "x", "priority": "high"}])
+
+
+@pytest.mark.parametrize("error", [TypeError("a path /home/x"), MemoryError(), RuntimeError()])
+@pytest.mark.parametrize("at", ["prepare", "check_fits", "submit"])
+def test_a_request_at_which_something_fails_is_lost_alone(at: str, error: Exception) -> None:
+    def fail(request: GenerationRequest) -> None:
+        if request.request_id == "a":
+            raise error
+
+    calm = dict(prepare=fail, check_fits=fail, submit=fail)
+    others = {name: (lambda request: None) for name in calm if name != at}
+    said = run(engine(**calm | others), wire.Add(7, asked("a")), wire.Add(8, asked("b")))
+    name = type(error).__name__
+    assert said == [wire.Lost(7, f"this request could not be queued ({name})"), wire.Accepted(8)]
+
+
+def test_what_the_engine_does_not_support_is_rejected() -> None:
+    def submit(_: GenerationRequest) -> None:
+        raise UnsupportedParameterError("not on this backend", "logprobs")
+
+    said = run(engine(check_fits=lambda _: None, submit=submit), wire.Add(7, asked("a")))
+    assert said == [wire.Rejected(7, "not on this backend", False, "logprobs")]
+
+
+def test_a_request_that_cannot_be_decoded_is_lost_alone() -> None:
+    loop = engine(check_fits=lambda _: None, submit=lambda _: None)
+    said = run(loop, undecodable(7), wire.Add(8, asked("b")))
+    assert said == [wire.Lost(7, "this request could not be decoded (ValidationError)"), wire.Accepted(8)]
+    assert [wire.serial_of_add(data) for data in (undecodable(9), wire.encode(wire.Add(3, asked("a"))))] == [9, 3]
+    assert [wire.serial_of_add(data) for data in (wire.encode(wire.Ping()), b"", b"\x91\xa1\x80")] == [None] * 3
+
+
+def test_an_output_that_cannot_be_sent_is_the_end_of_its_request_alone() -> None:
+    aborted: list[str] = []
+
+    def step() -> list[RequestOutput]:
+        loop.has_work = False
+        texts = {"a": "half a character: \ud800", "b": "fine"}
+        return [
+            RequestOutput(name, None, [1, 2], [CompletionOutput(0, text, [1])], name == "b", RequestMetrics(1.0))
+            for name, text in texts.items()
+        ]
+
+    def submit(_: GenerationRequest) -> None:
+        loop.has_work = True
+
+    loop = engine(check_fits=lambda _: None, submit=submit, step=step, abort=aborted.append)
+    said = run(loop, wire.Add(7, asked("a")), wire.Add(8, asked("b")))
+    lost = wire.Lost(7, "this request has an output that could not be sent (UnicodeEncodeError)")
+    assert lost in said and aborted == ["a"]
+    [output] = [output for report in said if isinstance(report, wire.Outputs) for output in report.outputs]
+    assert (output.serial, output.completions[0].text) == (8, "fine")
+
+
+def test_an_abort_that_breaks_off_ends_all_requests_and_not_the_engine() -> None:
+    def abort(_: str) -> None:
+        raise KeyError("a")
+
+    said = run(engine(abort=abort, check_fits=lambda _: None, submit=lambda _: None), wire.Abort(["a"]), wire.Ping())
+    assert [type(report) for report in said] == [wire.Broken, wire.Pulse]
+
+
+def test_an_engine_that_cannot_be_reset_is_given_up_by_the_next_request() -> None:
+    def submit(_: GenerationRequest) -> None:
+        raise OverflowError
+
+    assert run(engine(is_broken=True, check_fits=lambda _: None, submit=submit), wire.Add(7, asked("a"))) == []
