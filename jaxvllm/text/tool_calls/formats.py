@@ -294,10 +294,12 @@ def in_harmony(answer: ToolCallFormat) -> ToolCallFormat:
 
     states = dict(HARMONY.states)
     for key, state in answer.states.items():
-        if key != "content":
-            marks = tuple(replace(mark, to=name(mark.to)) for mark in state.marks)
-            then = None if state.then is None else name(state.then)
-            states[name(key)] = replace(state, marks=marks, then=then)
+        marks = tuple(replace(mark, to=name(mark.to)) for mark in state.marks)
+        if key == "content":
+            states[key] = replace(states[key], marks=states[key].marks + marks)
+        else:
+            then, otherwise = (None if to is None else name(to) for to in (state.then, state.otherwise))
+            states[name(key)] = replace(state, marks=marks, then=then, otherwise=otherwise)
     states["header"] = replace(HARMONY.states["header"], header=channel)
     return ToolCallFormat(states, HARMONY.start, answer.ids)
 

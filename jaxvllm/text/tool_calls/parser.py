@@ -364,7 +364,7 @@ class _CallReader:
         self._expects = ","
         if self._key == "name":
             self._name = json.loads(text)
-            return bool(self._name)
+            return bool(self._name) and _is_unicode(self._name)
         if self._key != "arguments" or self._is_shown:
             return True
         return self._end_held(text)
@@ -376,7 +376,7 @@ class _CallReader:
         elif text.startswith('"'):
             text = json.loads(text).strip()
             scanner = JsonScanner()
-            if scanner.scan(text, 0) != len(text) or not scanner.done or scanner.kind != "{":
+            if not _is_unicode(text) or scanner.scan(text, 0) != len(text) or not scanner.done or scanner.kind != "{":
                 return False
         self._held = text
         return True
@@ -486,6 +486,11 @@ class _ValueReader:
         text = "".join(self._parts)
         text = text.removeprefix("\n").removesuffix("\n") if self._ends else text.strip()
         self._parser.arguments(as_json(text, self._types))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text`, in which JSON may have escaped half a character, can be sent to anybody."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _escaped(text: str) -> str:

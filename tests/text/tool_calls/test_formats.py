@@ -1,6 +1,7 @@
 """Every format of tool calls: examples, any split of them, garbage, and the time that hostile text takes."""
 
 import json
+import random
 import re
 import sys
 from collections import Counter
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from jaxvllm.text.assistant_message import AnswerFormat
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
-from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS, guessed_format, named_call, required_calls
+from jaxvllm.text.reasoning import FORMATS
+from jaxvllm.text.tool_calls.formats import HARMONY, TOOL_CALL_FORMATS, guessed_format, named_call, required_calls
 from jaxvllm.text.tool_calls.parser import MAX_HEADER, ToolCallParser
 from tests.text.tool_calls.examples import EXAMPLES, SCHEMAS, Example, cut, read, said
 
@@ -54,6 +56,10 @@ PIECES = sorted(
         "é",
         "\x00",
         "```",
+        '"\\ud800"',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "f", "arguments": "{\\"a\\": \\"\\udc00\\"}"}',
+        "9" * 5000,
     }
 )
 
@@ -113,10 +119,37 @@ def test_garbage_is_read_alike_in_any_split_and_breaks_no_rule(name: str, pieces
         assert shown.split() == text.split()
 
 
+@pytest.mark.parametrize("reasoning", sorted(FORMATS))
+def test_every_pair_of_formats_reads_calls_and_any_garbage(reasoning: str) -> None:
+    """A server may have any format of reasoning beside any format of calls, and a model may write anything."""
+    rng, thoughts = random.Random(reasoning), FORMATS[reasoning]
+    for name, calls in sorted(ALL.items()):
+        format = AnswerFormat(thoughts, calls, SCHEMAS)
+        own = [*sorted(calls.marks), thoughts.start, thoughts.end]
+        for _ in range(15):
+            text = "".join(rng.choice(rng.choice((own, PIECES))) for _ in range(rng.randrange(20)))
+            prompt = rng.choice(("", thoughts.start, thoughts.end))
+            events = read(format.reader(prompt), cut(text, [rng.randrange(200) for _ in range(5)]))
+            assert plain(events) == plain(read(format.reader(prompt), [text])), name
+            check_order(events)
+        if name in ("required", "named") or calls is HARMONY:
+            continue
+        one = next(one for one in EXAMPLES if TOOL_CALL_FORMATS[one.format] is calls and one.calls)
+        thought = "" if thoughts.is_harmony else f"{thoughts.start}so{thoughts.end}"
+        opened = thoughts.end if thoughts.is_harmony else ""
+        message = said(format, thought + opened + one.text)
+        assert [(call.name, json.loads(call.arguments)) for call in message.calls] == one.calls, name
+
+
 def check_order(events: list[Event]) -> None:
-    """Calls come one after the other, with indices from 0; whole ones have one JSON object as arguments."""
+    """Calls come one after the other, with indices from 0; whole ones have one JSON object as arguments.
+
+    All of it can be sent.
+    """
     begun, is_open, arguments = -1, False, ""
     for event in events:
+        for text in (getattr(event, name, "") for name in ("text", "name", "id")):
+            text.encode()
         match event:
             case CallBegin(index, _, name):
                 assert not is_open
