@@ -159,10 +159,14 @@ class Engine:
         Raises OverloadedError for one that has no room now. `prepared` is what `prepare` has returned, if it was asked.
         """
         future = prepared or self.prepare(request)
+        if future is None or self._constraints is None:
+            return None
         try:
-            return None if future is None else future.result()
+            grammar = future.result()
         except ParameterError as error:  # others raise the same instance, and callers add to its text
             raise ParameterError(str(error), error.param) from error
+        self._constraints.check(request.params, grammar)
+        return grammar
 
     def submit(self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None) -> None:
         """Queues a checked request, once its grammar is compiled, if it has one. If it raises, nothing is queued.

@@ -21,6 +21,11 @@ class CompiledGrammar:
     first_forced: tuple[int, ...]  # tokens with which every text begins
     warnings: tuple[str, ...]  # what is not enforced of what was asked for
 
+    def begins_with_any(self, token_ids: Sequence[int]) -> bool:
+        """Whether a text may begin with one of these tokens of the vocabulary."""
+        ids = np.array(token_ids, np.int64)
+        return bool((self.first_mask.view(np.uint32)[ids // 32] >> (ids % 32).astype(np.uint32) & 1).any())
+
     def constraint(self) -> "GrammarConstraint":
         """Returns a constraint for a new sequence."""
         return GrammarConstraint(self)

@@ -39,6 +39,16 @@ class RequestConstraints:
             return None
         return self._compiler.compile(replace(asked, lenient=True) if self._lenient else asked)
 
+    def check(self, params: SamplingParams, grammar: CompiledGrammar) -> None:
+        """Raises ParameterError where `params` allow no token with which a text of `grammar` may begin."""
+        allowed = params.allowed_token_ids
+        if allowed is not None and self._marks is None and not grammar.begins_with_any(allowed):
+            raise ParameterError(
+                f"allowed_token_ids must have a token with which a text of the form of the answer may begin, and none "
+                f"of the {len(allowed)} is one: allow others, or change the form",
+                "allowed_token_ids",
+            )
+
     def constraint(self, request: GenerationRequest, grammar: CompiledGrammar | None) -> TokenConstraint | None:
         """Returns the constraint of one sequence, or None if it has none. `grammar` is what `prepare` made."""
         budget = request.params.thinking_token_budget

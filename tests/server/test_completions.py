@@ -252,6 +252,47 @@ def test_echo_with_logprobs_tells_those_of_the_prompt(server):
         assert [chunk.get("prompt_token_ids") for chunk in own] == [tokens] + [None] * (len(own) - 1)
 
 
+def test_echo_with_logprobs_of_named_tokens(server):
+    body = GREEDY | dict(echo=True, logprob_token_ids=[300, 400])
+    [plain] = scored(server, **GREEDY, echo=True, logprobs=0)["choices"]
+    [choice] = scored(server, **body)["choices"]
+    count = len(server.answer("/tokenize", prompt=PROMPT)["tokens"])
+    assert choice["text"] == plain["text"]
+    assert choice["logprobs"]["tokens"] == plain["logprobs"]["tokens"]
+    assert choice["logprobs"]["token_logprobs"][1:count] == plain["logprobs"]["token_logprobs"][1:count]
+    assert [len(best) for best in choice["logprobs"]["top_logprobs"][1:count]] == [1] * (count - 1)
+    assert {len(best) for best in choice["logprobs"]["top_logprobs"][count:]} <= {2, 3}
+    assert "".join(joined(stream(server, **body)).values()) == choice["text"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"json": {"const": "<tool_call>"}}, '"<tool_call>"'),
+        ({"regex": "<tool_call>ab</tool_call>"}, "<tool_call>ab</tool_call>"),
+        ({"choice": ["<|end|>"]}, "<|end|>"),
+        ({"choice": ["a<|user|>b"]}, "a<|user|>b"),
+    ],
+)
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_form_with_the_spelling_of_an_added_token(server, form: dict[str, Any], text: str, skips: bool) -> None:
+    body = dict(prompt="x", max_tokens=20, structured_outputs=form, skip_special_tokens=skips)
+    [choice] = complete(server, **body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    assert joined(stream(server, **body)) == {0: text}
+
+
+def test_a_form_that_the_allowed_tokens_cannot_write(server):
+    [a, b] = (server.answer("/tokenize", prompt=text, add_special_tokens=False)["tokens"][0] for text in "ab")
+    body = dict(prompt="x", max_tokens=20, structured_outputs={"regex": "[ab]{3}c"})
+    for allowed, is_streamed in (([300, 301], False), ([300, 301], True), ([a, b], False)):
+        refused = server.post(PATH, **body, allowed_token_ids=allowed, stream=is_streamed)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "allowed_token_ids")
+    assert "behind 3 tokens" in refused.json()["error"]["message"]
+    *_, error, done = server.events(PATH, **body, allowed_token_ids=[a, b])
+    assert (error.name, error.data["error"]["param"], done.data) == ("error", "allowed_token_ids", "[DONE]")
+
+
 def test_a_prompt_is_scored_and_nothing_generated(server):
     """What evaluations ask: the log-likelihood of a text."""
     prompts = [PROMPT, "The sun"]

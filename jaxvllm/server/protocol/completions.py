@@ -51,9 +51,11 @@ class CompletionRequest(EngineFields, SamplingFields, CompletionFields):
     def num_prompt_logprobs(self) -> int | None:
         """The number of best tokens to compute beside each of the prompt's, or None not to score the prompt.
 
-        It is never None when an echoing request generates nothing: such a request has to score its prompt.
+        It is never None when an echoing request generates nothing, or tells log-probabilities of its own choice: such a
+        request has to score its prompt.
         """
-        echoed = self.logprobs if self.logprobs is not None or self.max_tokens != 0 else 0
+        is_scored = self.max_tokens == 0 or self.logprob_token_ids is not None
+        echoed = self.logprobs if self.logprobs is not None or not is_scored else 0
         asked = [self.prompt_logprobs, echoed if self.echo else None]
         counts = [count for count in asked if count is not None]
         return ALL_LOGPROBS if ALL_LOGPROBS in counts else max(counts, default=None)
