@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import takewhile
 from queue import SimpleQueue
 
 import numpy as np
@@ -186,13 +187,14 @@ class GrammarCompiler:
                 "structured_outputs",
             )
         mask = np.frombuffer(first_mask(matcher, self._tokens), np.int32)
-        forced = first_forced(matcher)
+        eos = frozenset(self._eos_token_ids)
+        forced = tuple(takewhile(lambda token: token not in eos, first_forced(matcher)))
         if (error := matcher.get_error()) or not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
             reason = f" ({one_line(error)})" if error else ""
             raise ParameterError(f"no text satisfies {name}{reason}: correct it", "structured_outputs")
         if matcher.deep_copy().try_consume_tokens(list(forced)) != len(forced):
             raise ParameterError(f"no tokens spell what {name} begins with: correct it", "structured_outputs")
-        return CompiledGrammar(matcher, mask, forced, tuple(warnings))
+        return CompiledGrammar(matcher, mask, forced, tuple(warnings), eos)
 
     @property
     def _tokens(self) -> LLTokenizer:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLMatcher
@@ -20,6 +21,7 @@ class CompiledGrammar:
     first_mask: NDArray[np.int32]  # i32[words]
     first_forced: tuple[int, ...]  # tokens with which every text begins
     warnings: tuple[str, ...]  # what is not enforced of what was asked for
+    eos_token_ids: frozenset[int] = frozenset()
 
     def begins_with_any(self, token_ids: Sequence[int]) -> bool:
         """Whether a text may begin with one of these tokens of the vocabulary."""
@@ -57,11 +59,21 @@ class GrammarConstraint:
         if self._matcher is None:
             self._matcher = self._grammar.matcher.deep_copy()
         count: int = self._matcher.try_consume_tokens(list(token_ids))
+        is_named_eos = False
         if count < len(token_ids):  # a matcher that gave up takes no token
             self._check(self._matcher)
-        self._is_complete = self._matcher.is_stopped()
-        self._forced = () if self._is_complete else self._matcher.compute_ff_tokens()
+            # A grammar may name EOS, as a structural tag does that ends with it. A matcher's mask allows it then, and
+            # the matcher does not take it.
+            is_named_eos = token_ids[count] in self._grammar.eos_token_ids and self._allows(token_ids[count])
+            count += is_named_eos
+        self._is_complete = is_named_eos or self._matcher.is_stopped()
+        self._forced = () if self._is_complete else self._up_to_eos(self._matcher.compute_ff_tokens())
         return count + (self.advance(token_ids[count:]) if self._is_complete else 0)
+
+    def _up_to_eos(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Those of forced tokens that precede EOS, with which the answer is over."""
+        eos = self._grammar.eos_token_ids
+        return token_ids if eos.isdisjoint(token_ids) else tuple(takewhile(lambda token: token not in eos, token_ids))
 
     def _allows(self, token: int) -> bool:
         words = np.zeros(len(self._grammar.first_mask), np.int32)

@@ -69,6 +69,25 @@ def test_lark_names_tokens_special_or_not() -> None:
     assert takes(compiled(grammar='start: /<tool_call>/ "<|end|"'), "<tool_call><|end|")
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        dict(grammar='start: "a" <|end|>'),
+        dict(grammar=f'start: /[ab]/ <[{EOS}]> "never"'),
+        dict(
+            structural_tag={"format": {"type": "tag", "begin": "a", "content": {"type": "any_text"}, "end": "<|end|>"}}
+        ),
+    ],
+)
+def test_a_form_that_names_eos_is_over_with_it(form: dict[str, Any]) -> None:
+    constraint = compiled(**form).constraint()
+    assert EOS not in constraint.forced()
+    [a] = tokenizer().encode("a", add_special_tokens=False)
+    assert constraint.advance([a]) == 1 and not constraint.is_complete
+    assert EOS in allowed(constraint) and EOS not in constraint.forced()
+    assert constraint.advance([EOS]) == 1 and constraint.is_complete and not constraint.forced()
+
+
 def test_a_vocabulary_whose_tokenizer_changes_texts_spells_them_as_they_are() -> None:
     pieces = {char: number for number, char in enumerate(byte_alphabet())}
     backend = Tokenizer(models.BPE(vocab=pieces, merges=[]))
