@@ -29,7 +29,7 @@ _LARK_REGEX = re.compile(r"/(?:\\.|[^/\\\n])+/")
 # What may hold the word without being it, and the word before a JSON schema.
 _LARK_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"|' + _LARK_REGEX.pattern + r"|//[^\n]*|#[^\n]*|%json\s*(?P<schema>)")
 # A string, a regex or a comment of Lark, whose text names no token, or the name of a token, which is a group.
-_LARK_TOKEN_NAME = re.compile(r'"(?:\.|[^"\n])*"|' + _LARK_REGEX.pattern + r"|//[^\n]*|#[^\n]*|(?P<name><[^<>\s\"]+>)")
+_LARK_TOKEN_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|' + _LARK_REGEX.pattern + r"|//[^\n]*|#[^\n]*|(<[^<>\s\"]+>)")
 
 
 def grammar_source(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> str:

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Collection
 
-from llguidance import LLTokenizer
+from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer as Backend
 
 
-class GrammarVocabulary:
+class GrammarVocabulary(TokenizerWrapper):
     """Tells llguidance what every token spells, and spells the texts that a grammar forces.
 
     Special tokens and EOS spell nothing: the text of an answer leaves them out, and only a grammar that names one asks
@@ -18,7 +18,8 @@ class GrammarVocabulary:
     masks, and for text when it spells what is forced. So it forced tokens that its masks forbid, and no token was left.
     """
 
-    is_tokenizer_wrapper = True  # by this llguidance knows the protocol that it calls `TokenizerWrapper`
+    # These are what llguidance reads. The class that declares them would make them from another object.
+    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, backend: Backend, vocab_size: int, eos_token_ids: Collection[int]):

@@ -406,3 +406,16 @@ def test_a_beam_search(server):
         "choices"
     ]
     assert first["finish_reason"] == "stop" and first["stop_reason"] in server.llm.facts.eos_token_ids
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("spelling", ["<tool_call>", "<|end|>", "a<|user|>b"])
+def test_a_forced_call_may_spell_added_tokens(server, choice: str, spelling: str) -> None:
+    parameters = {"type": "object", "properties": {spelling: {"const": spelling}}, "required": [spelling]}
+    parameters["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    chosen: Any = "required" if choice == "required" else {"type": "function", "function": {"name": "f"}}
+    body = dict(messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice=chosen, max_tokens=80)
+    [one] = chat(server, **body, parallel_tool_calls=False)["choices"]
+    [call] = one["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {spelling: spelling})
