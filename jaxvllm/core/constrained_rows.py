@@ -34,7 +34,7 @@ MOST_FORMS = 256
 
 
 class ConstrainedRows:
-    """What the scheduler does about constraints: tokens that they force, masks, and guesses that it checks."""
+    """The scheduler's part for constraints: tokens that they force, masks, and guesses that it checks."""
 
     def __init__(self, slots: SlotTable):
         self._slots = slots
@@ -59,23 +59,26 @@ class ConstrainedRows:
         self._starts_again[slot] = False
 
     def width(self, decode: SlotIds, width: int) -> int:
-        """How many tokens, `width` at most, a row may get in a step of the slots `decode`.
+        """Returns how many tokens, `width` at most, a row may get in a step of the slots `decode`.
 
-        That is 1 if one of them waits for a mask or starts again, and never more than one of them may get.
+        That is 1 if one of the slots waits for a mask or starts again. Otherwise it is the most that any of them may
+        get.
         """
         if not len(decode) or some(self.waits(decode)):
             return 1
         return int(self.most(decode, width).max())
 
     def waits(self, decode: SlotIds) -> NDArray[np.bool_]:
-        """Which of the slots `decode` wait for a mask in their next step, or start again, bool[len(decode)]."""
+        """Returns which of the slots `decode` wait for a mask in their next step, or start again, bool[len(decode)]."""
         waits: NDArray[np.bool_] = self._slots.is_constrained[decode]
         if some(waits):
             waits &= (self._num_guesses[decode] == 0) | self._starts_again[decode]
         return waits
 
     def most(self, decode: SlotIds, width: int) -> Ints:
-        """How many tokens, `width` at most, each of `decode` may get in a step: a constrained one what it guesses."""
+        """Returns how many tokens, `width` at most, each of `decode` may get in a step: constrained ones get their
+        guesses.
+        """
         most = np.full(len(decode), width, np.int32)
         is_constrained = self._slots.is_constrained[decode]
         if some(is_constrained):
@@ -83,10 +86,11 @@ class ConstrainedRows:
         return most
 
     def forced(self, at: SlotIds, room: int) -> dict[int, list[int]]:
-        """The tokens behind the known ones of the constrained slots `at` that are to be computed at once, by slot.
+        """Returns the tokens after the known ones of the constrained slots `at` that are to be computed at once, by
+        slot.
 
-        Constraints force them, they are more than what is in flight anyhow, and each of them leaves one token to
-        sample. Together the rows compute at most `room` tokens more than one each.
+        Constraints force these tokens. They are more than what is in flight anyhow, and leave each slot one to sample.
+        Together the rows compute at most `room` tokens more than one each.
         """
         slots = self._slots
         found: dict[int, list[int]] = {}
@@ -104,11 +108,11 @@ class ConstrainedRows:
         return found
 
     def num_extra(self, forced: Mapping[int, list[int]]) -> int:
-        """How many tokens more than one each the slots of `forced` compute."""
+        """Returns how many tokens more than one each the slots of `forced` compute."""
         return sum(len(tokens) + self._num_more(slot) for slot, tokens in forced.items())
 
     def _num_more(self, slot: int) -> int:
-        """How many tokens more than one a row computes beside forced ones.
+        """Returns how many tokens more than one a row computes beside forced ones.
 
         It is 0 where nothing is in flight, since the last known token comes first then, and -1 elsewhere.
         """
@@ -116,9 +120,10 @@ class ConstrainedRows:
         return known - min(int(self._slots.num_computed[slot]), known) - 1
 
     def given(self, decode: SlotIds, forced: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        """What slots of `decode` compute in chunks: those that are `forced`, or none behind their last known token.
+        """Returns the tokens that slots of `decode` compute in chunks: `forced` ones, or none after their last known
+        token.
 
-        The latter start again, since a guess behind that token was wrong.
+        A slot without forced tokens starts again, since a guess after its last known token was wrong.
         """
         again = decode[self._slots.is_constrained[decode] & self._starts_again[decode]]
         return {slot: forced.get(slot, []) for slot in sorted({*forced, *again.tolist()})}
@@ -132,7 +137,7 @@ class ConstrainedRows:
         constraint.take_forced(tokens)
 
     def masked(self, rows: SlotIds, num_decode: int, max_new: Ints) -> NDArray[np.bool_] | None:
-        """Which `rows` of a plan, decode rows first, wait for a mask, bool[R]. None: none of them does."""
+        """Returns which `rows` of a plan, decode rows first, wait for a mask, bool[R], or None if none of them does."""
         if not some(self._slots.is_constrained):
             return None
         waits = self._slots.is_constrained[rows] & (max_new > 0)
@@ -140,9 +145,9 @@ class ConstrainedRows:
         return waits if some(waits) else None
 
     def masks(self, plan: StepPlan, num_words: int) -> tuple[list[tuple[int, Ints]], list[Finished]]:
-        """The slots of `plan` that wait for a mask and whose tenant is still there, with their masks, i32[num_words].
+        """Returns the slots of `plan` that wait for a mask and still have their tenant, with the masks i32[num_words].
 
-        Also the ends of requests whose constraint fails.
+        It also returns the ends of requests whose constraint fails.
         """
         masks: list[tuple[int, Ints]] = []
         failed: list[Finished] = []
@@ -186,7 +191,7 @@ class ConstrainedRows:
             self._slots.rewind(slot)
 
     def _take_row(self, slot: int, tokens: list[int], is_guess: bool) -> tuple[int, Finished | None]:
-        """How many of `tokens` the constraint of `slot` takes, and the end of its request if that follows."""
+        """Returns how many of `tokens` the constraint of `slot` takes, and the end of its request if that follows."""
         request, known = self._tenant(slot), int(self._slots.num_known[slot])
         constraint = request.constraint
         assert constraint is not None
@@ -210,9 +215,9 @@ class ConstrainedRows:
 
     @staticmethod
     def _ends_complete(request: Request, num_tokens: int) -> bool:
-        """Whether a request of so many tokens ends when it is complete, as EOS, which alone may come, would not end it.
+        """Returns whether a request of so many tokens ends as soon as it is complete, because EOS would not end it.
 
-        Otherwise EOS ends it like any other.
+        Only EOS may follow then. Any other request goes on until EOS ends it.
         """
         params = request.sampling_params
         return params.ignore_eos or num_tokens - request.num_prompt_tokens < params.min_tokens
@@ -250,7 +255,7 @@ class ConstrainedRows:
 
 
 def _failure(request: Request, error: BaseException) -> Finished:
-    """The end of `request` by an error of its constraint."""
+    """Returns the end of `request` by an error of its constraint."""
     logger.error("the constraint of request %s failed", request.request_id, exc_info=error)
     return Finished(request, FinishReason.ERROR, str(error) or type(error).__name__)
 

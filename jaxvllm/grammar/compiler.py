@@ -18,7 +18,7 @@ from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.cache import GrammarCache
 from jaxvllm.grammar.constraint import CompiledGrammar, one_line
-from jaxvllm.grammar.json_schema import forgotten, read_schema, unenforced
+from jaxvllm.grammar.json_schema import TOO_HARD, forgotten, read_schema, unenforced
 from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_tokens
 from jaxvllm.grammar.source import grammar_source
 from jaxvllm.grammar.trial_process import TrialSettings
@@ -230,9 +230,10 @@ def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
         assert params.json is not None
         if found := unenforced(error, read_schema(params.json, "json")):
             listed = ", ".join(_at(*one) for one in found)
+            # What is too hard for llguidance cannot be ignored, as what it does not know can.
+            way_out = "" if error.startswith(TOO_HARD) else ", or set lenient to ignore it"
             return ParameterError(
-                f"json has {listed}, which cannot be enforced: leave it out, or set lenient to ignore it",
-                "structured_outputs",
+                f"json has {listed}, which cannot be enforced: leave it out{way_out}", "structured_outputs"
             )
     if params.kind == "regex" and (reason := _REGEX_ERROR.search(error)):  # the rest shows it within a grammar
         error = reason[1]

@@ -30,6 +30,9 @@ _SINGLE = (
 # The spaces between the parts of JSON, where a request does not say: what printers of JSON write there. With any number
 # of spaces, small models never come to an end.
 WHITESPACE = r" |\r?\n[ \t]{0,64}"
+# How a message begins about several patterns and lengths of one string, of which llguidance cannot tell whether any
+# text has all.
+TOO_HARD = "Unable to determine if regex is empty"
 # Keywords of the oldest draft that restrict values. llguidance does not know them, and takes them for annotations.
 FORGOTTEN = ("extends", "disallow", "divisibleBy")
 # The characters that stay as they are in a `$ref`; "%" escapes others.
@@ -199,6 +202,8 @@ def unenforced(message: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
                 return [(f"format: {wanted}", place)]
     elif message.startswith("oneOf constraints are not supported"):
         keywords = ["oneOf"]
+    elif message.startswith(TOO_HARD):
+        keywords = ["pattern"]
     return [(keyword, place_of(keyword, schema) or "#") for keyword in keywords]
 
 

@@ -27,15 +27,15 @@ class ReasoningMarks:
         self._most = len(format.end) + 1
 
     def opens(self, prompt: Sequence[int]) -> bool:
-        """Whether an answer to `prompt` begins inside the reasoning."""
+        """Returns whether an answer to `prompt` begins inside the reasoning."""
         return self._format.opens(self._tail(prompt))
 
     def is_over(self, prompt: Sequence[int]) -> bool:
-        """Whether `prompt` ends with the end of the reasoning."""
+        """Returns whether `prompt` ends with the end of the reasoning."""
         return self._tail(prompt).rstrip().endswith(self._format.end)
 
     def ends(self, reasoning: Sequence[int]) -> bool:
-        """Whether the last token of `reasoning` completes the end mark."""
+        """Returns whether the last token of `reasoning` completes the end mark."""
         if len(self.end) == 1:
             return reasoning[-1] == self.end[0]
         # The model may spell the mark in other tokens than the tokenizer.

@@ -26,7 +26,10 @@ class RequestConstraints:
         reasoning: ReasoningFormat | None,
         lenient: bool,
     ):
-        """`lenient` holds for all requests: what cannot be enforced of their schemas is ignored, with a warning."""
+        """Takes what all requests share.
+
+        With `lenient`, what cannot be enforced of schemas is ignored, with a warning.
+        """
         self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._tokenizer = tokenizer
         self._reasoning = reasoning

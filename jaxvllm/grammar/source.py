@@ -160,5 +160,5 @@ def _of_choices(choices: tuple[str, ...]) -> str:
 
 
 def _in_lark(pattern: str) -> str:
-    """A regular expression as it stands between two slashes."""
+    """Returns a regular expression as it stands between two slashes."""
     return re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern, flags=re.DOTALL)

@@ -349,19 +349,19 @@ def undecodable(serial: int) -> bytes:
 @pytest.mark.parametrize("error", [TypeError("a path /home/x"), MemoryError(), RuntimeError()])
 @pytest.mark.parametrize("at", ["prepare", "check_fits", "submit"])
 def test_a_request_at_which_something_fails_is_lost_alone(at: str, error: Exception) -> None:
-    def fail(request: GenerationRequest) -> None:
+    def fail(request: GenerationRequest, *_: Any) -> None:
         if request.request_id == "a":
             raise error
 
     calm = dict(prepare=fail, check_fits=fail, submit=fail)
-    others = {name: (lambda request: None) for name in calm if name != at}
+    others = {name: (lambda *_: None) for name in calm if name != at}
     said = run(engine(**calm | others), wire.Add(7, asked("a")), wire.Add(8, asked("b")))
     name = type(error).__name__
     assert said == [wire.Lost(7, f"this request could not be queued ({name})"), wire.Accepted(8)]
 
 
 def test_what_the_engine_does_not_support_is_rejected() -> None:
-    def submit(_: GenerationRequest) -> None:
+    def submit(*_: Any) -> None:
         raise UnsupportedParameterError("not on this backend", "logprobs")
 
     said = run(engine(check_fits=lambda _: None, submit=submit), wire.Add(7, asked("a")))
@@ -369,7 +369,7 @@ def test_what_the_engine_does_not_support_is_rejected() -> None:
 
 
 def test_a_request_that_cannot_be_decoded_is_lost_alone() -> None:
-    loop = engine(check_fits=lambda _: None, submit=lambda _: None)
+    loop = engine(check_fits=lambda _: None, submit=lambda *_: None)
     said = run(loop, undecodable(7), wire.Add(8, asked("b")))
     assert said == [wire.Lost(7, "this request could not be decoded (ValidationError)"), wire.Accepted(8)]
     assert [wire.serial_of_add(data) for data in (undecodable(9), wire.encode(wire.Add(3, asked("a"))))] == [9, 3]
@@ -387,7 +387,7 @@ def test_an_output_that_cannot_be_sent_is_the_end_of_its_request_alone() -> None
             for name, text in texts.items()
         ]
 
-    def submit(_: GenerationRequest) -> None:
+    def submit(*_: Any) -> None:
         loop.has_work = True
 
     loop = engine(check_fits=lambda _: None, submit=submit, step=step, abort=aborted.append)
@@ -402,12 +402,12 @@ def test_an_abort_that_breaks_off_ends_all_requests_and_not_the_engine() -> None
     def abort(_: str) -> None:
         raise KeyError("a")
 
-    said = run(engine(abort=abort, check_fits=lambda _: None, submit=lambda _: None), wire.Abort(["a"]), wire.Ping())
+    said = run(engine(abort=abort, check_fits=lambda _: None, submit=lambda *_: None), wire.Abort(["a"]), wire.Ping())
     assert [type(report) for report in said] == [wire.Broken, wire.Pulse]
 
 
 def test_an_engine_that_cannot_be_reset_is_given_up_by_the_next_request() -> None:
-    def submit(_: GenerationRequest) -> None:
+    def submit(*_: Any) -> None:
         raise OverflowError
 
     assert run(engine(is_broken=True, check_fits=lambda _: None, submit=submit), wire.Add(7, asked("a"))) == []
