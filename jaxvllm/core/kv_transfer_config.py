@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
-from jaxvllm.core.value_checks import integer, number
+from jaxvllm.core.value_checks import integer, number, shown
 
 Connector = Literal["host", "files", "peer"]
 Transport = Literal["tcp", "device"]  # how pages cross between peers
@@ -33,6 +34,13 @@ _EXTRA: Mapping[Connector, Mapping[str, bool]] = {
     },
 }
 SECRET = "JAXVLLM_KV_SECRET"  # the variable of the environment that may have it instead
+# Whoever has the secret may have an engine connect to any address, and one that is guessed is had.
+LEAST_SECRET_BYTES = 16
+# What tickets and addresses may hold.
+ENGINE_ID = re.compile(r"[!-~]{1,256}")
+HOST = re.compile(r"[0-9A-Za-z._:%\[\]-]{1,255}")
+# Names of all interfaces at once, at which no other engine can reach this one.
+_ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]")
 # Fields of vLLM that are no choice here: the values that change nothing, and what to tell who gives another.
 _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_buffer_device": ((None, "cpu", "cuda", "tpu"), "pages wait where the connector keeps them"),
@@ -59,32 +67,42 @@ class KVTransferConfig:
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_connector", _CONNECTORS.get(self.kv_connector, self.kv_connector))
-        object.__setattr__(self, "kv_role", _ROLES.get(self.kv_role, self.kv_role))
+        for name, known in (("kv_connector", _CONNECTORS), ("kv_role", _ROLES)):
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, known.get(given, given))
         for name, allowed in (("kv_connector", get_args(Connector)), ("kv_role", get_args(Role))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        if self.engine_id is not None and not (isinstance(self.engine_id, str) and self.engine_id):
-            raise ValueError(f"engine_id must be a string with at least one character, not {self.engine_id!r}")
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {shown(getattr(self, name))}")
+        if self.engine_id is not None and not _matches(ENGINE_ID, self.engine_id):
+            raise ValueError(f"engine_id must be 1 to 256 visible ASCII characters, not {shown(self.engine_id)}")
         extra, known = self.kv_connector_extra_config, _EXTRA[self.kv_connector]
         if not isinstance(extra, Mapping):
-            raise ValueError(f"kv_connector_extra_config must be a JSON object, not {extra!r}")
+            raise ValueError(f"kv_connector_extra_config must be a JSON object, not {shown(extra)}")
         for name in extra:
             if name not in known:
                 listed = ", ".join(known)
-                raise ValueError(f"kv_connector_extra_config of {self.kv_connector} has no {name!r}: it has {listed}")
+                raise ValueError(
+                    f"kv_connector_extra_config of {self.kv_connector} has no {shown(name)}: it has {listed}"
+                )
         if self.kv_connector == "peer" and "secret" not in extra and SECRET in os.environ:
             extra = {**extra, "secret": os.environ[SECRET]}
             object.__setattr__(self, "kv_connector_extra_config", extra)
         for name, is_needed in known.items():
-            if is_needed and not extra.get(name):
+            if is_needed and extra.get(name) in (None, ""):
                 variable = f", or {SECRET} in the environment" if name == "secret" else ""
                 raise ValueError(f"kv_connector_extra_config of {self.kv_connector} needs {name}{variable}")
-            if is_needed and not isinstance(extra[name], str):
-                raise ValueError(f"{name} must be a string, not {extra[name]!r}")
+        if "secret" in extra:
+            _check_secret(extra["secret"])
+        if "shared_storage_path" in extra:
+            path = extra["shared_storage_path"]
+            if not isinstance(path, str) or "\0" in path:
+                raise ValueError(f"shared_storage_path must be the path of a directory, not {shown(path)}")
         integer("kv_port", self.kv_port, 0, 65535)
-        if not isinstance(self.kv_ip, str) or not self.kv_ip:
-            raise ValueError(f"kv_ip must be a host's name or address, not {self.kv_ip!r}")
+        if not _matches(HOST, self.kv_ip) or self.kv_ip in _ALL_INTERFACES:
+            raise ValueError(
+                f"kv_ip must be the name or address of one interface, which other engines reach, not "
+                f"{shown(self.kv_ip)}: leave it out for this host alone"
+            )
         for name in ("hold_seconds", "silence_seconds"):
             if name in extra:
                 number(name, extra[name], 0.1, 86400)
@@ -92,7 +110,8 @@ class KVTransferConfig:
             if name in extra:
                 integer(name, extra[name], 1, 1 << 50)
         if extra.get("transport", "tcp") not in get_args(Transport):
-            raise ValueError(f"transport must be one of {', '.join(get_args(Transport))}, not {extra['transport']!r}")
+            listed = ", ".join(get_args(Transport))
+            raise ValueError(f"transport must be one of {listed}, not {shown(extra['transport'])}")
 
     @property
     def saves(self) -> bool:
@@ -101,6 +120,11 @@ class KVTransferConfig:
     @property
     def loads(self) -> bool:
         return self.kv_role != "kv_producer"
+
+    @property
+    def leaves_engine(self) -> bool:
+        """Whether pages reach other engines, or this one's next start, so that they must tell their model."""
+        return self.kv_connector != "host"
 
     @property
     def stays_on_devices(self) -> bool:
@@ -125,11 +149,11 @@ class KVTransferConfig:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 pass
         try:
             if not isinstance(value, Mapping):
-                raise ValueError(f"must be a JSON object, not {value!r}")
+                raise ValueError(f"must be a JSON object, not {shown(value)}")
             for name, (neutral, why) in _NO_CHOICE.items():
                 if name in value and value[name] not in neutral:
                     raise ValueError(f"{name} = {value[name]!r} is not supported ({why}): leave it out")
@@ -145,3 +169,20 @@ class KVTransferConfig:
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _check_secret(value: object) -> None:
+    """Raises ValueError, which does not tell the secret, for one that is too short or no text."""
+    advice = "make one with `openssl rand -hex 32`"
+    if not isinstance(value, str):
+        raise ValueError(f"secret must be a string, not {type(value).__name__}: {advice}")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"secret must be valid UTF-8: {advice}") from None
+    if size < LEAST_SECRET_BYTES:
+        raise ValueError(f"secret must have at least {LEAST_SECRET_BYTES} bytes, not {size}: {advice}")

@@ -18,7 +18,7 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.drafting import Drafting
-from jaxvllm.engine.page_exchange import make_connector, page_format
+from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves
 from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.resolved_config import ResolvedConfig
@@ -69,7 +69,7 @@ class EngineParts:
     runners: tuple[Runner, ...]  # one a replica, all alike
     connector: KVConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
-    # How pages travel. It reads samples of the weights' files. Raises NotImplementedError where none can.
+    # How pages travel. It waits until all weights were read to name them. Raises NotImplementedError where none can.
     page_format: Callable[[], PageFormat]
     spec: ModelSpec
     max_model_len: int
@@ -133,6 +133,9 @@ def build(
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
         constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
+    named = cache(lambda: model_name(config, resolved, directory))
+    if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
+        named()  # beside the reading of the weights, which so come from the disk once
     with clock.stage("weights"):
         replicas = _load(config, directory, resolved, meshes, backend)
         for params, mesh in zip(replicas, meshes, strict=True):
@@ -170,10 +173,11 @@ def build(
     def page_form() -> PageFormat:
         if config.has_others:
             raise NotImplementedError("requests move between engines of one process each: use one process")
-        return page_format(config, resolved, directory, shape, backend, meshes[0])
+        return page_format(named(), spec, shape, backend, meshes[0])
 
     if config.kv_transfer is not None:
-        form = page_form()
+        is_named = config.kv_transfer.leaves_engine
+        form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
         connector = make_connector(config.kv_transfer, form, runners[0].page_like, config.data_parallel_rank)
         stays = config.kv_transfer.stays_on_devices
         traffic = tuple(

@@ -268,6 +268,7 @@ class Engine:
         """
         self._ready()
         form = self._page_format()
+        model = form.fingerprint  # it may have to wait for the name, or fail: nothing has ended yet
         if request_id not in self.outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
         request = self.outputs.request(request_id)
@@ -282,7 +283,7 @@ class Engine:
                 sequences[index] = SamplingState.of(one)
                 requests.append(one)
         cargo = load_cargo(replica, form, requests)
-        return ExportedRequest(request, self.outputs.take_out(request_id), sequences, form.fingerprint, cargo)
+        return ExportedRequest(request, self.outputs.take_out(request_id), sequences, model, cargo)
 
     def import_request(self, exported: ExportedRequest) -> str:
         """Queues a request that another engine has exported, and returns its id.

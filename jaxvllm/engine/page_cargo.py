@@ -21,7 +21,7 @@ def load_cargo(replica: Replica, form: PageFormat, requests: Sequence[Request]) 
         new = [column for column in range(prefix.num_pages) if hashes[column] not in cargo]
         columns = tuple(of_group[new] for of_group in columns)
         pages = moves.read(columns, moves.copy(columns))
-        cargo |= {hashes[column]: form.encode(page) for column, page in zip(new, pages, strict=True)}
+        cargo |= {hashes[column]: form.encode(hashes[column], page) for column, page in zip(new, pages, strict=True)}
     return cargo
 
 
@@ -37,7 +37,7 @@ def unload_cargo(replica: Replica, form: PageFormat, request: Request, cargo: Ma
     for digest in hashes[prefix.num_pages :]:
         if digest not in cargo:
             break
-        pages.append(form.decode(cargo[digest]))
+        pages.append(form.decode(digest, cargo[digest]))
     reserved = cache.reserve(prefix, len(pages)) if pages else None
     if reserved is None:
         return 0

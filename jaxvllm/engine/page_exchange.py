@@ -1,7 +1,12 @@
 """Makes from a config what carries an engine's pages: the form in which they travel, and the connector."""
 
+import json
+import logging
+import re
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -10,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
+from jaxvllm.engine.model_name import NamedWeights, name_model
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.kv_transfer.connector import KVConnector, OneWay
 from jaxvllm.kv_transfer.file_connector import FileConnector
@@ -18,22 +24,34 @@ from jaxvllm.kv_transfer.page_format import PageArray, PageFormat
 from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
 from jaxvllm.kv_transfer.transports import DeviceTransport, PageTransport, TcpTransport
+from jaxvllm.models import checkpoint
+from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.models.weights_name import weights_name
 from jaxvllm.runtime.cache_shape import CacheShape
 from pallas_kernels.backend import Backend
 
+logger = logging.getLogger(__name__)
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|\[?::1\]?")
 
-def page_format(
-    config: EngineConfig, resolved: ResolvedConfig, directory: Path, shape: CacheShape, backend: Backend, mesh: Mesh
-) -> PageFormat:
-    """Returns how the pages of a replica on `mesh` travel.
+
+def model_name(config: EngineConfig, resolved: ResolvedConfig, directory: Path) -> Future[str]:
+    """Begins to find what tells the pages of this engine's model from those of others.
 
     Keys and values depend on the weights, on the dtypes of weights and of the cache, and on what drafts.
     """
-    spec = resolved.spec
-    dummy = f"dummy {config.seed}" if config.load_format == "dummy" else ""
-    model = " ".join((weights_name(directory), dummy, str(np.dtype(resolved.dtype)), config.speculative_config or ""))
+    weights = [NamedWeights(directory, has_weights=config.load_format != "dummy")]
+    rest = [f"dummy {config.seed}" if config.load_format == "dummy" else "", str(np.dtype(resolved.dtype))]
+    if config.speculative_config is not None and (drafting := config.drafting) is not None:
+        if drafting.model is not None:
+            weights.append(NamedWeights(checkpoint.resolve(drafting.model)))
+        rest.append(json.dumps(asdict(drafting) | {"model": None}))
+    return name_model(weights, " ".join(rest), config.cache_directory)
+
+
+def page_format(
+    model: str | Future[str], spec: ModelSpec, shape: CacheShape, backend: Backend, mesh: Mesh
+) -> PageFormat:
+    """Returns how the pages of a replica on `mesh` travel."""
     copies, groups = Spread.on(spec, mesh).kv_copies, shape.groups(spec)
     arrays = []
     for at, pages in enumerate(shape.pages(spec, backend, mesh)):
@@ -62,6 +80,12 @@ def make_connector(
         case "peer":
             transport: PageTransport = TcpTransport(form)
             if config.stays_on_devices:
+                if _LOOPBACK.fullmatch(config.kv_ip) is None:
+                    logger.warning(
+                        "transport device listens on %s, where jax takes connections from anybody: whoever can reach "
+                        "this address can end this engine with a few bytes, and only the network keeps them away",
+                        config.kv_ip,
+                    )
                 transport = DeviceTransport(form, like, config.kv_ip)
             memory = PageMemory(config.memory_bytes)
             connector = PeerConnector(_peer_options(config, rank), memory, form.page_size, transport)

@@ -73,13 +73,12 @@ class PageTraffic:
             wanted = PageSave(save.request, tuple(save.hashes[i] for i in at), pages)
             taken = self._moves.copy(wanted.pages)
             self._saves.append(self._saving.submit(self._keep, wanted, taken))
-            self.num_saved_pages += len(at)
 
     def _keep(self, save: PageSave, taken: list[PageContents]) -> None:
         """Gives the connector the pages that were copied. It waits for the device, in a thread of its own."""
         try:
             for digest, page in zip(save.hashes, self._moves.read(save.pages, taken), strict=True):
-                self._connector.save(digest, page)
+                self.num_saved_pages += self._connector.save(digest, page)
         except Exception:
             logger.exception("%d pages could not be saved", len(save.hashes))
 

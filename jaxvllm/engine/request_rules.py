@@ -1,5 +1,6 @@
 """The rules of an engine for its requests, prompts aside. Each process that checks requests for it knows them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -8,7 +9,9 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS
-from jaxvllm.kv_transfer.tickets import wants_remote_decode, wants_remote_prefill
+from jaxvllm.core.value_checks import shown
+from jaxvllm.kv_transfer.tickets import NAME as TRANSFER
+from jaxvllm.kv_transfer.tickets import Ticket, wants_remote_decode, wants_remote_prefill
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,18 @@ class RequestRules:
 
     def _check_transfer(self, request: GenerationRequest) -> None:
         params = request.kv_transfer_params
+        if params is not None and not isinstance(params, Mapping):
+            raise ParameterError(f"{TRANSFER} must be an object, not {shown(params)}", TRANSFER)
         if not wants_remote_decode(params) and not wants_remote_prefill(params):
             return
-        name = "kv_transfer_params"
         if not self.has_peers:
             raise ParameterError(
-                f"{name} needs an engine whose kv_transfer_config has the kv_connector peer: leave it out", name
+                f"{TRANSFER} needs an engine whose kv_transfer_config has the kv_connector peer: leave it out", TRANSFER
             )
         if request.params.num_sequences > 1 or request.beam_search is not None:
-            raise ParameterError(f"{name} is for requests with n=1: leave one of them out", name)
+            raise ParameterError(f"{TRANSFER} is for requests with n=1: leave one of them out", TRANSFER)
+        if params is not None and wants_remote_prefill(params):
+            Ticket.read(params).check_prompt(request.prompt.token_ids, request.prompt.cache_salt)
 
     def _check_beams(self, request: GenerationRequest) -> None:
         if request.wants_explanation:

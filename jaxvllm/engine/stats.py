@@ -16,7 +16,7 @@ class EngineStats:
     num_external_queries: int  # prompt tokens beyond the prefix cache that a KV connector was asked for
     num_external_hits: int  # those of them that came
     num_failed_loads: int  # requests for which a connector brought fewer pages than it had promised
-    num_saved_pages: int  # pages that a connector got
+    num_saved_pages: int  # pages that a connector keeps or kept
     num_running: int
     num_waiting: int
     num_pages: int

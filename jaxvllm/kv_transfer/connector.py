@@ -31,8 +31,8 @@ class KVConnector(PageSource, Protocol):
     def wants(self, request: Request, digest: bytes) -> bool:
         """Whether the page of this hash, which `request` has, is to be saved: it is not there yet."""
 
-    def save(self, digest: bytes, page: Page) -> None:
-        """Keeps a page."""
+    def save(self, digest: bytes, page: Page) -> bool:
+        """Keeps a page. Returns whether it could; why it could not is told in the log, and not for each page."""
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
         """Tells that a request has ended, whose prompt's full pages have these hashes.
@@ -63,8 +63,8 @@ class OneWay:
     def wants(self, request: Request, digest: bytes) -> bool:
         return self.saves and self.both.wants(request, digest)
 
-    def save(self, digest: bytes, page: Page) -> None:
-        self.both.save(digest, page)
+    def save(self, digest: bytes, page: Page) -> bool:
+        return self.both.save(digest, page)
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
         return self.both.finished(request, hashes) if self.saves else None

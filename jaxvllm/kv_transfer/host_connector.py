@@ -32,8 +32,9 @@ class HostConnector:
     def wants(self, request: Request, digest: bytes) -> bool:
         return digest not in self._memory
 
-    def save(self, digest: bytes, page: Page) -> None:
+    def save(self, digest: bytes, page: Page) -> bool:
         self._memory.put(digest, page)
+        return True
 
     def finished(self, request: Request, hashes: Sequence[bytes]) -> TransferParams | None:
         return None

@@ -4,6 +4,7 @@ import hashlib
 import math
 import struct
 import zlib
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 # It changes whenever a page's bytes, or the hashes that name pages, mean something else.
-VERSION = 1
+VERSION = 2
 _MAGIC = b"jaxvllmK"
-# Magic, version, which arrays follow (one bit each), the fingerprint of the format, the payload's CRC-32 and its size.
-_HEADER = struct.Struct("<8sII32sIQ")
+# Magic, version, which arrays follow (one bit each), the fingerprint of the format, the page's name, and the payload's
+# CRC-32 and size.
+_HEADER = struct.Struct("<8sII32s32sIQ")
+NAME_BYTES = 32  # of a page: SHA-256 of all tokens up to its end
 
 
 class WrongPage(ValueError):
-    """Bytes that are no page of this format: of another model, dtype or version, or damaged."""
+    """Bytes that are not the page that was asked for: of another name, model, dtype or version, or damaged."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,27 @@ class Page:
 class PageFormat:
     """How the pages of an engine travel. Engines with the same `fingerprint` may exchange them.
 
-    `model` tells one model's weights from another's. A page's name, the hash of all tokens up to its end, is the same
-    in all engines, and so is what it holds, bit by bit, for engines with the same kernels.
+    `model` tells one model's weights from another's; it may still be on its way, because it takes time to read all
+    weights. A page's name, the hash of all tokens up to its end, is the same in all engines, and so is what it holds,
+    bit by bit, for engines with the same kernels.
     """
 
-    model: str
+    model: str | Future[str]
     arrays: tuple[PageArray, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `fingerprint` neither waits nor fails."""
+        return isinstance(self.model, str) or (self.model.done() and self.model.exception() is None)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that differ where model, dtype, shape or version differ."""
-        parts = (f"jaxvllm pages {VERSION}", self.model, *(array.text for array in self.arrays))
+        """32 bytes that differ where model, dtype, shape or version differ. It waits for the model's name.
+
+        Raises OSError where the weights could not be read once more for that.
+        """
+        model = self.model if isinstance(self.model, str) else self.model.result()
+        parts = (f"jaxvllm pages {VERSION}", model, *(array.text for array in self.arrays))
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
     @property
@@ -93,6 +106,11 @@ class PageFormat:
     def page_bytes(self) -> int:
         """The most bytes that a page holds."""
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that `encode` returns."""
+        return _HEADER.size + self.page_bytes
 
     def page(self, contents: tuple[NDArray[np.generic] | None, ...]) -> Page:
         """Makes a page of what an engine holds, [L + zeros, K copies, S, W] each. The arrays are copied."""
@@ -108,23 +126,27 @@ class PageFormat:
             for of, x in zip(self.arrays, page.arrays, strict=True)
         )
 
-    def encode(self, page: Page) -> bytes:
-        """Returns `page` as bytes."""
+    def encode(self, name: bytes, page: Page) -> bytes:
+        """Returns the page of that name as bytes."""
+        assert len(name) == NAME_BYTES, "a page's name is a SHA-256"
         present = sum(1 << at for at, array in enumerate(page.arrays) if array is not None)
         payload = b"".join(array.tobytes() for array in page.arrays if array is not None)
-        return _HEADER.pack(_MAGIC, VERSION, present, self.fingerprint, zlib.crc32(payload), len(payload)) + payload
+        crc = zlib.crc32(payload)
+        return _HEADER.pack(_MAGIC, VERSION, present, self.fingerprint, name, crc, len(payload)) + payload
 
-    def decode(self, data: bytes | memoryview) -> Page:
-        """Reads what `encode` wrote. Raises WrongPage, which says why, for anything else."""
+    def decode(self, name: bytes, data: bytes | memoryview) -> Page:
+        """Reads what `encode` wrote for that name. Raises WrongPage, which says why, for anything else."""
         if len(data) < _HEADER.size:
             raise WrongPage(f"a page has at least {_HEADER.size} bytes, and here are {len(data)}")
-        magic, version, present, fingerprint, crc, size = _HEADER.unpack_from(data)
+        magic, version, present, fingerprint, found, crc, size = _HEADER.unpack_from(data)
         if magic != _MAGIC:
             raise WrongPage(f"a page begins with {_MAGIC!r}, not with {magic!r}")
         if version != VERSION:
             raise WrongPage(f"the page has version {version}, and this engine reads {VERSION}: use the same version")
         if fingerprint != self.fingerprint:
             raise WrongPage("the page is of another model, dtype or shape: use engines that are alike")
+        if found != name:
+            raise WrongPage(f"it is the page {found.hex()[:16]}..., and {name.hex()[:16]}... was asked for")
         payload = memoryview(data)[_HEADER.size :]
         if present >> len(self.arrays):
             raise WrongPage(f"a page has {len(self.arrays)} arrays, and this one claims more")

@@ -4,6 +4,8 @@ import msgspec
 
 # Pages of one answer. Sixteen of an 8B model's are 32 MiB.
 PAGES_PER_ANSWER = 16
+# Questions of one request that wait for their answers: the network is never idle between two answers.
+ANSWERS_AHEAD = 2
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=True):

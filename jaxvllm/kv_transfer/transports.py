@@ -3,13 +3,14 @@
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import jax
 import msgspec
 from jax.experimental import transfer
 
 from jaxvllm.kv_transfer.page_format import Page, PageFormat, WrongPage
+from jaxvllm.kv_transfer.peer_messages import PAGES_PER_ANSWER
 
 # How often a pull is looked at. Pulls of 256 MB took 0.1 to 4 s between two processes of a busy machine.
 _LOOK_SECONDS = 0.002
@@ -19,6 +20,10 @@ class PageTransport(Protocol):
     """Gives pages to other engines, and takes what these give. Threads of an engine share one."""
 
     @property
+    def is_ready(self) -> bool:
+        """Whether `fingerprint` is known already."""
+
+    @property
     def fingerprint(self) -> bytes:
         """The same in engines that can exchange pages this way."""
 
@@ -26,11 +31,14 @@ class PageTransport(Protocol):
     def most_bytes(self) -> int:
         """The most bytes of a frame."""
 
-    def give(self, pages: Sequence[Page]) -> list[bytes]:
-        """Returns frames by which another engine gets these pages. They are to be used once."""
+    def give(self, names: Sequence[bytes], pages: Sequence[Page]) -> list[bytes]:
+        """Returns frames by which another engine gets these pages, each with its name. They are to be used once."""
 
-    def take(self, frames: Sequence[bytes], seconds: float) -> list[Page]:
-        """Returns the pages that another engine gave. Raises WrongPage or TimeoutError where that cannot be."""
+    def take(self, frames: Sequence[bytes], names: Sequence[bytes], seconds: float) -> list[Page]:
+        """Returns the pages that another engine gave: the first of those with these `names`.
+
+        Raises WrongPage or TimeoutError where that cannot be.
+        """
 
 
 class TcpTransport:
@@ -40,26 +48,34 @@ class TcpTransport:
         self._format = form
 
     @property
+    def is_ready(self) -> bool:
+        return self._format.is_known
+
+    @property
     def fingerprint(self) -> bytes:
         return self._format.fingerprint
 
     @property
     def most_bytes(self) -> int:
-        return self._format.page_bytes + 4096
+        return max(self._format.most_bytes, 4096)  # a frame may also say why there are no pages
 
-    def give(self, pages: Sequence[Page]) -> list[bytes]:
-        return [self._format.encode(page) for page in pages]
+    def give(self, names: Sequence[bytes], pages: Sequence[Page]) -> list[bytes]:
+        return [self._format.encode(name, page) for name, page in zip(names, pages, strict=True)]
 
-    def take(self, frames: Sequence[bytes], seconds: float) -> list[Page]:
-        return [self._format.decode(frame) for frame in frames]
+    def take(self, frames: Sequence[bytes], names: Sequence[bytes], seconds: float) -> list[Page]:
+        return [self._format.decode(name, frame) for name, frame in zip(names, frames, strict=False)]
 
 
 class _Pull(msgspec.Struct, frozen=True, array_like=True):
-    """Says where arrays wait, and which arrays each page has of those that a page may have."""
+    """Says where arrays wait, and which arrays each page has of those that a page may have.
 
-    address: str
-    uuid: int
-    present: list[list[bool]]
+    What is wrong with an address or an id is found here: jax's own code might end the process for it.
+    """
+
+    address: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:%\[\]-]{1,255}:[0-9]{1,5}$")]
+    uuid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    present: Annotated[list[list[bool]], msgspec.Meta(max_length=PAGES_PER_ANSWER)]
+    names: list[bytes]
 
 
 _read_pull = msgspec.msgpack.Decoder(_Pull).decode
@@ -70,7 +86,8 @@ class DeviceTransport:
 
     Both engines need the same mesh of one replica. What another engine asks for and then does not pull stays in memory
     for good: jax cannot take it back. An id is used once, because a second pull of it, or one of an unknown id, never
-    ends.
+    ends. Bytes that are none of jax's end the process that they are sent to (jax 0.11.2), so the address is one that
+    only engines of one's own reach.
     """
 
     def __init__(self, form: PageFormat, like: Sequence[jax.ShapeDtypeStruct], host: str):
@@ -83,6 +100,10 @@ class DeviceTransport:
         self._connections: dict[str, transfer.TransferConnection] = {}
 
     @property
+    def is_ready(self) -> bool:
+        return self._format.is_known
+
+    @property
     def fingerprint(self) -> bytes:
         shards = [x.sharding.shard_shape(x.shape) for x in self._like]
         return self._format.fingerprint + f"{shards} {len(self._like[0].sharding.device_set)}".encode()
@@ -91,15 +112,15 @@ class DeviceTransport:
     def most_bytes(self) -> int:
         return 1 << 16
 
-    def give(self, pages: Sequence[Page]) -> list[bytes]:
+    def give(self, names: Sequence[bytes], pages: Sequence[Page]) -> list[bytes]:
         if not pages:
             return []
         present = [[array is not None for array in page.arrays] for page in pages]
         uuid = secrets.randbits(63)  # nobody guesses it
         self._server.await_pull(uuid, [array for page in pages for array in page.arrays if array is not None])
-        return [msgspec.msgpack.encode(_Pull(self._server.address(), uuid, present))]
+        return [msgspec.msgpack.encode(_Pull(self._server.address(), uuid, present, list(names)))]
 
-    def take(self, frames: Sequence[bytes], seconds: float) -> list[Page]:
+    def take(self, frames: Sequence[bytes], names: Sequence[bytes], seconds: float) -> list[Page]:
         deadline = time.monotonic() + seconds
         pages: list[Page] = []
         for frame in frames:
@@ -109,6 +130,8 @@ class DeviceTransport:
                 raise WrongPage(f"a frame tells of no arrays to pull: {error}") from error
             if any(len(of_page) != len(self._like) for of_page in pull.present):
                 raise WrongPage(f"a page has {len(self._like)} arrays here, and not there")
+            if pull.names != list(names[len(pages) : len(pages) + len(pull.present)]):
+                raise WrongPage("other pages came than those that were asked for")
             pages += self._pull(pull, deadline)
         return pages
 
@@ -116,10 +139,10 @@ class DeviceTransport:
         wanted = [
             like for of_page in pull.present for like, is_there in zip(self._like, of_page, strict=True) if is_there
         ]
-        connection = self._connections.get(pull.address)
-        if connection is None:
-            connection = self._connections[pull.address] = self._server.connect(pull.address)
         try:
+            connection = self._connections.get(pull.address)
+            if connection is None:
+                connection = self._connections[pull.address] = self._server.connect(pull.address)
             arrays: list[Any] = connection.pull(pull.uuid, wanted)
             while not all(array.is_ready() for array in arrays):
                 if time.monotonic() > deadline:  # the peer is stopped, or has forgotten the arrays: this never ends

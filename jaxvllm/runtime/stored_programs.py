@@ -1,21 +1,21 @@
 """Compiled programs on disk, found by their recipes: a start that finds them traces nothing.
 
 Reading an entry unpickles it, so whoever can write entries can run code here. So they are in a directory that belongs
-to this user and that nobody else can write to, or else they are neither read nor written.
+to this user and that nobody else can write to, or else they are neither read nor written. Each file is asked the same
+when it is open, before anything of it is used.
 """
 
 import hashlib
 import logging
 import os
 import pickle
-import stat
 import zlib
 from pathlib import Path
 
 import jax
 from jax.experimental import serialize_executable
 
-from jaxvllm.runtime.entry_files import EntryFiles
+from jaxvllm.runtime.entry_files import EntryFiles, make_private
 from jaxvllm.runtime.program_cache import set_aside
 from jaxvllm.runtime.recipe import NoName, Recipe
 from pallas_kernels.cpu.handlers import register_code, registered_code
@@ -36,8 +36,8 @@ class StoredPrograms:
         """Makes the directory if it is not there, and cleans it up. None: programs are compiled, and not stored."""
         self._files: EntryFiles | None = None
         self._were_loaded: list[bool] = []  # one a program; threads append to it
-        if directory is not None and _is_private(directory):
-            self._files = EntryFiles(directory, "-program")
+        if directory is not None and make_private(directory):
+            self._files = EntryFiles(directory, "-program", is_private=True)
             self._files.clean_up(MAX_BYTES)
 
     @classmethod
@@ -102,22 +102,3 @@ def _compile_and_store(files: EntryFiles, name: str, recipe: Recipe) -> jax.stag
     else:
         files.write(name, hashlib.sha256(packed).digest() + packed)
     return program
-
-
-def _is_private(directory: Path) -> bool:
-    """Makes `directory` if it is not there. Returns whether it belongs to this user and nobody else may write to it."""
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.stat()
-    except OSError as error:
-        logger.warning("programs cannot be stored in %s (%s), so each start traces them", directory, error)
-        return False
-    if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return True
-    logger.warning(
-        "%s belongs to another user or others may write to it, so nothing in it is used and each start traces its "
-        "programs: chmod 700 it, or choose another compilation_cache",
-        directory,
-    )
-    return False

@@ -30,7 +30,7 @@ ENGINE_COUNTERS = (
     ),
     ("num_external_hits", "external_prefix_cache_hits", "Tokens of prompts that came from the KV connector."),
     ("num_failed_loads", "kv_failed_loads", "Requests for which the KV connector brought less than it had promised."),
-    ("num_saved_pages", "kv_saved_pages", "Pages that were given to the KV connector."),
+    ("num_saved_pages", "kv_saved_pages", "Pages that the KV connector was given and could keep."),
     ("num_preemptions", "num_preemptions", "Times that a running request lost its pages to another."),
     ("num_programs", "num_compiles", "Programs that were compiled, or read from the compilation cache."),
     ("num_steps", "num_steps", "Steps of the model."),
