@@ -73,7 +73,7 @@ class _Pull(msgspec.Struct, frozen=True, array_like=True):
     """
 
     address: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:%\[\]-]{1,255}:[0-9]{1,5}$")]
-    uuid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+    uuid: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     present: Annotated[list[list[bool]], msgspec.Meta(max_length=PAGES_PER_ANSWER)]
     names: list[bytes]
 

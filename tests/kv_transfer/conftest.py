@@ -5,6 +5,8 @@ import pytest
 
 from jaxvllm.kv_transfer.page_format import Page, PageArray, PageFormat
 
+NAME = bytes(range(32))  # of a page
+
 
 @pytest.fixture
 def form() -> PageFormat:
@@ -17,7 +19,7 @@ def some_page(form: PageFormat, number: int, *, windowed: bool = False) -> Page:
     """A page that differs from those of other numbers. With `windowed`, it has nothing of the second group."""
     rng = np.random.default_rng(number)
     arrays = [rng.normal(size=of.shape).astype(of.dtype) for of in form.arrays]
-    return Page((arrays[0], None if windowed else arrays[1]))
+    return Page((*arrays[:-1], None if windowed else arrays[-1]))
 
 
 def assert_same(page: Page, other: Page) -> None:

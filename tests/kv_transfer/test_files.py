@@ -9,7 +9,7 @@ from jaxvllm.kv_transfer.page_format import PageFormat
 from tests.kv_transfer.conftest import assert_same, some_page
 
 REQUEST: Any = None  # pages are anybody's
-NAMES = [bytes([number]) * 8 for number in range(2)]
+NAMES = [bytes([number]) * 32 for number in range(2)]
 
 
 def test_after_a_reset_only_what_is_written_since_is_there(form: PageFormat, tmp_path: Path) -> None:

@@ -14,17 +14,19 @@ from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.page_exchange import make_connector
-from jaxvllm.kv_transfer.page_format import Page, PageFormat
+from jaxvllm.kv_transfer.page_format import Page, PageArray, PageFormat
 from jaxvllm.kv_transfer.page_memory import PageMemory
+from jaxvllm.kv_transfer.page_server import PageServer
 from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
-from jaxvllm.kv_transfer.peer_messages import Pages, decode_message, encode
+from jaxvllm.kv_transfer.peer_messages import ANSWERS_AHEAD, PAGES_PER_ANSWER, Pages, Want, decode_message, encode
 from jaxvllm.kv_transfer.tickets import Ticket
 from jaxvllm.kv_transfer.transports import TcpTransport
 from jaxvllm.server.http.listener import listen
-from tests.kv_transfer.conftest import assert_same, some_page
-from tests.waiting import wait_until
+from tests.kv_transfer.conftest import NAME, assert_same, some_page
+from tests.waiting import PATIENCE, wait_until
 
-OPTIONS = PeerOptions("engine", "the secret", silence_seconds=0.5)
+SECRET = "the secret of this test"
+OPTIONS = PeerOptions("engine", SECRET, silence_seconds=0.5)
 NUM_PAGES = 37  # more than two answers
 
 
@@ -74,7 +76,7 @@ def fetched(consumer: PeerConnector, params: dict[str, Any], first: int = 0) -> 
 def test_replicas_of_a_host_listen_at_ports_of_their_own(form: PageFormat) -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    extra = {"secret": "s"}
+    extra = {"secret": SECRET}
     config = KVTransferConfig("peer", kv_port=port - 1, kv_connector_extra_config=extra)
     connector = make_connector(config, form, (), rank=1)
     assert isinstance(connector, PeerConnector)
@@ -110,11 +112,15 @@ def test_pages_that_are_still_to_come_are_waited_for(connect: Callable[..., Peer
     [
         {"remote_host": "10.1.2.3"},
         {"remote_port": 1},
-        {"remote_request_id": "another"},
+        {"remote_request_id": "0" * 32},
         {"remote_num_tokens": 4},
         {"signature": "0" * 64},
         {"signature": None},
+        {"signature": "é"},
         {"remote_port": "1"},
+        {"remote_port": True},
+        {"remote_prompt": "0" * 64},
+        {"remote_expires": 1 << 40},
     ],
     ids=str,
 )
@@ -129,7 +135,7 @@ def test_a_ticket_that_was_changed_is_not_followed(
 def test_a_ticket_of_others_with_another_secret_is_not_followed(
     connect: Callable[..., PeerConnector], form: PageFormat
 ) -> None:
-    producer, consumer = connect(replace(OPTIONS, secret="another")), connect()
+    producer, consumer = connect(replace(OPTIONS, secret="another secret than this one")), connect()
     assert fetched(consumer, offered(producer, form)) == []
 
 
@@ -171,6 +177,100 @@ def test_a_dead_peer_costs_its_silence(connect: Callable[..., PeerConnector], fo
     assert fetched(consumer, params) == []
 
 
+def test_a_dead_peer_delays_nobody_who_asks_another(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    """It accepts connections and never answers, and its silence is longer than this test."""
+    producer, consumer = connect(), connect(replace(OPTIONS, silence_seconds=PATIENCE))
+    honest = offered(producer, form)
+    with listen("127.0.0.1", 0) as dead:
+        ticket = replace(Ticket.read(honest), remote_port=dead.getsockname()[1])
+        request = asked(ticket.signed(SECRET))
+        stuck = [consumer.load(request, hashes_of(request)) for _ in range(80)]
+        assert len(fetched(consumer, honest)) == NUM_PAGES
+        assert not any(future.done() for future in stuck)
+        consumer.close()  # waits for no silence
+        assert all(list(future.result()) == [] for future in stuck)
+
+
+def test_a_peer_that_was_silent_is_not_asked_again_at_once(
+    connect: Callable[..., PeerConnector], form: PageFormat
+) -> None:
+    producer, consumer = connect(), connect(replace(OPTIONS, silence_seconds=0.1))
+    params = offered(producer, form)
+    with listen("127.0.0.1", 0) as dead:
+        request = asked(replace(Ticket.read(params), remote_port=dead.getsockname()[1]).signed(SECRET))
+        consumer._fetches._pause_seconds = PATIENCE
+        assert consumer.num_pages(request, hashes_of(request)) == NUM_PAGES
+        assert list(consumer.load(request, hashes_of(request)).result()) == []
+        assert consumer.num_pages(request, hashes_of(request)) == 0
+        assert consumer.load(request, hashes_of(request)).done()
+    assert len(fetched(consumer, params)) == NUM_PAGES  # others are
+
+
+def test_a_ticket_that_has_expired_is_not_followed(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    producer, consumer = connect(), connect()
+    ticket = replace(Ticket.read(offered(producer, form)), remote_expires=int(time.time()) - 1)
+    request = asked(ticket.signed(SECRET))
+    assert consumer.num_pages(request, hashes_of(request)) == 0
+    assert consumer.load(request, hashes_of(request)).done()  # where it expired between the two
+    assert producer.server.num_offers == 1
+
+
+def ask(socket: "zmq.Socket[bytes]", params: dict[str, Any], hashes: list[bytes], form: PageFormat, number: int) -> None:
+    ticket = Ticket.read(params)
+    socket.send(encode(Want(number, ticket.remote_request_id, params["signature"], form.fingerprint, hashes)))
+
+
+def test_a_peer_that_never_reads_makes_little_wait_for_it() -> None:
+    """It asks as often as it likes. Others are answered meanwhile, and its connection ends."""
+    form = PageFormat("large pages", (PageArray(2, 8, 64, 64, np.dtype(np.float32)),))
+    memory, page = PageMemory(1 << 30), some_page(form, 0)
+    hashes = hashes_of(asked(None))[:PAGES_PER_ANSWER]
+    for digest in hashes:
+        memory.put(digest, page)
+    server = PageServer(memory, TcpTransport(form), "127.0.0.1", 0, unread_seconds=0.1)
+    unread: list[tuple[bytes, zmq.MessageTracker, int]] = []  # all answers with pages, as they were handed to ZeroMQ
+    most, add = [0], server._unread.add
+
+    def count(receiver: bytes, tracker: zmq.MessageTracker, size: int) -> None:
+        add(receiver, tracker, size)
+        unread.append((receiver, tracker, size))
+        most.append(sum(one[0] == receiver and not one[1].done for one in unread))
+
+    server._unread.add = count  # type: ignore[method-assign]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as deaf, context.socket(zmq.DEALER) as honest:
+        for socket in (deaf, honest):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE))
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.RCVBUF, 4096)
+        for socket in (deaf, honest):
+            socket.connect(f"tcp://127.0.0.1:{server.port}")
+        for number in range(20):  # 4 MB each
+            server.offer(str(number), "signature", hashes, PATIENCE)
+            deaf.send(encode(Want(number, str(number), "signature", form.fingerprint, hashes)))
+        wait_until(lambda: len(unread) >= ANSWERS_AHEAD)
+        server.offer("honest", "signature", hashes, PATIENCE)
+        honest.send(encode(Want(0, "honest", "signature", form.fingerprint, hashes)))
+        assert len(honest.recv_multipart()) == 1 + len(hashes)
+        assert max(most) == ANSWERS_AHEAD
+        wait_until(lambda: all(tracker.done for _, tracker, _ in unread))  # though nobody has read them
+    server.close()
+
+
+def test_pages_are_not_given_again_and_again(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
+    """jax cannot take back what was given from device to device and not pulled."""
+    producer = connect()
+    params, hashes = offered(producer, form), hashes_of(asked(None))[:PAGES_PER_ANSWER]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{producer.server.port}")
+        got = []
+        for number in range(9):
+            ask(socket, params, hashes, form, number)
+            got.append(len(socket.recv_multipart()) - 1)
+    assert got == [len(hashes)] * 4 + [0] * 5  # 64 of 2 x 37
+
+
 def test_what_is_no_question_disturbs_nobody(connect: Callable[..., PeerConnector], form: PageFormat) -> None:
     producer, consumer = connect(), connect()
     params = offered(producer, form)
@@ -190,16 +290,20 @@ LIES: dict[str, Lie] = {
     "no answer at all": lambda form, number, count: [b"\xc1"],
     "pages of another model": lambda form, number, count: [
         encode(Pages(number)),
-        *[replace(form, model="x").encode(some_page(form, 0))] * count,
+        *[replace(form, model="x").encode(NAME, some_page(form, 0))] * count,
+    ],
+    "pages of other names": lambda form, number, count: [
+        encode(Pages(number)),
+        *[form.encode(NAME, some_page(form, 0))] * count,
     ],
     "pages that are too short": lambda form, number, count: [
         encode(Pages(number)),
-        *[form.encode(some_page(form, 0))[:-1]] * count,
+        *[form.encode(NAME, some_page(form, 0))[:-1]] * count,
     ],
     "pages that are too long": lambda form, number, count: [encode(Pages(number)), *[b"x" * (1 << 20)] * count],
     "too many pages": lambda form, number, count: [
         encode(Pages(number)),
-        *[form.encode(some_page(form, 0))] * (count + 1),
+        *[form.encode(NAME, some_page(form, 0))] * (count + 1),
     ],
     "another number for ever": lambda form, number, count: [encode(Pages(number + 100))],
 }
@@ -215,9 +319,9 @@ def test_a_peer_that_lies_is_not_believed(connect: Callable[..., PeerConnector],
         socket.setsockopt(zmq.LINGER, 0)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         # It has the secret, too: nobody else is asked at all.
-        ticket = replace(Ticket.read(true, "the secret"), remote_port=port)
+        ticket = replace(Ticket.read(true), remote_port=port)
         with ThreadPoolExecutor(1) as threads:
-            future = threads.submit(fetched, consumer, ticket.signed("the secret"))
+            future = threads.submit(fetched, consumer, ticket.signed(SECRET))
             while not future.done():
                 if socket.poll(50):
                     sender, data = socket.recv_multipart()
