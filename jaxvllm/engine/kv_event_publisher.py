@@ -1,21 +1,22 @@
 """`KVEventPublisher`: tells routers, over ZeroMQ, which pages one replica's prefix cache can find."""
 
 import logging
-import threading
 import time
-from collections import deque
 from contextlib import ExitStack
 
 import msgspec
 import zmq
 
-from jaxvllm.core.kv_events import END_OF_REPLAY, KVEventBatch, KVEventLog
+from jaxvllm.core.kv_events import KVEventBatch, KVEventLog
 from jaxvllm.core.kv_events_config import KVEventsConfig
+from jaxvllm.engine.kv_event_replayer import REPLAYS_AHEAD, KVEventReplayer
 
 logger = logging.getLogger(__name__)
 
 # Peers send the topics that they want and the numbers of batches, so nothing larger is taken from them.
 MAX_PEER_BYTES = 1024
+# A connection over TCP whose peer has read nothing for so long ends, and what waits for that peer is free.
+UNREAD_SECONDS = 30.0
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -36,11 +37,8 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._next = 0
         endpoint, replay = config.of_replica(rank)
-        # A batch of a long prompt has some 10 KB, so batches are kept only where a replay endpoint can ask for them.
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=0 if replay is None else config.buffer_steps)
-        self._lock = threading.Lock()  # of `_kept`, which a thread reads
         self._context = zmq.Context()
-        self._replayer: threading.Thread | None = None
+        self._replayer: KVEventReplayer | None = None  # None: nobody can ask, so nothing is kept
         with ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._publications = self._socket(zmq.PUB, config.hwm, endpoint)
@@ -49,11 +47,9 @@ class KVEventPublisher:
             else:
                 self._publications.connect(endpoint)
             if replay is not None:
-                # Twice an answer, because half of the mark may count messages that the peer has read. More is lost.
-                replays = self._socket(zmq.ROUTER, 2 * (config.buffer_steps + 2), replay)
+                replays = self._socket(zmq.ROUTER, REPLAYS_AHEAD, replay)
                 _bind(replays, replay, "replay_endpoint")
-                self._replayer = threading.Thread(target=self._replay, args=(replays,), name="kv-replay", daemon=True)
-                self._replayer.start()
+                self._replayer = KVEventReplayer(replays, self._topic, config.buffer_steps)
             undo.pop_all()
         logger.info("KV events of replica %d at %s%s", rank, endpoint, "" if replay is None else f", again at {replay}")
 
@@ -64,8 +60,8 @@ class KVEventPublisher:
         # Sent from here: a publisher never waits (it drops what is too much for a subscriber), and a thread would have
         # to share the interpreter with the engine's.
         payload = _encode(KVEventBatch(time.time(), events, self._rank))
-        with self._lock:
-            self._kept.append((self._next, payload))
+        if self._replayer is not None:
+            self._replayer.keep(self._next, payload)
         self._publications.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
         self._next += 1
 
@@ -81,28 +77,9 @@ class KVEventPublisher:
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.TCP_MAXRT, int(1000 * UNREAD_SECONDS))
         socket.setsockopt(zmq.IPV6, "[" in endpoint)
         return socket
-
-    def _replay(self, replays: zmq.Socket[bytes]) -> None:
-        with replays:
-            try:
-                while True:
-                    self._answer(replays, replays.recv_multipart())
-            except zmq.ContextTerminated:
-                pass
-
-    def _answer(self, replays: zmq.Socket[bytes], request: list[bytes]) -> None:
-        if len(request) != 3 or request[1] or len(request[2]) != 8:
-            logger.warning("a request for KV events was ignored: it must be an empty frame and a number of 8 bytes")
-            return
-        peer, first = request[0], int.from_bytes(request[2], "big")
-        with self._lock:
-            kept = list(self._kept)
-        for number, payload in kept:
-            if number >= first:
-                replays.send_multipart((peer, b"", self._topic, number.to_bytes(8, "big"), payload))
-        replays.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
 
 
 def open_publishers(

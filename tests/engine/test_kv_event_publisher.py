@@ -21,6 +21,7 @@ from jaxvllm.core.kv_events import (
     page_keys,
 )
 from jaxvllm.core.kv_events_config import KVEventsConfig
+from jaxvllm.engine import kv_event_replayer
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher, open_publishers
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
 from tests.waiting import PATIENCE, wait_until
@@ -161,6 +162,35 @@ def test_a_whole_buffer_fits_into_an_answer(tmp_path: Path, join: Join) -> None:
         peer = join(config)
         for _ in range(3):
             assert [number for number, _ in peer.replay(0)] == list(range(3000))
+
+
+def test_a_peer_that_never_reads_its_answers_costs_little_and_delays_nobody(tmp_path: Path, join: Join) -> None:
+    config = config_in(tmp_path, buffer_steps=500)
+    with published(config) as publisher:
+        for _ in range(500):
+            for _ in range(5000):  # 45 kB
+                publisher.log.removed(0, b"\xff" * 32)
+            publisher.flush()
+        deaf, reader = join(config), join(config)
+        deaf.asker.setsockopt(zmq.RCVHWM, 1)
+        for _ in range(20):
+            deaf.asker.send_multipart([b"", bytes(8)])
+        for _ in range(2):
+            assert [number for number, _ in reader.replay(0)] == list(range(500))
+        assert publisher._replayer is not None
+        wait_until(lambda: len(publisher._replayer._answers) == 1)
+        [(number, end)] = publisher._replayer._answers.values()
+        assert number < 200 and end == 500, "more than sockets and marks hold was sent"
+
+
+def test_as_many_bytes_are_kept_as_may_be(tmp_path: Path, join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_event_replayer, "MOST_KEPT_BYTES", 1000)
+    config = config_in(tmp_path, buffer_steps=500)
+    with published(config) as publisher:
+        for byte in range(100):
+            publish(publisher, byte)
+        numbers = [number for number, _ in join(config).replay(0)]
+        assert numbers == list(range(numbers[0], 100)) and 80 < numbers[0] < 99
 
 
 def test_a_subscriber_that_does_not_read_loses_batches_and_stops_nobody(tmp_path: Path, join: Join) -> None:
