@@ -15,7 +15,10 @@ from jaxvllm.kv_transfer.peer_connector import PeerConnector
 from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
 from tests.waiting import wait_until
 
-PEER: dict[str, Any] = {"kv_connector": "peer", "kv_connector_extra_config": {"secret": "the secret of this test", "silence_seconds": 2.0}}
+PEER: dict[str, Any] = {
+    "kv_connector": "peer",
+    "kv_connector_extra_config": {"secret": "the secret of this test", "silence_seconds": 2.0},
+}
 PROMPTS = random_prompts(12, longest=90, seed=3)
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
 DECODE = {"do_remote_decode": True, "do_remote_prefill": False}

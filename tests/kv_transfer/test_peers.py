@@ -215,7 +215,9 @@ def test_a_ticket_that_has_expired_is_not_followed(connect: Callable[..., PeerCo
     assert producer.server.num_offers == 1
 
 
-def ask(socket: "zmq.Socket[bytes]", params: dict[str, Any], hashes: list[bytes], form: PageFormat, number: int) -> None:
+def ask(
+    socket: "zmq.Socket[bytes]", params: dict[str, Any], hashes: list[bytes], form: PageFormat, number: int
+) -> None:
     ticket = Ticket.read(params)
     socket.send(encode(Want(number, ticket.remote_request_id, params["signature"], form.fingerprint, hashes)))
 

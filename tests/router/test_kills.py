@@ -60,7 +60,9 @@ class Process:
 def running(log: Path, command: str, *arguments: str) -> Iterator[Process]:
     with log.open("wb") as file:
         command = [sys.executable, "-m", module, "--port", "0", *arguments]
-        process = subprocess.Popen(command, stderr=file, env=os.environ | {"JAXVLLM_KV_SECRET": "the secret of this test"})
+        process = subprocess.Popen(
+            command, stderr=file, env=os.environ | {"JAXVLLM_KV_SECRET": "the secret of this test"}
+        )
     try:
         found = wait_until(lambda: LISTENING.search(log.read_text()), log.read_text)
         yield Process(process.pid, f"http://127.0.0.1:{found[1]}")

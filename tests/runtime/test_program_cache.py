@@ -80,11 +80,20 @@ def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog:
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_entries_may_be_read_by_others_as_far_as_the_umask_says(tmp_path: Path) -> None:
-    WholeEntries(tmp_path).put("program", b"x")
-    before = os.umask(0)
-    os.umask(before)
-    assert (tmp_path / "program-cache").stat().st_mode & 0o777 == 0o666 & ~before
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_entries_may_be_read_by_others_as_far_as_the_umask_says_and_written_by_nobody(
+    tmp_path: Path, umask: int
+) -> None:
+    content = compilation_cache.compress_executable(b"program")
+    before = os.umask(umask)
+    try:
+        WholeEntries(tmp_path).put("program", content)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "program-cache").stat().st_mode & 0o777 == 0o644 & ~umask
+    assert WholeEntries(tmp_path).get("program") == content
+    (tmp_path / "program-cache").chmod(0o664)  # somebody else may have written it
+    assert WholeEntries(tmp_path).get("program") is None
 
 
 @pytest.mark.usefixtures("no_cache")

@@ -172,6 +172,56 @@ def test_what_others_can_write_to_is_not_read(tmp_path: Path, mode: int, caplog:
     assert (tmp_path / "harm").exists(), "or this test would prove nothing"
 
 
+def grant(path: Path) -> None:
+    """Lets everybody write to a file, as one of another user's may be."""
+    path.chmod(0o666)
+
+
+def give_away(path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can give a file to another user")
+    os.chown(path, 12345, -1)
+
+
+def point_elsewhere(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def grant_directory(path: Path) -> None:
+    path.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize("harm", [grant, give_away, point_elsewhere, grant_directory])
+def test_each_file_is_asked_whose_it_is_before_it_is_unpickled(
+    tmp_path: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory was private when the engine started."""
+    programs = StoredPrograms(tmp_path / "programs")
+    programs.make(add())
+    path = stored(tmp_path / "programs")
+    path.write_bytes(entry(pickle.dumps(Malicious(tmp_path / "harm"))))
+    harm(path)
+    np.testing.assert_array_equal(programs.make(add())(X, X), 2 * X)
+    assert not (tmp_path / "harm").exists()
+    assert len(caplog.records) == 1
+    if harm is grant_directory:
+        path.parent.chmod(0o700)
+    np.testing.assert_array_equal(StoredPrograms(tmp_path / "programs").make(add())(X, X), 2 * X)
+    assert not (tmp_path / "harm").exists(), "it was not replaced"
+
+
+def test_a_program_is_read_again_whatever_the_umask(tmp_path: Path, compilations: Count) -> None:
+    before = os.umask(0)
+    try:
+        StoredPrograms(tmp_path / "programs").make(add())
+    finally:
+        os.umask(before)
+    with compilations() as seen:
+        StoredPrograms(tmp_path / "programs").make(add())
+    assert seen.count == 0
+
+
 def test_another_users_directory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StoredPrograms(tmp_path / "programs").make(add())
     stored(tmp_path / "programs").write_bytes(entry(pickle.dumps(Malicious(tmp_path / "harm"))))
