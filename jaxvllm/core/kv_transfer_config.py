@@ -67,9 +67,9 @@ class KVTransferConfig:
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, known in (("kv_connector", _CONNECTORS), ("kv_role", _ROLES)):
+        for name, synonyms in (("kv_connector", _CONNECTORS), ("kv_role", _ROLES)):
             if isinstance(given := getattr(self, name), str):
-                object.__setattr__(self, name, known.get(given, given))
+                object.__setattr__(self, name, synonyms.get(given, given))
         for name, allowed in (("kv_connector", get_args(Connector)), ("kv_role", get_args(Role))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {shown(getattr(self, name))}")

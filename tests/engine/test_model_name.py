@@ -1,4 +1,4 @@
-"""The name of a model's weights: every byte of them counts, and a file is read once for as long as it stays the same."""
+"""The name of a model's weights: every byte counts, and a file is read once for as long as it stays the same."""
 
 from pathlib import Path
 
