@@ -206,7 +206,7 @@ class PageServer:
         except zmq.ZMQError as error:  # it has gone, or does not read
             logger.warning("an answer with pages could not be sent: %s", error)
             return
-        if frames:
+        if frames and tracker is not None:
             self._unread.add(receiver, tracker, sum(map(len, frames)))
 
     def _expire(self, now: float) -> None:

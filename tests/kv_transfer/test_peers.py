@@ -13,6 +13,7 @@ import zmq
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine import page_exchange
 from jaxvllm.engine.page_exchange import make_connector
 from jaxvllm.kv_transfer.page_format import Page, PageArray, PageFormat
 from jaxvllm.kv_transfer.page_memory import PageMemory
@@ -84,6 +85,19 @@ def test_replicas_of_a_host_listen_at_ports_of_their_own(form: PageFormat) -> No
         assert connector.server.port == port
     finally:
         connector.close()
+
+
+def test_a_port_that_can_end_the_engine_is_open_to_others_with_a_warning(
+    form: PageFormat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page_exchange, "DeviceTransport", lambda form, like, host: TcpTransport(form))
+    monkeypatch.setattr(page_exchange, "PeerConnector", lambda *_: None)
+    extra = {"secret": SECRET, "transport": "device"}
+    for address in ("127.0.0.1", "127.1.2.3", "localhost", "::1", "10.0.0.7", "127.0.0.1.example", "host"):
+        caplog.clear()
+        make_connector(KVTransferConfig("peer", kv_ip=address, kv_connector_extra_config=extra), form, ())
+        is_local = address in ("127.0.0.1", "127.1.2.3", "localhost", "::1")
+        assert ("can end this engine" in caplog.text) == (not is_local)
 
 
 def test_pages_arrive_as_they_were(connect: Callable[..., PeerConnector], form: PageFormat) -> None:

@@ -10,6 +10,7 @@ from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.kv_transfer.tickets import Ticket, WrongTicket, prompt_digest
+from jaxvllm.server.protocol.fields import KVTransferParams
 
 SECRET = "the secret of this test"
 TOKENS = np.arange(20, dtype=np.int32)
@@ -27,6 +28,12 @@ def test_a_ticket_is_taken_as_it_was_given() -> None:
     check(params)
     assert Ticket.read(params) == TICKET
     assert TICKET.is_signed(params, SECRET) and not TICKET.is_signed(params, SECRET + "!")
+
+
+def test_a_ticket_survives_its_way_over_http() -> None:
+    params = KVTransferParams.model_validate(TICKET.signed(SECRET)).model_dump(exclude_none=True)
+    check(params)
+    assert Ticket.read(params) == TICKET and TICKET.is_signed(params, SECRET)
 
 
 TEXTS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_prompt", "signature")

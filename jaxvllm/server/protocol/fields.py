@@ -249,6 +249,8 @@ class KVTransferParams(BaseModel):
     remote_host: ShortString | None = None
     remote_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     remote_num_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
+    remote_prompt: ShortString | None = None
+    remote_expires: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
     signature: ShortString | None = None
 
 
