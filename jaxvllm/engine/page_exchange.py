@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
-from jaxvllm.engine.model_name import NamedWeights, name_model
+from jaxvllm.engine.named_weights import NamedWeights, name_model
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.kv_transfer.connector import KVConnector, OneWay
 from jaxvllm.kv_transfer.file_connector import FileConnector
@@ -24,7 +24,7 @@ from jaxvllm.kv_transfer.page_format import PageArray, PageFormat
 from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
 from jaxvllm.kv_transfer.transports import DeviceTransport, PageTransport, TcpTransport
-from jaxvllm.models import checkpoint
+from jaxvllm.model_name import resolve
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -43,7 +43,7 @@ def model_name(config: EngineConfig, resolved: ResolvedConfig, directory: Path) 
     rest = [f"dummy {config.seed}" if config.load_format == "dummy" else "", str(np.dtype(resolved.dtype))]
     if config.speculative_config is not None and (drafting := config.drafting) is not None:
         if drafting.model is not None:
-            weights.append(NamedWeights(checkpoint.resolve(drafting.model)))
+            weights.append(NamedWeights(resolve(drafting.model)))
         rest.append(json.dumps(asdict(drafting) | {"model": None}))
     return name_model(weights, " ".join(rest), config.cache_directory)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxvllm.engine import model_name
-from jaxvllm.engine.model_name import FileDigests, NamedWeights, name_model
+from jaxvllm.engine import named_weights
+from jaxvllm.engine.named_weights import FileDigests, NamedWeights, name_model
 from jaxvllm.models import weights_name
 
 SIZE = 3 << 20
@@ -59,11 +59,11 @@ def test_a_draft_and_random_weights_have_names_too(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_name, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(named_weights, "SETTLED_SECONDS", -1.0)
     path = write_model(tmp_path / "model") / "model.safetensors"
     read: list[Path] = []
-    digest_of = model_name.file_digest
-    monkeypatch.setattr(model_name, "file_digest", lambda path, run: (read.append(path), digest_of(path, run))[1])
+    digest_of = named_weights.file_digest
+    monkeypatch.setattr(named_weights, "file_digest", lambda path, run: (read.append(path), digest_of(path, run))[1])
     first = FileDigests(tmp_path / "cache").of(path)
     assert FileDigests(tmp_path / "cache").of(path) == first and read == [path]
     path.write_bytes(b"\1" + bytes(SIZE - 1))
@@ -72,7 +72,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytes
     directory.chmod(0o777)  # anybody may have written it
     FileDigests(tmp_path / "cache").of(path)
     assert len(read) == 3
-    monkeypatch.setattr(model_name, "SETTLED_SECONDS", 1e9)  # it may change in the same moment
+    monkeypatch.setattr(named_weights, "SETTLED_SECONDS", 1e9)  # it may change in the same moment
     directory.chmod(0o700)
     path.write_bytes(b"\2" + bytes(SIZE - 1))
     for _ in range(2):
