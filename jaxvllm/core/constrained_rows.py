@@ -261,7 +261,7 @@ def _failure(request: Request, error: BaseException) -> Finished:
 
 
 def _exclusion(request: Request, num_tokens: int) -> Finished:
-    """The end of `request`, which excludes all that its form allows behind `num_tokens`."""
+    """Returns the end of `request`, which excludes all that its form allows behind `num_tokens`."""
     params = request.sampling_params
     excluding = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
     if not excluding and request.masks_commute:

@@ -215,11 +215,13 @@ class Request:
         return list(takewhile(self._comes_alone, self.constraint.forced()[:most]))
 
     def _comes_alone(self, token: int) -> bool:
-        """Whether a forced `token` needs no sampling, which finds out whether it ends the request, or is excluded."""
+        """Returns whether a forced `token` needs no sampling, which finds out whether it ends the request, or is
+        excluded.
+        """
         return token not in self.stop_token_ids and self.allows(token)
 
     def allows(self, token: int) -> bool:
-        """Whether the caller's list of allowed tokens, if there is one, has `token`."""
+        """Returns whether the caller's list of allowed tokens, if there is one, has `token`."""
         allowed = self.sampling_params.allowed_token_ids
         return allowed is None or token in allowed
 

@@ -94,7 +94,7 @@ class KVEventReplayer:
             del self._answers[peer]
 
     def _next(self, number: int, end: int) -> tuple[int, bytes] | None:
-        """The first kept batch from `number` on, before `end`."""
+        """Returns the first kept batch from `number` on, before `end`."""
         with self._lock:
             if not self._kept:
                 return None

@@ -24,7 +24,7 @@ class CompiledGrammar:
     eos_token_ids: frozenset[int] = frozenset()
 
     def begins_with_any(self, token_ids: Sequence[int]) -> bool:
-        """Whether a text may begin with one of these tokens of the vocabulary."""
+        """Returns whether a text may begin with one of these tokens of the vocabulary."""
         ids = np.array(token_ids, np.int64)
         return bool((self.first_mask.view(np.uint32)[ids // 32] >> (ids % 32).astype(np.uint32) & 1).any())
 
@@ -71,7 +71,7 @@ class GrammarConstraint:
         return count + (self.advance(token_ids[count:]) if self._is_complete else 0)
 
     def _up_to_eos(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those of forced tokens that precede EOS, with which the answer is over."""
+        """Returns those of forced tokens that precede EOS, with which the answer is over."""
         eos = self._grammar.eos_token_ids
         return token_ids if eos.isdisjoint(token_ids) else tuple(takewhile(lambda token: token not in eos, token_ids))
 

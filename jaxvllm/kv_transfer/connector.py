@@ -29,7 +29,7 @@ class KVConnector(PageSource, Protocol):
         """
 
     def wants(self, request: Request, digest: bytes) -> bool:
-        """Whether the page of this hash, which `request` has, is to be saved: it is not there yet."""
+        """Returns whether the page of this hash, which `request` has, is to be saved, because it is not there yet."""
 
     def save(self, digest: bytes, page: Page) -> bool:
         """Keeps a page. Returns whether it could; why it could not is told in the log, and not for each page."""

@@ -56,7 +56,7 @@ class FileConnector:
         self._wrong: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def path(self, digest: bytes) -> Path:
-        """The file of the page of that hash."""
+        """Returns the file of the page of that hash."""
         name = digest.hex()
         return self._root / self._format.fingerprint.hex()[:16] / name[:2] / name
 

@@ -52,13 +52,13 @@ class PageArray:
 
     @property
     def text(self) -> str:
-        """What must be the same in engines that exchange it."""
+        """The description that must be the same in engines that exchange it."""
         return f"{self.shape} {self.dtype.name}"
 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """What one page holds, of each array of the cache: [L, K, S, W]; None where its tokens had left the window.
+    """The content of one page in each array of the cache, [L, K, S, W], or None where its tokens had left the window.
 
     The arrays are on the host, or on the devices of an engine, whose copies of heads they have then.
     """
@@ -72,7 +72,7 @@ class Page:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """How the pages of an engine travel. Engines with the same `fingerprint` may exchange them.
+    """The form in which the pages of an engine travel. Engines with the same `fingerprint` may exchange them.
 
     `model` tells one model's weights from another's; it may still be on its way, because it takes time to read all
     weights. A page's name, the hash of all tokens up to its end, is the same in all engines, and so is what it holds,

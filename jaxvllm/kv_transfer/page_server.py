@@ -64,7 +64,7 @@ class UnreadAnswers:
         self._kept: list[tuple[bytes, zmq.MessageTracker, int]] = []
 
     def has_room(self, sender: bytes) -> bool:
-        """Whether another answer for `sender` may be made."""
+        """Returns whether another answer for `sender` may be made."""
         self._kept = [one for one in self._kept if not one[1].done]
         num_unread = sum(receiver == sender for receiver, _, _ in self._kept)
         return num_unread < ANSWERS_AHEAD and sum(size for _, _, size in self._kept) < self._most_bytes
@@ -123,7 +123,7 @@ class PageServer:
             self._memory.let_go(former.hashes)
 
     def close(self) -> None:
-        """Ends the thread. Whoever waits for an answer gets none."""
+        """Ends the thread. Engines that wait for an answer get none."""
         self._closed.set()
         self._thread.join()
         self._context.destroy()

@@ -37,7 +37,7 @@ _LOOK_MILLISECONDS = 100
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """How engines reach each other. `host` is what others call this one, and what it listens on."""
+    """The options by which engines reach each other. Others know this engine as `host`, and it listens there."""
 
     engine_id: str
     secret: str
@@ -129,7 +129,7 @@ class PeerConnector:
         self._server.close()
 
     def _ticket(self, params: Mapping[str, object] | None) -> Ticket | None:
-        """The ticket in the parameters of a request; None: there is none, or not one that can be followed."""
+        """Returns the ticket in the parameters of a request; None: there is none, or not one that can be followed."""
         if params is None or not wants_remote_prefill(params):
             return None
         try:

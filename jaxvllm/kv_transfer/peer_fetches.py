@@ -59,7 +59,7 @@ class PeerFetches:
         self._is_closed = False
 
     def is_avoided(self, address: PeerAddress) -> bool:
-        """Whether a fetch from that peer would end at once, because the peer failed a moment ago."""
+        """Returns whether a fetch from that peer would end at once, because the peer failed a moment ago."""
         with self._lock:
             return self._avoids(self._peers.get(address))
 
@@ -102,7 +102,7 @@ class PeerFetches:
         return peer.num_threads > 0 or self._clock() < peer.failed_at + self._pause_seconds
 
     def _peer(self, address: PeerAddress) -> _Peer | None:
-        """What is known of a peer; None: too many others are being asked."""
+        """Returns what is known of a peer, or None: too many others are being asked."""
         if address not in self._peers:
             if len(self._peers) >= _MOST_PEERS:
                 idle = next((other for other, peer in self._peers.items() if not peer.num_threads), None)

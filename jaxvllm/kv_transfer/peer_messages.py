@@ -9,7 +9,7 @@ ANSWERS_AHEAD = 2
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for pages. Whoever has the signature of a request's ticket may have the pages of that request."""
+    """Asks for pages. An engine that has the signature of a request's ticket may have the pages of that request."""
 
     number: int  # which the answer has, too
     request_id: str

@@ -82,7 +82,9 @@ class Ticket:
         return cls(**{field.name: params.get(field.name) for field in fields(cls)})  # type: ignore[arg-type]
 
     def is_signed(self, params: Mapping[str, Any], secret: str) -> bool:
-        """Whether the `kv_transfer_params` that this was read from were signed by an engine with the same secret."""
+        """Returns whether the `kv_transfer_params` that this was read from were signed by an engine with the same
+        secret.
+        """
         return same_text(params["signature"], self.signature(secret))
 
     def check_prompt(self, token_ids: TokenIds, salt: str | None) -> None:
@@ -114,15 +116,15 @@ def check_field(name: str, value: object) -> None:
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two texts are equal, in a time that tells nothing about the place where they differ."""
+    """Returns whether two texts are equal, in a time that tells nothing about the place where they differ."""
     return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request with these parameters only computes its prompt, for another engine to go on."""
+    """Returns whether a request with these parameters only computes its prompt, for another engine to go on."""
     return params is not None and params.get("do_remote_decode") is True
 
 
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
-    """Whether another engine has computed the prompt of a request with these parameters."""
+    """Returns whether another engine has computed the prompt of a request with these parameters."""
     return params is not None and params.get("do_remote_prefill") is True

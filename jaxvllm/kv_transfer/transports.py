@@ -91,7 +91,7 @@ class DeviceTransport:
     """
 
     def __init__(self, form: PageFormat, like: Sequence[jax.ShapeDtypeStruct], host: str):
-        """`like`: the arrays of a page, [L, K, S, W], as this engine holds them."""
+        """Starts a server of pages whose arrays [L, K, S, W] are `like` those that this engine holds."""
         self._format = form
         self._like = tuple(like)
         device = min(self._like[0].sharding.device_set, key=lambda one: one.id)

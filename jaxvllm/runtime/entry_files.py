@@ -119,7 +119,7 @@ class EntryFiles:
 
 
 def is_ours(found: os.stat_result) -> bool:
-    """Whether a file or directory belongs to this user, or to root, and nobody else may write to it."""
+    """Returns whether a file or directory belongs to this user, or to root, and nobody else may write to it."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

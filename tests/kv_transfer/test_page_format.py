@@ -41,7 +41,7 @@ def test_an_engine_with_other_copies_of_its_heads_gets_the_same(form: PageFormat
 
 
 def test_layers_of_zeros_do_not_travel(form: PageFormat) -> None:
-    """Which an engine has behind those of the model, if its layers are divided among stages."""
+    """An engine has them after the model's layers, if its layers are divided among stages."""
     page = some_page(form, 1)
     staged = replace(form, arrays=tuple(replace(of, zero_layers=2) for of in form.arrays))
     assert staged.fingerprint == form.fingerprint

@@ -59,10 +59,9 @@ class Process:
 @contextmanager
 def running(log: Path, command: str, *arguments: str) -> Iterator[Process]:
     with log.open("wb") as file:
-        command = [sys.executable, "-m", module, "--port", "0", *arguments]
-        process = subprocess.Popen(
-            command, stderr=file, env=os.environ | {"JAXVLLM_KV_SECRET": "the secret of this test"}
-        )
+        words = [sys.executable, "-m", "jaxvllm", command, "--port", "0", *arguments]
+        environment = os.environ | {"JAXVLLM_KV_SECRET": "the secret of this test"}
+        process = subprocess.Popen(words, stderr=file, env=environment)
     try:
         found = wait_until(lambda: LISTENING.search(log.read_text()), log.read_text)
         yield Process(process.pid, f"http://127.0.0.1:{found[1]}")

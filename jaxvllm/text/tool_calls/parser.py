@@ -489,7 +489,7 @@ class _ValueReader:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text`, in which JSON may have escaped half a character, can be sent to anybody."""
+    """Returns whether `text`, in which JSON may have escaped half a character, can be sent to anybody."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
