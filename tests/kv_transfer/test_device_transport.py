@@ -1,6 +1,5 @@
 """Pages that cross from device to device: whatever the other engine does, a pull ends."""
 
-import signal
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxvllm.kv_transfer.page_format import Page, PageArray, PageFormat, WrongPage
 from jaxvllm.kv_transfer.transports import DeviceTransport, TcpTransport
+from tests.processes import stop
 
 SHAPES = ((2, 2, 4, 8), (1, 2, 4, 8))
 PATIENCE = 60.0
@@ -97,7 +97,7 @@ def test_an_engine_that_is_stopped_or_dies_is_given_up() -> None:
             taker = transport()
             [whole] = taker.take([first], NAMES, PATIENCE)
             assert np.array_equal(whole.arrays[0], page(0).arrays[0])
-            giver.send_signal(signal.SIGSTOP)
+            stop(giver.pid)
             with pytest.raises(TimeoutError):
                 taker.take([second], NAMES, seconds=0.2)
             giver.kill()

@@ -21,7 +21,7 @@ from jaxvllm.cli.serve import main
 from jaxvllm.server import lifecycle
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.lifecycle import StopSignals, until_first
-from tests.processes import is_alive, stopped, wait_until_gone
+from tests.processes import is_alive, stop, stopped, wait_until_gone
 from tests.server.conftest import ENGINE
 from tests.waiting import PATIENCE, wait_until
 
@@ -203,7 +203,7 @@ def test_requests_that_take_too_long_get_an_error_event(start):
 def test_the_engine_never_outlives_the_server(start):
     server = start().ready()
     engine = server.engine()
-    os.kill(engine, signal.SIGSTOP)  # it cannot even see that standard input has ended
+    stop(engine)  # it cannot even see that standard input has ended
     server.process.kill()
     wait_until_gone(engine)
 

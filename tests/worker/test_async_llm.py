@@ -24,6 +24,7 @@ from jaxvllm.worker.engine_client import EngineDiedError, EngineState, EngineUna
 from jaxvllm.worker.observer import Observer
 from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.wire import EngineFacts
+from tests.processes import stop
 from tests.waiting import PATIENCE, until
 
 OPTIONS: dict[str, Any] = dict(
@@ -259,7 +260,7 @@ def test_too_many_that_wait(llm: AsyncLLM, portal: BlockingPortal) -> None:
 def test_too_many_for_an_engine_that_does_not_answer(llm: AsyncLLM, portal: BlockingPortal) -> None:
     async def run() -> None:
         assert llm.pid is not None
-        os.kill(llm.pid, signal.SIGSTOP)
+        stop(llm.pid)
         try:
             streams = [
                 llm.enqueue(llm.make_request(PROMPTS[0], GREEDY)) for _ in range(12)
@@ -329,7 +330,7 @@ def test_a_prefix_is_found_and_forgotten(llm: AsyncLLM, portal: BlockingPortal) 
 def test_each_who_resets_the_prefix_cache_hears_when_it_is_done(llm: AsyncLLM, portal: BlockingPortal) -> None:
     async def run() -> None:
         assert llm.pid is not None
-        os.kill(llm.pid, signal.SIGSTOP)
+        stop(llm.pid)
         try:
             resets = [asyncio.create_task(llm.reset_prefix_cache()) for _ in range(3)]
             done, _ = await asyncio.wait(resets, timeout=0.2)
@@ -450,7 +451,7 @@ def test_a_stopped_engine_is_not_responsive(
 
     async def run() -> None:
         assert llm.pid is not None
-        os.kill(llm.pid, signal.SIGSTOP)
+        stop(llm.pid)
         await until(lambda: not llm.is_responsive)
         os.kill(llm.pid, signal.SIGCONT)
         await until(lambda: llm.is_responsive)
@@ -477,7 +478,7 @@ def test_a_stuck_engine_is_replaced(llm: AsyncLLM, portal: BlockingPortal, monke
     async def run() -> None:
         old = llm.pid
         assert old is not None
-        os.kill(old, signal.SIGSTOP)
+        stop(old)
         reset = asyncio.create_task(llm.reset_prefix_cache())
         with monkeypatch.context() as patch:
             patch.setattr(async_llm, "STUCK_SECONDS", 1.5)
@@ -501,7 +502,7 @@ def test_an_engine_that_is_stuck_while_it_is_built_again(
         await until(lambda: llm.pid not in (first, None))
         second = llm.pid
         assert second is not None and llm.state is EngineState.RESTARTING
-        os.kill(second, signal.SIGSTOP)
+        stop(second)
         with monkeypatch.context() as patch:
             patch.setattr(async_llm, "STUCK_SECONDS", 1.5)
             patch.setattr(async_llm, "BUILD_FACTOR", 0)

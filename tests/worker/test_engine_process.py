@@ -1,7 +1,6 @@
 """The engine's process: when it cannot be built, and when its parent is gone."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from jaxvllm import AsyncLLM
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_client import EngineState
 from jaxvllm.worker.engine_process import Child, EngineProcess
-from tests.processes import wait_until_gone
+from tests.processes import stop, wait_until_gone
 from tests.waiting import IdleClockLoop
 
 
@@ -91,6 +90,6 @@ def test_a_parent_that_is_killed_takes_the_engine_along(stopped: bool) -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         if stopped:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         parent.kill()
     wait_until_gone(pid)
