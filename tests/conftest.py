@@ -47,6 +47,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+_CPU_SECONDS = pytest.StashKey[float]()
+
+
+def _cpu_seconds() -> float:
+    """Returns those of this process, and of the processes that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_CPU_SECONDS] = _cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Notes in the JUnit report what a test took of the CPU: `tools/slowest_tests.py` reads it."""
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_seconds", round(_cpu_seconds() - item.stash[_CPU_SECONDS], 2)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says how long a run took beside its budget, where there is a report of it: too long is no failure."""
+    if config.option.xmlpath:
+        from tools.slowest_tests import Run
+
+        terminalreporter.write_line(Run.read(Path(config.option.xmlpath)).summary)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_process() -> Iterator[None]:
     """After a module, forgets programs that jax has compiled, and gives back memory, where either is much."""
