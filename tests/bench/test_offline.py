@@ -18,6 +18,7 @@ from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from tests.bench.test_bench import KEYS as SERVE_KEYS
 from tests.commands import exit_code_of
+from tests.run_cache import run_cache
 
 SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,))
 ORIGIN = {"date", "command", "model", "device", "versions"}
@@ -26,7 +27,7 @@ PADDING = Padding(tokens=10_000, padding_tokens=1234, ended_tokens=0, rows=100, 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLM]:
-    with LLM(**SMALL, num_pages=40, enable_prefix_caching=False, compilation_cache="") as llm:
+    with LLM(**SMALL, num_pages=40, enable_prefix_caching=False, compilation_cache=run_cache()) as llm:
         yield llm
 
 

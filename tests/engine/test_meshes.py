@@ -23,13 +23,12 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
-from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import Backend
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
-from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, quick_compilation, random_prompts, tiny_llm
 from tests.jax_cache import jax_cache
 from tests.models.fixture import Fixture
 
@@ -52,14 +51,8 @@ WAYS = (
     replace(GREEDY, max_tokens=4, prompt_logprobs=-1),
 )
 PROMPTS = random_prompts(len(WAYS), longest=30, seed=11, vocab_size=120)
-
-
-@contextmanager
-def quick_compilation() -> Iterator[None]:
-    """LLVM at -O0, which halves the seconds: these programs run for a few steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0)
-        yield
+# `programs_move` keeps the programs.
+EXACT: dict[str, Any] = dict(dtype="float32", max_logprobs=-1, compilation_cache=None)
 
 
 @contextmanager
@@ -144,7 +137,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[Answer]:
-    with one_program(), tiny_llm(model, dtype="float32", max_logprobs=-1) as llm:
+    with one_program(), tiny_llm(model, **EXACT) as llm:
         return answers(llm)
 
 
@@ -163,7 +156,7 @@ def test_the_same_tokens_on_every_mesh(model: str, expected: list[Answer], mesh:
     programs, tokens = (one_program(32), 32) if mesh.count("x") == 2 else (one_program(), 16)
     with (
         quick_compilation() if mesh == "1x2" else programs,
-        tiny_llm(model, mesh=mesh, max_num_batched_tokens=tokens, dtype="float32", max_logprobs=-1) as llm,
+        tiny_llm(model, mesh=mesh, max_num_batched_tokens=tokens, **EXACT) as llm,
     ):
         assert_same(answers(llm), expected)
         assert sum(replica.num_steps > 0 for replica in llm.engine.replicas) == llm.config.mesh_shape.data
@@ -223,7 +216,7 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def shared_two(seven: Path) -> Iterator[LLM]:
-    with one_program(), tiny_llm(seven, mesh="2x1", dtype="float32", max_logprobs=-1) as llm:
+    with one_program(), tiny_llm(seven, mesh="2x1", **EXACT) as llm:
         yield llm
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxvllm import LLM, RequestOutput, SamplingParams
 from tests.engine.tiny import assert_idle
+from tests.run_cache import run_cache
 
 NUM_REQUESTS = 48
 PROMPTS = (
@@ -94,7 +95,7 @@ def expected() -> Iterator[list[list[tuple[Any, ...]]]]:
         max_decode_burst=1,
         enable_prefix_caching=False,
         max_logprobs=30,
-        compilation_cache="",
+        compilation_cache=run_cache(),
     )
     yield [told(llm.generate(prompt, params, use_tqdm=False)[0]) for prompt, params in REQUESTS]
     assert llm.engine.stats().num_preemptions == 0
@@ -115,7 +116,7 @@ def test_together_as_alone(expected: list[list[tuple[Any, ...]]], mesh: str) -> 
         page_size=16,
         num_pages=10,
         max_logprobs=30,
-        compilation_cache="",
+        compilation_cache=run_cache(),
     )
     outputs = llm.generate([prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS], use_tqdm=False)
     for (prompt, params), output, alone in zip(REQUESTS, outputs, expected, strict=True):

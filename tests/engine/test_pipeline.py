@@ -17,7 +17,6 @@ from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.spec import ModelSpec
-from tests.engine.test_meshes import quick_compilation
 from tests.engine.test_speculation import OPTIONS, PROMPTS
 from tests.engine.tiny import (
     GREEDY,
@@ -25,6 +24,7 @@ from tests.engine.tiny import (
     choose_drafts,
     few_pages,
     greedy_tokens,
+    quick_compilation,
     random_prompts,
     tiny_llm,
     write_tiny_checkpoint,

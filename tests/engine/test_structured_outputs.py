@@ -14,8 +14,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.constraint import GrammarConstraint
 from jaxvllm.text.reasoning import ReasoningFormat
-from tests.engine.test_meshes import quick_compilation
-from tests.engine.tiny import assert_idle, few_pages
+from tests.engine.tiny import assert_idle, few_pages, quick_compilation
 from tests.grammar.schema_cases import CASES, DIGIT, SHORT, Schema, array, closed
 
 OPTIONS: dict[str, Any] = dict(

@@ -9,8 +9,7 @@ import pytest
 
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.runtime.suffix_index import INDEX
-from tests.engine.test_meshes import quick_compilation
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, quick_compilation, random_prompts, tiny_llm
 
 PROMPTS = random_prompts(3, longest=60, seed=11)
 # Random tokens, so a row that looks at itself alone finds little that is right.

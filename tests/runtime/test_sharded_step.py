@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ SHAPE = CacheShape(
 )
 
 
+@cache
 def compiled_on(size: int, bucket: Bucket = DECODE, layout: Layout = "separate", spec: ModelSpec = SPEC) -> StepProgram:
     mesh = make_mesh(MeshShape(1, size), jax.devices())
     params = abstract_params(spec, jnp.float32, layout, mesh)

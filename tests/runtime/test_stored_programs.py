@@ -296,7 +296,7 @@ def test_an_engine_that_starts_again_traces_no_step_and_says_the_same(
     checkpoint = write_tiny_checkpoint(tmp_path / "model")
     prompts = random_prompts(12, longest=40, seed=1)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=9, logprobs=2) for t in (0, 0.8, 1.3)] * 4
-    answers, traced = [], []
+    answers, traced, starts = [], [], []
     for _ in range(2):
         names: list[str] = []
 
@@ -306,9 +306,13 @@ def test_an_engine_that_starts_again_traces_no_step_and_says_the_same(
         jax.monitoring.register_event_duration_secs_listener(listen)
         with tiny_llm(checkpoint, compilation_cache=str(tmp_path / "cache")) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
+            report = llm.engine.startup()
+            starts.append((report.num_loaded, report.num_compiled))
         jax.monitoring.unregister_event_duration_listener(listen)
         answers.append([(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs])
         traced.append(names)
     assert answers[0] == answers[1]
+    (loaded, compiled), (loaded_later, compiled_later) = starts
+    assert (loaded, compiled_later) == (0, 0) and loaded_later == compiled > 5
     steps = {"forward", "decode", "sample_rows", "distribute", "pick_rows", "fork_slots", "admit", "admit_rare"}
     assert steps <= set(traced[0]) and not steps & set(traced[1])

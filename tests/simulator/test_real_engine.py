@@ -20,6 +20,7 @@ from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.measured_cost import MeasuredCost
 from jaxvllm.simulator.measuring import StepMeasurement, measure_steps
 from jaxvllm.simulator.simulation import Pool, Simulation
+from tests.run_cache import run_cache
 from tests.simulator.setups import FlatCost, load
 
 CONFIG = EngineConfig(
@@ -32,7 +33,7 @@ CONFIG = EngineConfig(
     num_pages=41,
     max_decode_burst=1,
     speculation=False,
-    compilation_cache="",
+    compilation_cache=run_cache(),
     warm_up="full",
 )
 
