@@ -1,6 +1,8 @@
 """The whole engine on interpreted TPU and GPU kernels writes what it writes on the reference."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.config import EngineConfig
 from pallas_kernels.backend import BackendName
-from tests.engine.tiny import assert_idle, greedy_tokens, tiny_llm
+from tests.engine.tiny import assert_idle, greedy_tokens, quick_compilation, tiny_llm
 from tests.models.fixture import Fixture
+from tests.run_cache import run_cache
 
 # The GPU's matrix units take 16 bits; the TPU's kernel is compared in float32.
 DTYPES = {"interpret": "float32", "interpret-gpu": "float16"}
@@ -20,9 +23,13 @@ PROMPTS = [PREFIX + "One day", "The capital of France is", "Tom", PREFIX + "She 
 
 
 def demo_texts(backend: BackendName, dtype: str) -> tuple[list[str], int]:
-    """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache."""
-    options = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
-    with LLM(attention_backend=backend, dtype=dtype, max_model_len=64, compilation_cache=None, **options) as llm:
+    """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache.
+
+    Of the embedded model with the fewest layers, which are what takes long to compile.
+    """
+    few = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
+    options = few | dict(max_model_len=64, compilation_cache=run_cache())
+    with quick_compilation(), LLM("demo-draft", attention_backend=backend, dtype=dtype, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = [*llm.generate(PROMPTS, params, use_tqdm=False), *llm.generate(PROMPTS[:1], params, use_tqdm=False)]
         assert max(len(output.prompt_token_ids) for output in outputs) > 16  # in several chunks
@@ -32,7 +39,7 @@ def demo_texts(backend: BackendName, dtype: str) -> tuple[list[str], int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", list(DTYPES))
-def test_the_demo_model_says_the_same(backend: BackendName) -> None:
+def test_an_embedded_model_says_the_same(backend: BackendName) -> None:
     texts, cached = demo_texts(backend, DTYPES[backend])
     assert (texts, cached) == demo_texts("reference", DTYPES[backend])
     assert cached >= 16
@@ -42,8 +49,11 @@ def test_the_demo_model_says_the_same(backend: BackendName) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", list(DTYPES))
 def test_layers_with_and_without_a_window(backend: BackendName, tmp_path: Path) -> None:
-    fixture = Fixture.load("gemma3")  # a window of 32 in six of seven layers
-    directory = fixture.write_checkpoint(tmp_path)
+    fixture = Fixture.load("gemma3")
+    # One layer with a window of 32, and one without: each of the seven takes seconds to compile.
+    config = fixture.config | {"num_hidden_layers": 2, "sliding_window_pattern": 2}
+    shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[2-6]\.", name)}
+    directory = replace(fixture, config=config, shapes=shapes).write_checkpoint(tmp_path)
     prompts = [prompt[:40] for prompt in fixture.prompts[-2:]]
     assert max(map(len, prompts)) == 40
 
@@ -67,7 +77,12 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 SMALL: dict[str, Any] = dict(
-    dtype="float32", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, num_pages=9, compilation_cache=None
+    dtype="float32",
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    max_model_len=64,
+    num_pages=9,
+    compilation_cache=run_cache(),
 )
 
 

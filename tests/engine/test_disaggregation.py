@@ -134,7 +134,7 @@ def test_a_request_that_ends_while_its_pages_come_leaves_nothing(producer: LLM, 
 
 @pytest.mark.slow
 def test_a_thousand_requests_leave_no_page(producer: LLM, consumer: LLM) -> None:
-    for batch in range(20):
+    for batch in range(5):  # a thousand for the four pairs of engines: that there are more devices changes no page
         prompts = random_prompts(50, longest=60, seed=batch)
         run(consumer, prompts, replace(GREEDY, max_tokens=2), computed(producer, prompts))
     wait_until(lambda: not connector(producer).server._offers, lambda: "pages are still held")

@@ -11,7 +11,7 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from tests.engine.test_speculation import PROMPTS, REQUESTS, assert_equal
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, quick_compilation, tiny_llm
 
 STORIES = ("Once upon a time", "Long ago, in a castle in the mountains, there lived", "The capital of", "List three")
 # The share of drafts that are right at the first place, greedily, is 84, 73 and 52% over all held-out documents
@@ -80,8 +80,8 @@ def test_the_demo_model_says_the_same_with_what_drafts_for_it(
     monkeypatch.setattr(DraftPace, "may_be_blind", lambda self, num_rows: may_be_blind)
     model, least = HEADS[method]
     config = {"method": method, "model": model, "num_speculative_tokens": 4}
-    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "warm_up": "full"}
-    with LLM("demo", dtype="float32", row_buckets=(4,), speculative_config=config, **options) as llm:
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "warm_up": "full", "row_buckets": (4,)}
+    with quick_compilation(), LLM("demo", dtype="float32", speculative_config=config, **options) as llm:
         [replica] = llm.engine.replicas
         got = []
         for number, params in enumerate(PARAMS):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxvllm import LLM
 from jaxvllm.core.kv_cache import windowed_pages
-from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, quick_compilation, tiny_llm
 from tests.models.fixture import NAMES, Fixture
 
 LONGEST_PAGES = 8  # of 90 prompt tokens and 24 new ones
@@ -20,7 +20,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = fixture.write_checkpoint(tmp_path_factory.mktemp(fixture.name))
     # Room for all prompts, in the pools of windowed groups too.
     kept = '{"kv_connector": "host"}'
-    with tiny_llm(directory, max_model_len=fixture.max_model_len, num_pages=129, kv_transfer_config=kept) as llm:
+    options = dict(max_model_len=fixture.max_model_len, num_pages=129, kv_transfer_config=kept)
+    # What no test here waits for, such as the distributions of a row, is not compiled when the engine ends.
+    options["warm_up"] = "background"
+    with quick_compilation(), tiny_llm(directory, **options) as llm:
         yield fixture, llm
 
 
