@@ -1,13 +1,16 @@
 """Speculation changes no token, no text and no log-probability, whatever the proposer guesses."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxvllm import LLM, SamplingParams
@@ -62,8 +65,21 @@ class Knowing(HistoryProposer):
         is_same = (history[:, None] == right) | (jnp.arange(width) >= lengths[:, None, None])
         at = jnp.argmax(is_same.all(axis=2), axis=1)
         places = jnp.clip(lengths[:, None] + jnp.arange(num_drafts), 0, width - 1)
-        drafts = right[at[:, None], places] + jnp.asarray(self.shifts)[places % len(self.shifts)]
+        drafts = right[at[:, None], places] + self.read_shifts()[places % len(self.shifts)]
         return Drafts(drafts, jnp.full(len(lengths), num_drafts))
+
+    def read_shifts(self) -> jax.Array:
+        return jnp.asarray(self.shifts)
+
+
+@dataclass(frozen=True, eq=False)
+class Adjustable(Knowing):
+    """Asks the host in each step for the one shift that it has, so that one engine serves all shifts."""
+
+    told: list[int] = field(default_factory=lambda: [0])
+
+    def read_shifts(self) -> jax.Array:
+        return jax.pure_callback(lambda: np.asarray(self.told, np.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
 def drafting(
@@ -145,19 +161,41 @@ def assert_explained(llm: LLM) -> None:
     assert sum(token.origin == "draft" for one in told for token in one.tokens) == replica.num_accepted.sum()
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "right", "wrong", "beyond the vocabulary", "negative"])
-def test_everything_is_as_without_drafts(
-    kind: str, tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shift = {"right": 0, "wrong": 1, "beyond the vocabulary": 10**6, "negative": -(10**6)}
+# What the kinds that know the answers add to each token.
+SHIFTS = {"right": 0, "wrong": 1, "beyond the vocabulary": 10**6, "negative": -(10**6)}
+
+
+@pytest.fixture(scope="module")
+def adjustable(
+    tiny_checkpoint: Path, answers: list[list[CompletionOutput]]
+) -> Iterator[tuple[LLM, Callable[[int], object]]]:
+    """An engine whose proposer knows the answers, and what sets by how much it is wrong."""
     greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
-    sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
+    proposer = Adjustable(tuple((*prompt, *one.token_ids) for prompt, [one] in greedy), (0,))
+    with pytest.MonkeyPatch.context() as patch, drafting(tiny_checkpoint, patch, proposer) as llm:
+        yield llm, partial(proposer.told.__setitem__, 0)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", *SHIFTS])
+def test_everything_is_as_without_drafts(
+    kind: str,
+    tiny_checkpoint: Path,
+    answers: list[list[CompletionOutput]],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     own: dict[str, Proposer] = {"ngram": NgramProposer(1, 3), "suffix": SuffixProposer(24, 1.0)}
-    proposer = own[kind] if kind in own else Knowing(sequences, (shift[kind],))
-    with drafting(tiny_checkpoint, monkeypatch, proposer) as llm:
-        assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
+    with ExitStack() as stack:
+        if kind in own:
+            llm = stack.enter_context(drafting(tiny_checkpoint, monkeypatch, own[kind]))
+        else:
+            llm, set_shift = request.getfixturevalue("adjustable")
+            set_shift(SHIFTS[kind])
+            llm.reset_prefix_cache()
         [replica] = llm.engine.replicas
         drafted, accepted = replica.num_drafted, replica.num_accepted
+        drafted[:] = accepted[:] = 0
+        assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
         assert (drafted > 0).all() and (accepted <= drafted).all() and (accepted[1:] <= accepted[:-1]).all()
         if kind == "right":
             replica.num_drafted[:] = replica.num_accepted[:] = 0
@@ -169,6 +207,8 @@ def test_everything_is_as_without_drafts(
             replica.num_drafted[:] = replica.num_accepted[:] = 0
             llm.generate(PROMPTS[8:], replace(GREEDY, max_tokens=40), use_tqdm=False)  # they repeat themselves
             assert accepted.sum() > 0.2 * drafted.sum()
+        else:
+            assert accepted.sum() < 0.2 * drafted.sum()
         with few_pages(llm, 14):
             before = llm.engine.stats().num_preemptions
             assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
