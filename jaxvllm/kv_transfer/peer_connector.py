@@ -143,8 +143,8 @@ class PeerConnector:
             return None
         if ticket.remote_expires < time.time():
             logger.warning(
-                "a prompt is computed here, and not fetched: its ticket has expired %.0f s ago. Is that more than it "
-                "waited, then the clocks of the hosts differ",
+                "a prompt is computed here, and not fetched: its ticket has expired %.0f s ago. If it did not wait so "
+                "long, the clocks of the hosts differ",
                 time.time() - ticket.remote_expires,
             )
             return None

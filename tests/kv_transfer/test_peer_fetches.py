@@ -95,11 +95,11 @@ def test_an_error_of_ours_counts_as_a_failure(fetches: PeerFetches, caplog: pyte
 
 
 def test_as_many_wait_as_may(fetches: PeerFetches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_fetches, "MOST_WAITING", 3)
     ends = threading.Event()
     try:
         busy = [fetches.submit(LIVELY, waits(ends, answers)) for _ in range(PER_PEER)]
         wait_until(lambda: not fetches._peers[LIVELY].waiting)
+        monkeypatch.setattr(peer_fetches, "MOST_WAITING", 3)
         left = [fetches.submit(LIVELY, answers) for _ in range(5)]
         assert [future.done() for future in left] == [False] * 3 + [True] * 2
     finally:
