@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.schema_numbers import hold_numbers, unheld_numbers
-from jaxvllm.grammar.schema_patterns import as_rust
+from jaxvllm.grammar.schema_patterns import as_rust, looks_around
 
 # Where a schema has others: under names of the caller's choice, in a list, or one (or a list, in old drafts).
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -120,8 +120,16 @@ def guided(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str,
             raise ParameterError(f"{params.kind} has {number}", "structured_outputs")
         if isinstance(part := _pointed_to(number.place, schema), dict):
             part.pop(number.keyword, None)
-    for _, part in list(subschemas(schema)):
+    for place, part in list(subschemas(schema)):
         hold_numbers(part)
+        if looks_around(part.get("pattern")):
+            if not params.lenient:
+                raise ParameterError(
+                    f'{params.kind} has the keyword "pattern" at {place} with an expression that looks ahead or back, '
+                    "which cannot be enforced: leave it out, or set lenient to ignore it",
+                    "structured_outputs",
+                )
+            del part["pattern"]
         if isinstance(pattern := part.get("pattern"), str):
             part["pattern"] = as_rust(pattern)
         if isinstance(by_pattern := part.get("patternProperties"), dict):
@@ -215,6 +223,7 @@ def forgotten(schema: dict[str, Any]) -> list[tuple[str, str]]:
     """
     found = [(number.keyword, number.place) for number in unheld_numbers(schema)]
     found += [(keyword, place) for keyword in FORGOTTEN if (place := place_of(keyword, schema)) is not None]
+    found += [("pattern", place) for place, part in subschemas(schema) if looks_around(part.get("pattern"))][:1]
     found += [("minProperties", place) for place, part in subschemas(schema) if _may_repeat_keys(part)][:1]
     old = [place for place, part in subschemas(schema) if part.get("required") is True]
     return found + [("required", min(old, key=len))] if old else found

@@ -1,7 +1,17 @@
 """The patterns of a JSON schema, which are ECMAScript's, as Rust's regular expressions, which llguidance takes."""
 
+import re
+
+# Expressions that look ahead or back are not regular: no automaton follows them. A backslash before the parenthesis
+# makes it a character.
+_LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 # ECMAScript's point takes no end of a line. Rust's takes all of them but the line feed.
 _POINT = r"[^\n\r\u2028\u2029]"
+
+
+def looks_around(pattern: object) -> bool:
+    """Returns whether a value is an expression that looks ahead or back."""
+    return isinstance(pattern, str) and _LOOK_AROUND.search(pattern) is not None
 
 
 def as_rust(pattern: str) -> str:

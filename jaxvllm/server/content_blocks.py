@@ -3,8 +3,10 @@
 import json
 from typing import Any
 
-from jaxvllm.text.assistant_message import AssistantMessage
-from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from pydantic_core import from_json
+
+from jaxvllm.text.assistant_message import AssistantMessage, ToolCall
+from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 
 # The type of an event, and its fields beside the type.
 type Told = tuple[str, dict[str, Any]]
@@ -15,7 +17,7 @@ def blocks_of(message: AssistantMessage) -> list[dict[str, Any]]:
     blocks = [_thinking(message.reasoning)] if message.reasoning else []
     if message.content or not (message.reasoning or message.calls):
         blocks.append(_text(message.content))
-    return blocks + [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in message.calls]
+    return blocks + [_tool_use(call.id, call.name, _input(call)) for call in message.calls]
 
 
 class BlockStream:
@@ -40,7 +42,7 @@ class BlockStream:
                 return self._begin(_tool_use(call_id, name, {}))
             case Arguments(_, text):
                 return self._delta({"type": "input_json_delta", "partial_json": text})
-            case CallEnd() | CallBroken():
+            case CallEnd() | CallBroken() | CallCut():
                 return self._end()
 
     def finish(self) -> list[Told]:
@@ -61,6 +63,15 @@ class BlockStream:
             return []
         self._open = None
         return [("content_block_stop", {"index": self._count - 1})]
+
+
+def _input(call: ToolCall) -> dict[str, Any]:
+    """Returns the arguments of a call. If it was cut, they are what Anthropic's clients make of the beginning."""
+    if call.is_whole:
+        read: dict[str, Any] = json.loads(call.arguments)
+    else:
+        read = from_json(call.arguments, allow_partial=True) if call.arguments.strip() else {}
+    return read
 
 
 def _text(text: str) -> dict[str, Any]:

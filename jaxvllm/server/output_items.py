@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from jaxvllm.server.protocol.fields import new_id
 from jaxvllm.server.protocol.response_items import ItemStatus
-from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 
 # The type of an event, and its fields beside the type and the number.
 type Told = tuple[str, dict[str, Any]]
@@ -43,7 +43,7 @@ class OutputItems:
                 return [("response.function_call_arguments.delta", self._where() | {"delta": text})]
             case CallEnd():
                 return self._close("completed")
-            case CallBroken():
+            case CallBroken() | CallCut():
                 return self._close("incomplete")
 
     def finish(self, status: ItemStatus) -> list[Told]:

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Service(Drainable):
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
         self._all_metrics = all_metrics
+        # A template is compiled once.
+        self._formatted = lru_cache(1)(lambda template, format: template.replaced(content_format=format))
         self._queueing: set[asyncio.Timeout] = set()  # of requests that wait for the engine to queue them
         llm.observe(self.metrics)
 
@@ -72,11 +74,11 @@ class Service(Drainable):
             raise ApiError(400, "this model has no tokenizer: give token ids as prompt to /v1/completions")
         return self.reader.tokenizer
 
-    @cached_property
+    @property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template, which gets contents in the form that the operator wants."""
-        format = self.config.chat_template_content_format
-        return self.tokenizer.chat_template.replaced(content_format=None if format == "auto" else format)
+        own, format = self.tokenizer.chat_template, self.config.chat_template_content_format
+        return own if format == "auto" else self._formatted(own, format)
 
     @property
     def defaults(self) -> SamplingParams:

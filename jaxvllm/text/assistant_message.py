@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import ReasoningFormat
 from jaxvllm.text.tool_calls.format import Mark, State, ToolCallFormat
 from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS, in_harmony
@@ -53,7 +53,7 @@ class AnswerFormat:
         before = State("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
         reasoning = State("reasoning", (Mark(self.reasoning.end, calls.start),))
         states = dict(calls.states) | {"before reasoning": before, "reasoning": reasoning}
-        return ToolCallFormat(states, "before reasoning", calls.ids)
+        return ToolCallFormat(states, "before reasoning", calls.ids, is_forced=calls.is_forced)
 
 
 class MessageReader:
@@ -79,11 +79,12 @@ class MessageReader:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A complete call of a function."""
+    """A call of a function."""
 
     id: str
     name: str
-    arguments: str  # JSON of an object
+    arguments: str  # JSON of an object, or its beginning
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class AssistantMessage:
         if self.content or not (self.reasoning or self.calls):
             events.append(Content(self.content))
         for index, call in enumerate(self.calls):
-            events += [CallBegin(index, call.id, call.name), Arguments(index, call.arguments), CallEnd(index)]
+            end = CallEnd(index) if call.is_whole else CallCut(index)
+            events += [CallBegin(index, call.id, call.name), Arguments(index, call.arguments), end]
         return events
 
     @classmethod
@@ -121,6 +123,7 @@ class AssistantMessage:
                     begun[index], arguments[index] = event, []
                 case Arguments(index, text):
                     arguments[index].append(text)
-                case CallEnd(index):
-                    calls.append(ToolCall(begun[index].id, begun[index].name, "".join(arguments[index])))
+                case CallEnd(index) | CallCut(index):
+                    is_whole = isinstance(event, CallEnd)
+                    calls.append(ToolCall(begun[index].id, begun[index].name, "".join(arguments[index]), is_whole))
         return cls("".join(reasoning), "".join(content), tuple(calls))

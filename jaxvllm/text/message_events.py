@@ -52,4 +52,11 @@ class CallBroken:
     text: str
 
 
-type Event = Reasoning | Content | CallBegin | Arguments | CallEnd | CallBroken
+@dataclass(frozen=True, slots=True)
+class CallCut:
+    """The text ended within call `index`, which had to be a call. It stays one, with a part of its arguments."""
+
+    index: int
+
+
+type Event = Reasoning | Content | CallBegin | Arguments | CallEnd | CallBroken | CallCut

@@ -11,6 +11,7 @@ from jaxvllm.text.assistant_message import AnswerFormat
 from jaxvllm.text.reasoning import ReasoningFormat
 from jaxvllm.text.tool_calls.format import ToolCallFormat
 from jaxvllm.text.tool_calls.formats import named_call, required_calls
+from jaxvllm.text.tool_schema import moved
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -22,6 +23,7 @@ class Tool:
     name: str
     parameters: Mapping[str, Any] | None = None  # a JSON schema; None: it has none
     description: str | None = None
+    is_strict: bool = False  # a forced call keeps every rule of its schema; False: as many as can be enforced
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool in OpenAI's form, which chat templates read."""
@@ -70,11 +72,16 @@ class ToolUse:
         return [tool.for_template() for tool in self.tools] or None
 
     def structured_outputs(self) -> StructuredOutputsParams | None:
-        """Returns the form that the answer must have, as in vLLM, or None if it is free."""
+        """Returns the form that the answer must have, as in vLLM, or None if it is free.
+
+        Unless a tool that may be called is strict, what cannot be enforced of the schemas is ignored, with a warning.
+        """
         if not self.is_forced:
             return None
+        called = [tool for tool in self.tools if self.choice == "required" or tool.name == self.name]
+        lenient = not any(tool.is_strict for tool in called)
         try:
-            return StructuredOutputsParams(json=json.dumps(self._schema(), ensure_ascii=False))
+            return StructuredOutputsParams(json=json.dumps(self._schema(), ensure_ascii=False), lenient=lenient)
         except ParameterError as error:  # the schema is too large
             raise ParameterError(f"{self.tools_field}: {error}", self.tools_field) from error
 
@@ -93,18 +100,15 @@ class ToolUse:
         if self.choice == "named":
             [parameters] = [tool.parameters for tool in self.tools if tool.name == self.name][:1]
             return dict(parameters or _NO_PARAMETERS)
+        # Each schema has a place of its own, to which its references lead: two tools may have definitions of one name.
         definitions: dict[str, Any] = {}
         calls = []
-        for tool in self.tools:
-            parameters = dict(tool.parameters or _NO_PARAMETERS)
-            for name, definition in (parameters.pop("$defs", None) or {}).items():
-                if definitions.setdefault(name, definition) != definition:
-                    raise ParameterError(f"two tools define different schemas as $defs/{name}: rename one", "tools")
-            name_of = {"type": "string", "enum": [tool.name]}
-            calls.append(
-                {"properties": {"name": name_of, "parameters": parameters}, "required": ["name", "parameters"]}
-            )
+        for number, tool in enumerate(self.tools):
+            place = f"tool{number}"
+            definitions[place] = moved(tool.parameters or _NO_PARAMETERS, f"#/$defs/{place}")
+            call = {"name": {"type": "string", "enum": [tool.name]}, "parameters": {"$ref": f"#/$defs/{place}"}}
+            calls.append({"properties": call, "required": ["name", "parameters"]})
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
         if not self.parallel:  # further calls would not count, so the model need not write them
             schema["maxItems"] = 1
-        return schema | ({"$defs": definitions} if definitions else {})
+        return schema | {"$defs": definitions}

@@ -9,6 +9,7 @@ import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 
 from jaxvllm.server.protocol.messages import CountTokensRequest, MessagesEvent, MessagesResponse
 from tests.server.conftest import Server, events_of
@@ -152,6 +153,23 @@ def test_an_answer_that_ends_within_a_call(says: Says) -> None:
     response, _ = says(list(text), finish_reason="length").post(PATH, **BODY, stream=True)
     *_, block_stop, delta, stop = events_of(response.text)
     assert (block_stop.name, delta.data["delta"]["stop_reason"]) == ("content_block_stop", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"type": "tool", "name": "get_weather"}, '{"city": "Oslo", "when": "no'),
+        ({"type": "any"}, '[{"name": "get_weather", "parameters": {"city": "Oslo", "when": "no'),
+    ],
+)
+def test_a_forced_call_that_is_cut_is_a_part_of_a_call(says: Says, choice: Any, text: str) -> None:
+    answer = whole(says([text], finish_reason="length"), tool_choice=choice)
+    [block] = answer["content"]
+    assert (block["type"], block["input"], answer["stop_reason"]) == ("tool_use", {"city": "Oslo"}, "max_tokens")
+    response, _ = says(list(text), finish_reason="length").post(PATH, **BODY, tool_choice=choice, stream=True)
+    parts = [event.data["delta"].get("partial_json", "") for event in events_of(response.text) if "delta" in event.data]
+    # Anthropic's client reads the parts in the same way.
+    assert from_json("".join(parts), allow_partial=True) == block["input"]
 
 
 def test_an_answer_of_nothing_is_an_empty_text(says: Says) -> None:

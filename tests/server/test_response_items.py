@@ -154,6 +154,23 @@ def test_an_answer_that_ends_within_a_call(says: Says) -> None:
     assert last["output"][0]["type"] == "function_call" and last["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"type": "function", "name": "get_weather"}, '{"city": "Os'),
+        ("required", '[{"name": "get_weather", "parameters": {"city": "Os'),
+    ],
+)
+def test_a_forced_call_that_is_cut_is_a_part_of_a_call(says: Says, choice: Any, text: str) -> None:
+    for answer in (
+        whole(says([text], finish_reason="length"), tool_choice=choice),
+        stream(says(list(text), finish_reason="length"), tool_choice=choice)[-1]["response"],
+    ):
+        [item] = answer["output"]
+        assert (item["type"], item["name"], item["arguments"]) == ("function_call", "get_weather", '{"city": "Os')
+        assert (item["status"], answer["status"]) == ("incomplete", "incomplete")
+
+
 def test_an_answer_of_nothing_is_an_empty_message(says: Says) -> None:
     for output in (whole(says([""]))["output"], stream(says([""]))[-1]["response"]["output"]):
         assert said(output) == [("message", "", "completed")]

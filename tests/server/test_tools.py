@@ -1,6 +1,7 @@
 """Tools, forms of the answer, and reasoning in `/v1/chat/completions`."""
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -11,6 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.chat_completions import ChatChunk, ChatResponse
 from jaxvllm.text.chat_template import ChatTemplate
+from tests.grammar.demo import compiled, takes
 from tests.server.conftest import Server
 from tests.server.scripted import TWO_CALLS, Says
 
@@ -34,6 +36,8 @@ ASKED = [{"role": "user", "content": "What is the weather in Oslo?"}]
 BODY: dict[str, Any] = dict(messages=ASKED, tools=[WEATHER, CLOCK], temperature=0)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+# What a whole message has beside its role and content, and a stream only where there is something.
+NULLS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
 def letters(text: str) -> list[str]:
@@ -190,7 +194,7 @@ def test_only_the_first_call_without_parallel_calls(says: Says) -> None:
 def test_an_answer_without_a_call_is_content(says: Says, text: str) -> None:
     script = says(letters(text) or [""])
     choice = script.choice(PATH, **BODY)
-    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": text} | NULLS
     message, reason = joined(script.chunks(PATH, **BODY))
     assert (message["content"] or "", reason, choice["finish_reason"]) == (text, "stop", "stop")
 
@@ -308,7 +312,7 @@ def test_the_demo_model_calls_a_function(server: Server) -> None:
     assert as_tool["function"] == call
     chunks = [event.data for event in server.events(PATH, **FUNCTIONS)][:-1]
     streamed, reason = joined_function(chunks)
-    assert streamed == {name: value for name, value in message.items() if name != "refusal"}
+    assert NULLS | streamed == message
     assert reason == "function_call"
     result = {"role": "function", "name": "get_weather", "content": '{"sky":"rainy","degrees":3}'}
     last = server.answer(PATH, **FUNCTIONS | {"messages": [*ASKED, message, result]})["choices"][0]
@@ -324,7 +328,7 @@ def test_functions_are_tools_of_which_one_is_called(says: Says) -> None:
     assert json.loads(whole["message"]["function_call"]["arguments"]) == json.loads(call["arguments"])
     assert (whole["message"]["content"], whole["finish_reason"]) == ("I look.", "function_call")
     streamed, reason = joined_function(script.chunks(PATH, **FUNCTIONS))
-    assert streamed | {"refusal": None} == whole["message"] and reason == "function_call"
+    assert NULLS | streamed == whole["message"] and reason == "function_call"
     assert script.choice(PATH, **FUNCTIONS, function_call="none")["message"]["content"] == TWO_CALLS
     with_auto = script.choice(PATH, **FUNCTIONS, function_call="auto")
     assert with_auto["message"]["function_call"] == whole["message"]["function_call"]
@@ -418,8 +422,90 @@ def test_schemas_of_tools_keep_their_definitions(says: Says) -> None:
     accepts = Draft202012Validator(json.loads(request.params.structured_outputs.json)).is_valid
     assert accepts([{"name": "g", "parameters": {"a": "x"}}])
     assert not accepts([{"name": "g", "parameters": {"a": 1}}])
-    response, _ = script.post(PATH, **body, tools=[tool("f", "string"), tool("g", "integer")])
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    # Two tools may define different schemas by one name.
+    _, [request] = script.post(PATH, **body, tools=[tool("f", "string"), tool("g", "integer")])
+    accepts = Draft202012Validator(json.loads(request.params.structured_outputs.json)).is_valid
+    assert accepts([{"name": "f", "parameters": {"a": "x"}}, {"name": "g", "parameters": {"a": 1}}])
+    assert not accepts([{"name": "g", "parameters": {"a": "x"}}])
+
+
+TREE = {"properties": {"v": {"type": "integer"}, "l": {"$ref": "#"}}, "required": ["v"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given", "wrong"),
+    [
+        (TREE, {"v": 1, "l": {"v": 2}}, {"v": 1, "l": {"name": "f"}}),
+        (TREE | {"$id": "https://x/tree"}, {"v": 1, "l": {"v": 2}}, {"v": 1, "l": {"w": 2}}),
+        (
+            {"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}},
+            {"a": 1},
+            {"a": "x"},
+        ),
+        (
+            {"properties": {"a": {"$ref": "#/definitions/t"}}, "definitions": {"t": {"type": "null"}}},
+            {"a": None},
+            {"a": 0},
+        ),
+        # A value that looks like a reference is none, nor is a property of that name.
+        ({"properties": {"a": {"const": {"$ref": "#"}}}}, {"a": {"$ref": "#"}}, {"a": {"$ref": "#/$defs/tool0"}}),
+        ({"properties": {"$ref": {"type": "string"}}}, {"$ref": "#"}, {"$ref": 5}),
+    ],
+)
+def test_references_lead_to_the_schema_of_their_own_tool(
+    says: Says, parameters: dict[str, Any], given: Any, wrong: Any
+) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("e", "f")]
+    _, [request] = says(["[]"]).post(PATH, messages=ASKED, tool_choice="required", tools=tools)
+    schema = request.params.structured_outputs.json
+    accepts, grammar = Draft202012Validator(json.loads(schema)).is_valid, compiled(json=schema, lenient=True)
+    for arguments, is_right in ((given, True), (wrong, False)):
+        calls = [{"name": "f", "parameters": arguments}]
+        assert accepts(calls) == takes(grammar, json.dumps(calls)) == is_right
+
+
+UNENFORCED = [
+    {"propertyNames": {"pattern": "^a"}},
+    {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+    {"properties": {"a": {"not": {"type": "string"}}}},
+    {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    {"properties": {"a": {"type": "array", "contains": {"type": "null"}}}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"properties": {"a": {"type": "string", "format": "color"}}},
+    {"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}},
+    {"properties": {"a": {"type": "integer", "maximum": 10**30}}},
+]
+
+
+@pytest.mark.parametrize("rule", UNENFORCED, ids=[next(iter(rule)) + str(i) for i, rule in enumerate(UNENFORCED)])
+def test_only_strict_tools_are_refused_for_what_cannot_be_enforced(server: Server, rule: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"z": {"type": "null"}}} | rule
+    body = BODY | dict(tool_choice=NAMED, max_tokens=64)
+
+    def tools(strict: bool | None) -> list[Any]:
+        return [{"type": "function", "function": {"name": "get_weather", "parameters": parameters, "strict": strict}}]
+
+    free = server.post(PATH, **body | dict(tools=tools(None)))
+    assert free.status_code == 200, free.text
+    warned = free.headers["x-warnings"]
+    strict, error = server.error(PATH, **body | dict(tools=tools(True)))
+    assert strict == 400 and 'the keyword "' in error["message"]
+    assert any(f'keyword \\"{word}' in warned for word in re.findall(r'the keyword "([^":]+)', error["message"]))
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_is_a_part_of_a_call(says: Says, choice: Any, stream: bool) -> None:
+    text = '{"city": "Os' if choice == NAMED else '[{"name": "get_weather", "parameters": {"city": "Os'
+    script, body = says(letters(text), finish_reason="length"), BODY | dict(tool_choice=choice)
+    if stream:
+        message, reason = joined(script.chunks(PATH, **body))
+    else:
+        chosen = script.choice(PATH, **body)
+        message, reason = chosen["message"], chosen["finish_reason"]
+    [call] = message["tool_calls"]
+    assert (call["function"], reason) == ({"name": "get_weather", "arguments": '{"city": "Os'}, "length")
+    assert not message["content"]
 
 
 def test_a_named_tool(says: Says) -> None:
@@ -545,16 +631,14 @@ def test_reasoning_is_split_off(says: Says, size: int) -> None:
     whole = script.choice(PATH, messages=ASKED)["message"]
     assert whole["content"] == "\n\nIt is cold."
     assert whole["reasoning"] == whole["reasoning_content"] == "\nOslo is far north.\n"
-    assert joined(script.chunks(PATH, messages=ASKED))[0] == {
-        name: value for name, value in whole.items() if name != "refusal"
-    }
+    assert NULLS | joined(script.chunks(PATH, messages=ASKED))[0] == whole
 
 
 def test_reasoning_may_be_left_out(says: Says) -> None:
     script = says(letters(THOUGHT), reasoning_parser="qwen3")
     for body in (dict(include_reasoning=False), dict(reasoning_effort="none")):
         message = script.choice(PATH, messages=ASKED, **body)["message"]
-        assert message == {"role": "assistant", "content": "\n\nIt is cold.", "refusal": None}
+        assert message == {"role": "assistant", "content": "\n\nIt is cold."} | NULLS
         assert joined(script.chunks(PATH, messages=ASKED, **body))[0] == {
             "role": "assistant",
             "content": "\n\nIt is cold.",

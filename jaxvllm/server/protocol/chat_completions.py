@@ -43,11 +43,13 @@ class FunctionDefinition(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
-    strict: bool | None = None  # has no effect: only tool_choice "required" and named tools force the schema
+    # true: a schema of which something cannot be enforced is refused. Only tool_choice "required" and named tools force
+    # it.
+    strict: bool | None = None
 
     def tool(self) -> Tool:
         """Returns the function in the form that does not depend on the endpoint."""
-        return Tool(self.name, self.parameters, self.description)
+        return Tool(self.name, self.parameters, self.description, self.strict is True)
 
 
 class ChatTool(Strict):

@@ -130,7 +130,8 @@ class MessagesTool(Strict):
     description: str | None = None
     input_schema: dict[str, Any]  # a JSON schema
     cache_control: CacheControl | None = None
-    strict: bool | None = None  # has no effect: only tool_choice "any" and "tool" force the schema
+    # true: a schema of which something cannot be enforced is refused. Only tool_choice "any" and "tool" force it.
+    strict: bool | None = None
     eager_input_streaming: bool | None = None  # has no effect: parts of an input are always sent as they come
     input_examples: list[Any] | None = None  # has no effect: templates have no place for them
     defer_loading: bool | None = neutral(False)
@@ -229,7 +230,9 @@ class ConversationFields(Strict):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        tools = tuple(Tool(tool.name, tool.input_schema, tool.description) for tool in self.tools or ())
+        tools = tuple(
+            Tool(tool.name, tool.input_schema, tool.description, tool.strict is True) for tool in self.tools or ()
+        )
         choice = self.tool_choice or ToolChoice(type="auto")
         parallel = not choice.disable_parallel_tool_use
         match choice.type:

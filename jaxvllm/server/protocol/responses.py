@@ -94,7 +94,9 @@ class FunctionTool(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
-    strict: bool | None = None  # has no effect: only tool_choice "required" and named functions force the schema
+    # true: a schema of which something cannot be enforced is refused. Only tool_choice "required" and named functions
+    # force it.
+    strict: bool | None = None
     defer_loading: bool | None = neutral(False)
 
 
@@ -201,7 +203,7 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        tools = tuple(Tool(one.name, one.parameters, one.description) for one in self.tools or ())
+        tools = tuple(Tool(one.name, one.parameters, one.description, one.strict is True) for one in self.tools or ())
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case NamedFunction(name=name):

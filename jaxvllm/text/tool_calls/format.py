@@ -94,6 +94,7 @@ class ToolCallFormat:
     ids: Literal["openai", "mistral"] = "openai"  # the form of new ids: call_ and 24 digits, or 9 letters and digits
     # A chat template with all texts of one of these tuples teaches the model this format.
     signs: tuple[tuple[str, ...], ...] = ()
+    is_forced: bool = False  # the answer consists of calls, so what is cut is a part of a call and no content
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "states", MappingProxyType(dict(self.states)))

@@ -301,13 +301,13 @@ def in_harmony(answer: ToolCallFormat) -> ToolCallFormat:
             then, otherwise = (None if to is None else name(to) for to in (state.then, state.otherwise))
             states[name(key)] = replace(state, marks=marks, then=then, otherwise=otherwise)
     states["header"] = replace(HARMONY.states["header"], header=channel)
-    return ToolCallFormat(states, HARMONY.start, answer.ids)
+    return ToolCallFormat(states, HARMONY.start, answer.ids, is_forced=answer.is_forced)
 
 
 def required_calls() -> ToolCallFormat:
     """Returns the format of an answer that is a JSON array of calls, and nothing else."""
     states = _arrays() | {"start": _state("space", {}, Mark("[", "array", stays=True))}
-    return ToolCallFormat(states, start="start")
+    return ToolCallFormat(states, start="start", is_forced=True)
 
 
 def named_call(name: str) -> ToolCallFormat:
@@ -318,4 +318,5 @@ def named_call(name: str) -> ToolCallFormat:
             "arguments": _state("arguments", then="content", name=name),
         },
         start="arguments",
+        is_forced=True,
     )

@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.tool_calls.format import OPEN_ENDED, State, ToolCallFormat
 from jaxvllm.text.tool_calls.json_scanner import WHITESPACE, JsonScanner
 from jaxvllm.text.tool_calls.python_scanner import PythonScanner
@@ -54,7 +54,7 @@ class ToolCallParser:
                 rest, is_last=True
             )  # otherwise the end of the call's last mark is missing, which does not matter
         if self._state.reads not in OPEN_ENDED and (self._is_open or not self._call_ended):
-            self._break()
+            self._cut() if self._format.is_forced else self._break()
         if not self._num_calls and self._spaces:
             self._events.append(Content("".join(self._spaces)))
         return self._take()
@@ -94,6 +94,12 @@ class ToolCallParser:
             self._spaces.clear()
         if rest := text[len(text.rstrip()) :]:
             self._spaces.append(rest)
+
+    def _cut(self) -> None:
+        """Ends an answer that consists of calls within one of them. What precedes the call's name is not shown."""
+        if self._is_open:
+            self._is_open = False
+            self._events.append(CallCut(self._num_calls - 1))
 
     def _break(self) -> None:
         """Gives back what was read as content, because it is not well-formed."""

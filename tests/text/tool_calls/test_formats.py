@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxvllm.text.assistant_message import AnswerFormat
-from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
+from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
+from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tool_calls.formats import HARMONY, TOOL_CALL_FORMATS, guessed_format, named_call, required_calls
 from jaxvllm.text.tool_calls.parser import MAX_HEADER, ToolCallParser
@@ -166,7 +166,7 @@ def check_order(events: list[Event]) -> None:
                 assert index == begun
                 assert isinstance(json.loads(arguments), dict)
                 is_open = False
-            case CallBroken(index):
+            case CallBroken(index) | CallCut(index):
                 assert is_open
                 assert index == begun
                 is_open = False
@@ -184,6 +184,37 @@ HOSTILE = [
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "functools[",
     "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{", '[{"name": "f", "arguments": {',
 ]  # fmt: skip
+
+
+CUT = [
+    ("named", '{"a": "x', [("f", '{"a": "x')]),
+    ("named", "{", [("f", "{")]),
+    ("named", " ", []),
+    ("required", '[{"name": "f", "parameters": {"a": 1', [("f", '{"a": 1')]),
+    (
+        "required",
+        '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"b": [',
+        [("f", "{}"), ("g", '{"b": [')],
+    ),
+    ("required", '[{"name": "f", "parameters": {}}, {"na', [("f", "{}")]),
+    ("required", '[{"name": "f', []),
+    ("required", "[", []),
+]
+
+
+@pytest.mark.parametrize("reasoning", [None, "qwen3", "openai_gptoss"])
+@pytest.mark.parametrize(("name", "text", "calls"), CUT)
+def test_a_forced_call_that_is_cut_is_a_part_of_a_call(
+    name: str, text: str, calls: list[tuple[str, str]], reasoning: str | None
+) -> None:
+    """It is no content, however the text comes, and also after a reasoning."""
+    format = AnswerFormat(None if reasoning is None else FORMATS[reasoning], ALL[name])
+    before = {None: "", "qwen3": "<think>why</think>", "openai_gptoss": "<|channel|>final<|message|>"}[reasoning]
+    for parts in ([before + text], list(before + text)):
+        reader = format.reader()
+        message = AssistantMessage.of([*(event for part in parts for event in reader.push(part)), *reader.finish()])
+        assert message.content == "" and [(call.name, call.arguments) for call in message.calls] == calls
+        assert AssistantMessage.of(message.events()) == message
 
 
 def work(name: str, parts: list[str]) -> int:
