@@ -53,7 +53,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     dict(temperature=1.0, top_p=0.8),
     dict(temperature=0.0, ignore_eos=True),
     dict(temperature=1.0, max_tokens=7),
-    dict(temperature=0.5, max_tokens=12, bad_words=["a"]),
+    dict(temperature=0.5, max_tokens=12, bad_words=["b"]),  # which every form can do without
 )
 FREE = (dict(temperature=0.0), dict(temperature=1.0, logprobs=1), dict(temperature=1.0, stop=["e"]))
 # The end mark is one token there, and several here.
