@@ -18,7 +18,7 @@ from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.drainable import Drainable
 from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.metrics.prometheus import Metrics
-from jaxvllm.server.protocol.fields import RequestFields, now
+from jaxvllm.server.protocol.fields import EngineFields, RequestFields, now
 from jaxvllm.text.assistant_message import AnswerFormat
 from jaxvllm.text.chat_template import ChatTemplate
 from jaxvllm.text.prompts import ANY_LENGTH, PromptReader, PromptRoom
@@ -155,6 +155,14 @@ class Service(Drainable):
                     # The client sent no messages: they were made of this field.
                     raise ParameterError(f"{field}, as messages: {error}", field) from error
                 raise
+
+    def read_forwarded(self, body: EngineFields, room: PromptRoom = ANY_LENGTH) -> Prompt | None:
+        """Returns the prompt that a proxy has passed on as tokens, or None if the prompt is to be read as usual."""
+        if (tokens := body.forwarded_prompt) is None:
+            return None
+        return self.read_prompt(
+            tokens, field="kv_transfer_params.prompt_token_ids", add_special_tokens=False, room=room
+        )
 
     def read_prompt(
         self,

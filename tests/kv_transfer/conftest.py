@@ -8,6 +8,20 @@ from jaxvllm.kv_transfer.page_format import Page, PageArray, PageFormat
 NAME = bytes(range(32))  # of a page
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @pytest.fixture
 def form() -> PageFormat:
     """Two groups, of which the second has float16 and each head twice."""

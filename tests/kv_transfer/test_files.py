@@ -12,7 +12,7 @@ import pytest
 
 from jaxvllm.kv_transfer.file_connector import PAUSE_SECONDS, FileConnector
 from jaxvllm.kv_transfer.page_format import PageFormat
-from tests.kv_transfer.conftest import assert_same, some_page
+from tests.kv_transfer.conftest import Clock, assert_same, some_page
 
 REQUEST: Any = None  # pages are anybody's
 NAMES = [bytes([number]) * 32 for number in range(2)]
@@ -35,18 +35,6 @@ def test_after_a_reset_only_what_is_written_since_is_there(form: PageFormat, tmp
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {digest.hex() for digest in NAMES}
     for connector in (one, other):
         connector.close()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

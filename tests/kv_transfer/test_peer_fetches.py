@@ -9,22 +9,11 @@ import pytest
 from jaxvllm.kv_transfer import peer_fetches
 from jaxvllm.kv_transfer.page_format import Page
 from jaxvllm.kv_transfer.peer_fetches import PER_PEER, Fetched, PeerFetches
+from tests.kv_transfer.conftest import Clock
 from tests.waiting import wait_until
 
 PAGE = Page(())
 DEAD, LIVELY = ("dead", 1), ("lively", 1)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -168,3 +168,25 @@ def test_a_session_comes_from_the_body_or_else_from_the_header(
     assert sessions == [None, "talk-1", None, "talk-2"]
     status, error = server.error(path, **BODIES[path], session_id="x" * 257)
     assert status == 400 and "session_id" in error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_tokens_that_a_proxy_passes_on_are_the_prompt(server: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[list[int]] = []
+    enqueue = server.llm.enqueue
+
+    def spy(request: GenerationRequest) -> Any:
+        prompts.append(request.prompt.token_list)
+        return enqueue(request)
+
+    monkeypatch.setattr(server.llm, "enqueue", spy)
+    server.answer(path, **BODIES[path], kv_transfer_params={"prompt_token_ids": [5, 6, 7]})
+    assert prompts == [[5, 6, 7]]
+    for wrong, told in (
+        ([], "prompt_token_ids"),
+        ([5, "a"], "prompt_token_ids[1]"),
+        ([10**6], "vocabulary"),
+        ([True], "[0]"),
+    ):
+        status, error = server.error(path, **BODIES[path], kv_transfer_params={"prompt_token_ids": wrong})
+        assert status == 400 and told in error["message"], error

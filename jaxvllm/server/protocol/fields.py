@@ -252,6 +252,8 @@ class KVTransferParams(BaseModel):
     remote_prompt: ShortString | None = None
     remote_expires: Annotated[int, Field(ge=0, le=1 << 53)] | None = None
     signature: ShortString | None = None
+    # The prompt as the engine that computed it has tokenized it. It replaces the text, unless that is echoed.
+    prompt_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
 
 
 class EngineFields(Strict):
@@ -262,6 +264,11 @@ class EngineFields(Strict):
     kv_transfer_params: KVTransferParams | None = None  # of a prompt that one engine computes for another
     # Equal in all requests of a conversation, which routing by session keeps together; None: the header X-Session-ID.
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+    @property
+    def forwarded_prompt(self) -> list[int] | None:
+        """The tokens of the prompt that a proxy has passed on, if any."""
+        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     def request(
         self,
@@ -276,7 +283,9 @@ class EngineFields(Strict):
         salted = replace(prompt, cache_salt=self.cache_salt)
         transfer = None
         if self.kv_transfer_params is not None:
-            transfer = self.kv_transfer_params.model_dump(exclude_none=True)
+            transfer = self.kv_transfer_params.model_dump(exclude_none=True, exclude={"prompt_token_ids"})
+            if not transfer and self.kv_transfer_params.prompt_token_ids is not None:
+                transfer = None
         if beams is not None:
             params = beams.sampling_params(params)
         return GenerationRequest(

@@ -155,6 +155,8 @@ class _Exchange:
 
 def _read(service: Service, body: ChatRequest, room: PromptRoom) -> Prompt:
     """Renders the conversation with the model's template and returns the prompt."""
+    if not body.echo and (forwarded := service.read_forwarded(body, room)) is not None:
+        return forwarded
     text = service.apply_chat_template(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,

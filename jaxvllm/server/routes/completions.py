@@ -196,6 +196,13 @@ def _read(service: Service, body: CompletionRequest, room: PromptRoom) -> list[P
     prompts = body.prompts()
     if body.echo and service.reader.tokenizer is None:
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
+    if not body.echo and (forwarded := service.read_forwarded(body, room)) is not None:
+        if len(prompts) > 1:
+            field = "kv_transfer_params.prompt_token_ids"
+            raise ApiError(
+                400, f"{field} is one prompt, and prompt has {len(prompts)}: send several requests", param=field
+            )
+        return [forwarded]
     read = []
     for index, prompt in enumerate(prompts):
         field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"

@@ -137,6 +137,8 @@ def _text(service: Service, body: ConversationFields) -> str:
 
 
 def _read(service: Service, body: MessagesRequest) -> Prompt:
+    if (forwarded := service.read_forwarded(body)) is not None:
+        return forwarded
     # The template writes the special tokens itself.
     text = _text(service, body)
     return service.read_prompt(text, field="messages", add_special_tokens=False)

@@ -155,6 +155,8 @@ def _status(completion: CompletionOutput) -> ItemStatus:
 
 def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
     """Renders the conversation with the model's template and returns the prompt."""
+    if (forwarded := service.read_forwarded(body, room)) is not None:
+        return forwarded
     text = service.apply_chat_template(
         body.messages(),
         field="input",
