@@ -16,7 +16,7 @@ from jaxvllm.server.exchange import EVENT_STREAM
 from jaxvllm.server.protocol.chat_completions import ChatChunk
 from jaxvllm.server.protocol.completions import CompletionResponse
 from jaxvllm.server.protocol.fields import NOT_SUPPORTED, SamplingFields
-from jaxvllm.server.protocol.messages import MessagesEvent
+from jaxvllm.server.protocol.message_events import MessagesEvent
 from jaxvllm.server.protocol.responses import ResponsesEvent
 
 REFERENCE = "#/components/schemas/"

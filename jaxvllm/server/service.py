@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -31,6 +32,10 @@ from jaxvllm.worker.engine_client import EngineClient
 
 # Once the server stops, a request that the engine has not queued after this time fails. Its form may compile longer.
 UNQUEUED_SECONDS = 2.0
+logger = logging.getLogger(__name__)
+
+# The most kinds of tools that the log tells of.
+MOST_KINDS = 32
 # The most characters of a text that is tokenized without being completed: a second's work, and 200 MB.
 MAX_TEXT = 2**20
 
@@ -56,6 +61,7 @@ class Service(Drainable):
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
         self._all_metrics = all_metrics
+        self._left_out: set[str] = set()  # kinds of tools that the log has told of
         # A template is compiled once.
         self._formatted = lru_cache(1)(lambda template, format: template.replaced(content_format=format))
         self._queueing: set[asyncio.Timeout] = set()  # of requests that wait for the engine to queue them
@@ -250,6 +256,13 @@ class Service(Drainable):
         special = self.tokenizer.special_texts
         is_seen = not any(token in mark for mark in format.marks for token in special)
         return params if is_seen else replace(params, skip_special_tokens=False)
+
+    def note_left_out(self, kinds: Iterable[str]) -> None:
+        """Logs once for each kind of tool that it cannot run here and is left out of prompts."""
+        for kind in set(kinds) - self._left_out:
+            if len(self._left_out) < MOST_KINDS:  # clients may make up kinds
+                self._left_out.add(kind)
+                logger.info("tools of type %.60s cannot run here and are left out of prompts", kind)
 
     # ---- its metrics ----
 

@@ -9,7 +9,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from jaxvllm.server.config import ServerConfig
-from jaxvllm.server.protocol.messages import MessagesEvent, MessagesResponse
+from jaxvllm.server.protocol.message_events import MessagesEvent
+from jaxvllm.server.protocol.messages import MessagesRequest, MessagesResponse
 from tests.server.conftest import Server
 
 PATH = "/v1/messages"
@@ -61,7 +62,8 @@ def test_it_is_chat(server):
     answer = message(server, **GREEDY, system="Be brief.")
     assert said(answer) == chat["choices"][0]["message"]["content"]
     usage = answer["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert sum(usage[part] for part in parts) == chat["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
 
 
@@ -82,7 +84,7 @@ def test_the_events_of_a_stream(server, body, reason):
     assert set(kinds[3:-3]) == {"content_block_delta"}
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(event["delta"]["text"] for event in events[3:-3]) == said(whole)
-    assert events[-2]["delta"] == reason
+    assert events[-2]["delta"] == reason | {"stop_details": None, "container": None}
     assert events[-2]["usage"] == whole["usage"]
     start = events[0]["message"]
     assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
@@ -117,7 +119,9 @@ def test_cached_tokens_are_told_apart(server):
     first, second = (message(server, **body)["usage"] for _ in range(2))
     assert first["cache_read_input_tokens"] == 0
     assert second["cache_read_input_tokens"] >= 16
-    assert second["cache_read_input_tokens"] + second["input_tokens"] == first["input_tokens"]
+    # What the first has put into the cache is what the second finds there.
+    assert first["cache_creation_input_tokens"] == second["cache_read_input_tokens"]
+    assert (first["input_tokens"], second["cache_creation_input_tokens"]) == (second["input_tokens"], 0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(messages=None), "messages"),
     (dict(messages=[]), "messages"),
     (dict(messages="Hello"), "messages"),
-    (dict(messages=[{"role": "system", "content": "a"}]), "messages[0].role"),
+    (dict(messages=[{"role": "developer", "content": "a"}]), "messages[0].role"),
     (dict(messages=[{"role": "user"}]), "messages[0].content"),
     (dict(messages=[{"role": "user", "content": 5}]), "messages[0].content"),
     (dict(messages=[USER, {"role": "user", "content": [{"type": "image"}]}]), "messages[1].content[0].type"),
@@ -167,8 +171,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(stop_sequences=[""]), "stop"),
     (dict(stream=5), "stream"),
     (dict(metadata={"name": "me"}), "metadata.name"),
-    (dict(thinking={"type": "enabled", "budget_tokens": 1024}), "thinking"),
-    (dict(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "tools[0]"),
+    (dict(tools=[{"type": "web_search", "name": "web_search"}]), "tools[0]"),
+    (
+        dict(context_management={"edits": [{"type": "clear_thinking_20251015", "keep": 5}]}),
+        "context_management.edits[0]",
+    ),
     (dict(tool_choice={"type": "any"}), "tool_choice"),
     (dict(cache_control={"type": "forever"}), "cache_control.type"),
     (dict(output_config={"effort": "some"}), "output_config"),
@@ -229,8 +236,12 @@ def test_the_client_of_anthropic(server):
         assert client.messages.count_tokens(model="demo", messages=[USER]).input_tokens == count(server)
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(**body | {"model": "claude"})
-        with pytest.raises(anthropic.BadRequestError, match="thinking"):
-            client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+        # This model does not think, so there is nothing to show.
+        thinking = client.messages.create(**body, thinking={"type": "enabled", "budget_tokens": 1024})
+        assert said(thinking.model_dump()) == expected
+        model = client.models.retrieve("demo")
+        assert [one.id for one in client.models.list()] == [model.id] == ["demo"]
+        assert (model.type, model.max_input_tokens) == ("model", 512)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
@@ -243,3 +254,63 @@ def test_a_call_that_is_asked_for_has_no_other_form(server, choice):
     [call] = answer["content"]
     assert (call["type"], call["name"]) == ("tool_use", "get_weather")
     assert call["input"] in ({"city": "Oslo"}, {"city": "Rome"})
+
+
+def test_what_claude_code_sends(server):
+    """The fields and headers of Claude Code 2.1.197."""
+    body = dict(
+        model="demo",
+        max_tokens=5,
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "scope": "global"}}],
+        messages=[USER, {"role": "system", "content": "Agents: none."}],
+        tools=[
+            {"name": "Write", "input_schema": {"type": "object"}, "defer_loading": True, "eager_input_streaming": True},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"type": "bash_20250124", "name": "bash"},
+        ],
+        thinking={"type": "adaptive"},
+        context_management={
+            "edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "compact_20260112"}]
+        },
+        output_config={"effort": "high"},
+        metadata={"user_id": "{}"},
+        inference_geo="us",
+        service_tier="standard_only",
+        container=None,
+        mcp_servers=[],
+    )
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,context-management-2025-06-27",
+    }
+    answer = server.client.post(f"{PATH}?beta=true", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["context_management"] == {"applied_edits": []}
+    assert anthropic.types.beta.BetaMessage.model_validate(answer.json()).stop_details is None
+    prompt = count(server, **{name: body[name] for name in ("system", "messages", "tools")})
+    hosted = [tool for tool in body["tools"] if "type" not in tool]
+    assert prompt == count(server, **{name: body[name] for name in ("system", "messages")}, tools=hosted)
+    status, error = server.error(PATH, **body | dict(tool_choice={"type": "tool", "name": "web_search"}))
+    assert status == 400 and "names 'web_search', and the tools are Write" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [("all", "abc"), ({"type": "all"}, "abc"), ({"type": "thinking_turns", "value": 2}, "bc"), (None, "c")],
+)
+def test_thinking_of_earlier_answers_is_cleared(keep, kept):
+    turns = [
+        turn
+        for name in "abc"
+        for turn in (
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": name}, {"type": "text", "text": "!"}]},
+        )
+    ]
+    edit = {"type": "clear_thinking_20251015"} | ({} if keep is None else {"keep": keep})
+    asked = MessagesRequest.model_validate(
+        dict(max_tokens=1, messages=[*turns, USER], context_management={"edits": [edit]})
+    )
+    assert "".join(said.get("reasoning", "") for said in asked.conversation()) == kept
+    applied = asked.edited()["context_management"]["applied_edits"]
+    assert [one["cleared_thinking_turns"] for one in applied] == ([3 - len(kept)] if len(kept) < 3 else [])

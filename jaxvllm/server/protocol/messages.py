@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
@@ -30,7 +30,8 @@ class CacheControl(Strict):
     """A mark at the end of a prompt's cached part. It has no effect: the prefix cache finds the longest part itself."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: str | None = None
+    scope: str | None = None
 
 
 class TextBlock(Strict):
@@ -39,7 +40,7 @@ class TextBlock(Strict):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: list[Any] | None = neutral([])
+    citations: list[Any] | None = None  # of an earlier answer; they have no effect
 
 
 def _as_blocks(content: Any) -> Any:
@@ -108,9 +109,9 @@ _OF_ROLE: dict[type[Strict], str] = {
 
 
 class InputMessage(Strict):
-    """A message of the user or the assistant."""
+    """A message of the user or the assistant, or one of the system in the middle of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Content
 
 
@@ -118,7 +119,8 @@ class Thinking(Strict):
     """The setting for models that think before they answer."""
 
     type: Literal["enabled", "adaptive", "disabled"]  # adaptive: as the model likes
-    budget_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None  # after which the thinking is ended
+    # After so many the thinking is ended. It has no effect without --reasoning-parser.
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     display: Literal["summarized", "omitted"] | None = None  # omitted: the thinking is left out of the answer
 
 
@@ -134,11 +136,79 @@ class MessagesTool(Strict):
     strict: bool | None = None
     eager_input_streaming: bool | None = None  # has no effect: parts of an input are always sent as they come
     input_examples: list[Any] | None = None  # has no effect: templates have no place for them
-    defer_loading: bool | None = neutral(False)
-    allowed_callers: Strings | None = neutral(["direct"])
+    defer_loading: bool | None = None  # has no effect: all tools are told at once
+    allowed_callers: Strings | None = None  # has no effect: only the model itself calls
 
 
-type MessagesTools = Annotated[list[MessagesTool], FailFast(), Field(max_length=MAX_TOOLS)]
+class HostedTool(BaseModel):
+    """A tool that Anthropic's own server has, or that its models know without a schema. It is left out here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Annotated[str, Field(pattern=r"^[a-z_]+_20\d{6}$")]
+    name: str | None = None
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "<own>" if kind in (None, "custom") else "<hosted>"
+
+
+type AnyTool = Annotated[
+    Annotated[MessagesTool, Tag("<own>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_kind_of_tool)
+]
+type MessagesTools = Annotated[list[AnyTool], FailFast(), Field(max_length=MAX_TOOLS)]
+
+
+class ThinkingTurns(Strict):
+    """How many of the last answers keep their thinking."""
+
+    type: Literal["thinking_turns"]
+    value: Annotated[int, Field(ge=1)]
+
+
+class AllTurns(Strict):
+    """Every answer keeps its thinking."""
+
+    type: Literal["all"]
+
+
+class ClearThinking(Strict):
+    """The rule that the model no longer sees the thinking of earlier answers."""
+
+    type: Annotated[str, Field(pattern=r"^clear_thinking_\d{8}$")]
+    keep: ThinkingTurns | AllTurns | Literal["all"] | None = None  # None: that of the last answer
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many of the last answers keep their thinking; None: all."""
+        if self.keep is None:
+            return 1
+        return self.keep.value if isinstance(self.keep, ThinkingTurns) else None
+
+
+class OtherEdit(BaseModel):
+    """Another rule of that kind. It has no effect: all of the prompt must fit anyhow."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+
+
+def _kind_of_edit(edit: Any) -> str:
+    kind = edit.get("type") if isinstance(edit, dict) else getattr(edit, "type", None)
+    return "<thinking>" if isinstance(kind, str) and kind.startswith("clear_thinking_") else "<other>"
+
+
+type ContextEdit = Annotated[
+    Annotated[ClearThinking, Tag("<thinking>")] | Annotated[OtherEdit, Tag("<other>")], Discriminator(_kind_of_edit)
+]
+
+
+class ContextManagement(Strict):
+    """Rules for what of a long conversation the model no longer sees."""
+
+    edits: Annotated[list[ContextEdit], FailFast(), Field(max_length=16)] = []
 
 
 class ToolChoice(Strict):
@@ -188,23 +258,56 @@ class ConversationFields(Strict):
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
-    speed: str | None = neutral("standard")
+    speed: str | None = None  # has no effect: there is one speed
+    context_management: ContextManagement | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages in the form for templates. The system's message comes first."""
         said = [] if not self.system else [{"role": "system", "content": _texts(self.system)}]
+        cleared = self.cleared_thinking
         names: dict[str, str] = {}  # of the called tools, because some templates want them with the results
         for index, message in enumerate(self.messages):
             for at, block in enumerate(message.content):
                 if (role := _OF_ROLE.get(type(block), message.role)) != message.role:
                     where = f"messages[{index}].content[{at}]"
                     raise ParameterError(f"{where} is a {block.type}, which only the {role} may have", where)
-            if message.role == "assistant":
-                said.append(_answer(message.content))
+            if message.role == "system":
+                said.append({"role": "system", "content": _texts(message.content)})
+            elif message.role == "assistant":
+                blocks = message.content
+                if index in cleared:
+                    blocks = [block for block in blocks if not isinstance(block, ThinkingBlock)]
+                said.append(_answer(blocks))
                 names |= {block.id: block.name for block in message.content if isinstance(block, ToolUseBlock)}
             else:
                 said += _question(message.content, names)
         return said
+
+    @property
+    def cleared_thinking(self) -> frozenset[int]:
+        """The indices of the messages whose thinking the model no longer sees."""
+        edits = [] if self.context_management is None else self.context_management.edits
+        kept = [edit.num_kept for edit in edits if isinstance(edit, ClearThinking) and edit.num_kept is not None]
+        thought = [
+            index
+            for index, message in enumerate(self.messages)
+            if any(isinstance(block, ThinkingBlock) for block in message.content)
+        ]
+        return frozenset(thought[: len(thought) - min(kept)] if kept else ())
+
+    def edited(self) -> dict[str, Any]:
+        """Returns the field `context_management` of the answer, which is null if the request has none."""
+        if self.context_management is None:
+            return {"context_management": None}
+        cleared = len(self.cleared_thinking)
+        kind = next((edit.type for edit in self.context_management.edits if isinstance(edit, ClearThinking)), None)
+        applied = [{"type": kind, "cleared_thinking_turns": cleared, "cleared_input_tokens": 0}] if cleared else []
+        return {"context_management": {"applied_edits": applied}}
+
+    @property
+    def hosted_tools(self) -> list[str]:
+        """The types of the tools that are left out."""
+        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
 
     @property
     def continued(self) -> str | None:
@@ -230,9 +333,8 @@ class ConversationFields(Strict):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        tools = tuple(
-            Tool(tool.name, tool.input_schema, tool.description, tool.strict is True) for tool in self.tools or ()
-        )
+        own = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
+        tools = tuple(Tool(tool.name, tool.input_schema, tool.description, tool.strict is True) for tool in own)
         choice = self.tool_choice or ToolChoice(type="auto")
         parallel = not choice.disable_parallel_tool_use
         match choice.type:
@@ -294,9 +396,9 @@ class MessagesRequest(EngineFields, ConversationFields):
     top_k: int | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: str | None = neutral("auto", "standard_only")
+    service_tier: Literal["auto", "standard_only"] | None = None  # has no effect: there is one tier
+    inference_geo: str | None = None  # has no effect: the server is where it is
     container: Any | None = neutral()
-    context_management: dict[str, Any] | None = neutral({})
     mcp_servers: list[Any] | None = neutral([])
 
     @property
@@ -306,8 +408,11 @@ class MessagesRequest(EngineFields, ConversationFields):
             return "tools"
         return "output_format" if self.output_format is not None else "output_config.format"
 
-    def chosen(self) -> dict[str, Any]:
-        """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
+    def chosen(self, has_reasoning: bool) -> dict[str, Any]:
+        """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions.
+
+        Without reasoning, which the server must know, no part of an answer is thinking.
+        """
         format = self.output_config.format if self.output_config else None
         text = one_form(**{"output_config.format": _form(format), "output_format": _form(self.output_format)})
         call = self.tool_use().structured_outputs()
@@ -318,7 +423,7 @@ class MessagesRequest(EngineFields, ConversationFields):
             "top_k": self.top_k,
             "stop": self.stop_sequences,
             "structured_outputs": form,
-            "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking and has_reasoning else None,
         }
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -336,10 +441,20 @@ class TokenCount(Reply):
 class MessagesUsage(Reply):
     """The number of tokens of a response. Computed and cached tokens of the prompt are counted separately."""
 
-    input_tokens: int
-    cache_creation_input_tokens: int  # always 0, because filling the cache costs nothing
-    cache_read_input_tokens: int
+    input_tokens: int  # that are neither of the two following
+    cache_creation_input_tokens: int | None  # that later prompts find in the prefix cache, and that were not there
+    cache_read_input_tokens: int | None
     output_tokens: int
+    cache_creation: None = None
+    server_tool_use: None = None
+    service_tier: Literal["standard"] = "standard"
+    inference_geo: None = None
+
+
+class AppliedEdits(Reply):
+    """The edits of the conversation that took something away."""
+
+    applied_edits: list[dict[str, Any]]
 
 
 class OutputTextBlock(Reply):
@@ -382,108 +497,35 @@ class MessagesResponse(Reply):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
+    stop_details: None = None  # nothing is refused by its content
+    container: None = None
+    context_management: AppliedEdits | None = None  # where the request has edits
 
 
-class MessageStart(Reply):
-    """The first event, with an empty message."""
-
-    type: Literal["message_start"]
-    message: MessagesResponse
-
-
-class ContentBlockStart(Reply):
-    """The event at the beginning of a block."""
-
-    type: Literal["content_block_start"]
-    index: int
-    content_block: OutputBlock
-
-
-class Ping(Reply):
-    """An event that only shows that the stream is alive."""
-
-    type: Literal["ping"]
-
-
-class TextDelta(Reply):
-    """A new part of the text."""
-
-    type: Literal["text_delta"]
-    text: str
-
-
-class ThinkingDelta(Reply):
-    """A new part of the thinking."""
-
-    type: Literal["thinking_delta"]
-    thinking: str
-
-
-class InputJsonDelta(Reply):
-    """A new part of a tool's input. All parts together are one JSON object."""
-
-    type: Literal["input_json_delta"]
-    partial_json: str
-
-
-class ContentBlockDelta(Reply):
-    """The event with a new part of a block."""
-
-    type: Literal["content_block_delta"]
-    index: int
-    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, Field(discriminator="type")]
-
-
-class ContentBlockStop(Reply):
-    """The event at the end of a block."""
-
-    type: Literal["content_block_stop"]
-    index: int
-
-
-class StopDelta(Reply):
-    """The reason why an answer ended."""
-
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-class MessageDelta(Reply):
-    """The event at the end of the message. Its usage is that of the whole response."""
-
-    type: Literal["message_delta"]
-    delta: StopDelta
-    usage: MessagesUsage
-
-
-class MessageStop(Reply):
-    """The last event."""
-
-    type: Literal["message_stop"]
-
-
-type MessagesEvent = Annotated[
-    MessageStart | ContentBlockStart | Ping | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop,
-    Field(discriminator="type"),
-]
-
-
-def messages_usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, int]:
-    """Returns a `MessagesUsage` as it is encoded."""
+def messages_usage(num_prompt: int, num_output: int, num_cached: int, page_size: int | None) -> dict[str, Any]:
+    """Returns a `MessagesUsage` as it is encoded. Full pages of the prompt stay in the cache; None: there is none."""
+    num_created = 0 if page_size is None else max(num_prompt // page_size * page_size - num_cached, 0)
     return {
-        "input_tokens": num_prompt - num_cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": num_prompt - num_cached - num_created,
+        "cache_creation_input_tokens": num_created,
         "cache_read_input_tokens": num_cached,
         "output_tokens": num_output,
+        "cache_creation": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }
+
+
+_NO_DETAILS = {"stop_details": None, "container": None}
 
 
 def ending(completion: CompletionOutput, has_calls: bool) -> dict[str, Any]:
     """Returns the `StopDelta` of a completion that has ended."""
     if completion.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return _NO_DETAILS | {"stop_reason": "max_tokens", "stop_sequence": None}
     if has_calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
+        return _NO_DETAILS | {"stop_reason": "tool_use", "stop_sequence": None}
     if completion.finish_reason == "stop" and isinstance(completion.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        return _NO_DETAILS | {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+    return _NO_DETAILS | {"stop_reason": "end_turn", "stop_sequence": None}

@@ -1,8 +1,9 @@
 """Endpoints with information on the server: its models, health, readiness, version, load and metrics."""
 
+from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
@@ -11,6 +12,9 @@ from jaxvllm.server.errors import RETRY_AFTER
 from jaxvllm.server.protocol.fields import new_id
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
+
+# The header by which Anthropic's clients say that they are Anthropic's.
+ANTHROPIC = "anthropic-version"
 
 
 class ModelPermission(BaseModel):
@@ -93,15 +97,31 @@ def router(service: Service) -> APIRouter:
             permission=[permission],
         )
 
-    @routes.get("/v1/models", tags=["OpenAI"], responses=COMMON)
-    async def list_models() -> ModelList:
-        """Lists the names that `model` may have. All of them mean the same model."""
-        return ModelList(data=[card(name) for name in service.model_names])
+    def anthropic_card(name: str) -> dict[str, Any]:
+        length = llm.reader.max_model_len if llm.is_known else None
+        created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        told = {"id": name, "type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
+        return told | {"max_input_tokens": length, "max_tokens": length}
 
-    @routes.get("/v1/models/{name:path}", tags=["OpenAI"], responses=COMMON | {404: GENERATES[404]})
-    async def retrieve_model(name: str) -> ModelCard:
-        """Describes the model that has this name."""
-        return card(service.model_name(name))
+    @routes.get("/v1/models", tags=["OpenAI"], response_model=ModelList, responses=COMMON)
+    async def list_models(request: Request) -> Any:
+        """Lists the names that `model` may have. All of them mean the same model.
+
+        With the header `anthropic-version`, the answer has the shape of Anthropic's API.
+        """
+        if ANTHROPIC not in request.headers:
+            return ModelList(data=[card(name) for name in service.model_names])
+        names = service.model_names
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"data": [anthropic_card(name) for name in names]} | page)
+
+    @routes.get(
+        "/v1/models/{name:path}", tags=["OpenAI"], response_model=ModelCard, responses=COMMON | {404: GENERATES[404]}
+    )
+    async def retrieve_model(name: str, request: Request) -> Any:
+        """Describes the model that has this name, in the shape of OpenAI's API or of Anthropic's."""
+        known = service.model_name(name)
+        return card(known) if ANTHROPIC not in request.headers else JSONResponse(anthropic_card(known))
 
     @routes.get("/health", tags=["Server"], response_class=Response, responses=_STARTING)
     async def health() -> Response:

@@ -5,7 +5,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import Prompt
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.answer import Answer
@@ -39,11 +38,10 @@ def router(service: Service) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
         model = service.model_name(body.model)
-        if body.thinking and body.thinking.type == "enabled" and service.reasoning is None:
-            raise ParameterError("thinking needs a server with --reasoning-parser: leave it out", "thinking")
+        service.note_left_out(body.hosted_tools)
         params = params_of(
             service.defaults,
-            body.chosen(),
+            body.chosen(service.reasoning is not None),
             max_tokens=service.max_tokens(body.max_tokens),
             logprobs=None,
             stream=bool(body.stream),
@@ -52,7 +50,9 @@ def router(service: Service) -> APIRouter:
         prompt = await run_in_threadpool(_read, service, body)
         answer_id, engine_id = RequestId.of(request).names("msg_")
         asked = body.request(engine_id, prompt, service.with_marks(params, format))
-        exchange = _Exchange(body, Answer(format, service, asked.prompt, body.continued), model, answer_id)
+        facts = service.llm.facts
+        page_size = facts.page_size if service.llm.config.enable_prefix_caching else None
+        exchange = _Exchange(body, Answer(format, service, asked.prompt, body.continued), model, answer_id, page_size)
         with form_given_as(body.form_field):
             return await respond(request, service, [asked], exchange.whole, exchange.events, _error_event)
 
@@ -68,18 +68,19 @@ def router(service: Service) -> APIRouter:
 class _Exchange:
     """One answer, which makes its bodies."""
 
-    def __init__(self, body: MessagesRequest, answer: Answer, model: str, answer_id: str):
+    def __init__(self, body: MessagesRequest, answer: Answer, model: str, answer_id: str, page_size: int | None):
         self._body = body
         self._answer = answer
         self._answer_id = answer_id
         self._model = model
+        self._page_size = page_size
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         [completion] = output.outputs
         content = blocks_of(AssistantMessage.of(self._read(completion)))
-        usage = _usage(output, len(completion.token_ids))
-        return self._message(content, usage) | ending(completion, self._answer.has_calls)
+        usage = self._usage(output, len(completion.token_ids))
+        return self._message(content, usage) | ending(completion, self._answer.has_calls) | self._body.edited()
 
     async def events(self, generation: Generation) -> Events:
         num_tokens = 0
@@ -90,7 +91,7 @@ class _Exchange:
             num_tokens += len(completion.token_ids)
             if stream is None:
                 stream = BlockStream()
-                yield _event("message_start", message=self._message([], _usage(output, 0)))
+                yield _event("message_start", message=self._message([], self._usage(output, 0)))
             told = [one for said in self._read(completion) for one in stream.read(said)]
             if output.finished:
                 told += stream.finish()
@@ -101,7 +102,8 @@ class _Exchange:
                     yield _event("ping")
             if output.finished:
                 delta = ending(completion, self._answer.has_calls)
-                yield _event("message_delta", delta=delta, usage=_usage(output, num_tokens))
+                usage = self._usage(output, num_tokens)
+                yield _event("message_delta", delta=delta, usage=usage, **self._body.edited())
                 yield _event("message_stop")
 
     def _read(self, completion: CompletionOutput) -> list[Event]:
@@ -109,9 +111,14 @@ class _Exchange:
         said = self._answer.read(completion)
         return said if self._body.shows_thinking else [one for one in said if not isinstance(one, Reasoning)]
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._answer_id, "type": "message", "role": "assistant", "model": self._model}
-        return head | {"content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
+        nothing = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container", "context_management"))
+        return head | nothing | {"content": content, "usage": usage}
+
+    def _usage(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
+        num_prompt = len(output.prompt_token_ids)
+        return messages_usage(num_prompt, num_tokens, output.num_cached_tokens, self._page_size)
 
 
 def _event(kind: str, **data: Any) -> bytes:
@@ -120,10 +127,6 @@ def _event(kind: str, **data: Any) -> bytes:
 
 def _error_event(error: ApiError) -> bytes:
     return event(error.anthropic_body(), "error")
-
-
-def _usage(output: RequestOutput, num_tokens: int) -> dict[str, int]:
-    return messages_usage(len(output.prompt_token_ids), num_tokens, output.num_cached_tokens)
 
 
 def _text(service: Service, body: ConversationFields) -> str:
