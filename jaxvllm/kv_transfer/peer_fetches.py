@@ -35,7 +35,7 @@ type Fetch = Callable[[], Fetched]
 
 @dataclass
 class _Peer:
-    """What is known of one peer, and who waits for it."""
+    """One peer: whether it answers, and the fetches that wait for it."""
 
     waiting: deque[tuple[Future[Sequence[Page]], Fetch]] = field(default_factory=deque)
     num_threads: int = 0

@@ -269,9 +269,7 @@ def test_what_claude_code_sends(server):
             {"type": "bash_20250124", "name": "bash"},
         ],
         thinking={"type": "adaptive"},
-        context_management={
-            "edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "compact_20260112"}]
-        },
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "compact_2026"}]},
         output_config={"effort": "high"},
         metadata={"user_id": "{}"},
         inference_geo="us",
@@ -281,7 +279,7 @@ def test_what_claude_code_sends(server):
     )
     headers = {
         "anthropic-version": "2023-06-01",
-        "anthropic-beta": "claude-code-20250219,context-management-2025-06-27",
+        "anthropic-beta": "claude-code-20250219,effort-2025-11-24",
     }
     answer = server.client.post(f"{PATH}?beta=true", json=body, headers=headers)
     assert answer.status_code == 200, answer.text

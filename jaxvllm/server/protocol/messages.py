@@ -161,7 +161,7 @@ type MessagesTools = Annotated[list[AnyTool], FailFast(), Field(max_length=MAX_T
 
 
 class ThinkingTurns(Strict):
-    """How many of the last answers keep their thinking."""
+    """A number of the last answers, which keep their thinking."""
 
     type: Literal["thinking_turns"]
     value: Annotated[int, Field(ge=1)]
@@ -181,7 +181,7 @@ class ClearThinking(Strict):
 
     @property
     def num_kept(self) -> int | None:
-        """How many of the last answers keep their thinking; None: all."""
+        """The number of the last answers that keep their thinking; None: all."""
         if self.keep is None:
             return 1
         return self.keep.value if isinstance(self.keep, ThinkingTurns) else None
