@@ -268,6 +268,12 @@ class Runner:
             were_drafts,
         )
 
+    def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
+        """The KV of a group's `pages` on the host, for people who look at it: f[layers of the group, len(pages), ...]."""
+        if not self._kv_pages[group].is_fully_addressable:
+            raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
+        return np.asarray(self._kv_pages[group][:, pages])
+
     def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
         """Copies pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
 

@@ -40,10 +40,10 @@ def test_it_is_alive_and_not_healthy_and_says_what_it_waits_for() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/invocations"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/invocations"])
 def test_a_request_that_waits_too_long_is_told_to_try_again(path: str) -> None:
     async def test(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
-        answer = await client.get(path)
+        answer = await client.post(path, json={})
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "request_timeout of 0.01 s" in answer.json()["error"]["message"]
 

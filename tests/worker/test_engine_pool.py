@@ -201,7 +201,7 @@ def test_a_request_that_ends_its_engine_is_given_to_no_other(pool: EnginePool, p
     """The other engine gets what had tokens when its engine ended. What had none waits, and may end the same again."""
 
     async def run() -> None:
-        await pool.all_ready()
+        await all_ready(pool)
         long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, output_kind=Kind.FINAL_ONLY)
         formed = replace(long, structured_outputs=StructuredOutputsParams(regex="(a|b)+"))
         moves = Moves()
@@ -240,7 +240,7 @@ def test_a_request_that_ends_its_engine_is_given_to_no_other(pool: EnginePool, p
             else:
                 assert [output.finished async for output in one] == [True]
         assert other.num_starts == starts and set(moves.request_ids) == moving
-        await pool.all_ready()
+        await all_ready(pool)
 
     portal.call(run)
 
@@ -249,7 +249,7 @@ def test_a_request_waits_for_its_engine_only_so_long(
     pool: EnginePool, portal: BlockingPortal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
-        await pool.all_ready()
+        await all_ready(pool)
         monkeypatch.setattr(async_llm, "KEPT_SECONDS", 0.0)
         engine = pool.engines[0]
         assert engine.pid is not None
@@ -260,7 +260,7 @@ def test_a_request_waits_for_its_engine_only_so_long(
         with pytest.raises(RuntimeError, match="was ended by signal 9.*send it again"):
             await asked.accepted()
         assert engine.num_requests == 0
-        await pool.all_ready()
+        await all_ready(pool)
 
     portal.call(run)
 

@@ -49,7 +49,7 @@ def test_engines_on_a_cluster_die_and_come_back(cluster: Any) -> None:
     async def killed(number: int) -> list[Any]:
         victim = pool.engines[number]
         assert victim.pid is not None
-        told = await all_streams(pool, victim.pid)
+        told = await all_streams(pool, victim)
         await asyncio.wait_for(victim.ready(), PATIENCE)
         assert victim.num_starts == 2
         return told
@@ -93,7 +93,7 @@ def test_engines_on_a_cluster_die_and_come_back(cluster: Any) -> None:
 @pytest.mark.slow
 def test_a_server_on_a_cluster_ends_when_it_is_asked_to(cluster: Any, tmp_path: Path) -> None:
     """Ray has its own idea of SIGTERM: it aborts the process."""
-    command = [sys.executable, "-m", "serve", *ENGINE, "--port", "0", "--data-parallel-backend", "ray"]
+    command = [sys.executable, "-m", "jaxvllm.serve", *ENGINE, "--port", "0", "--data-parallel-backend", "ray"]
     log = tmp_path / "log"
     with log.open("wb") as file:
         environment = os.environ | {"RAY_ADDRESS": cluster.address}
@@ -109,7 +109,7 @@ def test_a_server_on_a_cluster_ends_when_it_is_asked_to(cluster: Any, tmp_path: 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxvllm\[ray\]'"):
+    with pytest.raises(ImportError, match=r"need Ray: .*pip install .*'ray\[serve\]"):
         RayPlaces(1)
 
 

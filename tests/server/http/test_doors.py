@@ -31,7 +31,7 @@ from tests.router.test_proxy import Server, served
 from tests.waiting import IdleClockLoop, until
 
 type Kind = Literal["server", "router"]
-# What a valid request gets: the server's engine is never started, and the router's servers answer.
+# What a valid request gets: the server's engine is never ready in time, and the router's servers answer.
 VALID = {"server": 503, "router": 200}
 BODY = b'{"prompt": "x"}'
 
@@ -60,7 +60,7 @@ class Door:
 async def opened(kind: Kind, **options: Any) -> AsyncIterator[Door]:
     async with AsyncExitStack() as stack:
         if kind == "server":
-            config = ServerConfig(port=0, **options)
+            config = ServerConfig(port=0, **{"request_timeout": 30, **options})
             door = stack.enter_context(HttpDoor.opened(config))
             server = door.server(create_app(Service(AsyncLLM.from_config(EngineConfig()), config)))
             proxy = None
