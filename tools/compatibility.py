@@ -86,7 +86,7 @@ def serving(log: Path) -> Iterator[str]:
 
 
 def run(suite: Suite, uv: str, url: str, folder: Path) -> Outcomes:
-    """Downloads the source of the installed client into `folder` and runs its tests."""
+    """Runs the tests of the installed client, after downloading its source into `folder`."""
     name = f"{suite.package}-{version(suite.package)}"
     download = [uv, "tool", "run", "--quiet", "--python", sys.executable, "pip", "download", "--quiet", "--no-deps"]
     download += ["--no-binary", suite.package, "--dest", str(folder), name.replace("-", "==")]
