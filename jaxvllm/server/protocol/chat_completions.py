@@ -112,10 +112,12 @@ class ChatRequest(EngineFields, SamplingFields, CompletionFields):
     modalities: Strings | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral()
     prediction: dict[str, Any] | None = neutral()
+    # They have no effect: all prompts are cached, until their memory is needed.
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     verbosity: Literal["low", "medium", "high"] | None = None  # has no effect: no template knows it
     web_search_options: dict[str, Any] | None = neutral()
     store: bool | None = neutral(False)
-    prompt_cache_retention: str | None = neutral("in_memory")
     # A template is a program, and clients must not bring programs.
     chat_template: str | None = neutral()
     documents: list[Any] | None = neutral([])

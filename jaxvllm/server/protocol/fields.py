@@ -166,6 +166,7 @@ class SamplingFields(Strict):
     repetition_detection: dict[str, int] | None = None
     logprob_token_ids: Tokens | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = neutral("left")  # the last tokens are kept
     skip_reading_prefix_cache: bool | None = None
     stream_interval: int | None = None
 

@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -104,32 +104,34 @@ class _Exchange:
         async for _, output in generation.outputs():
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
             for completion in output.outputs:
-                num_tokens += len(completion.token_ids)
-                is_first = completion.index not in answers
-                if is_first:
+                if completion.index not in answers:
                     answers[completion.index] = Answer(self._format, self._service, self._prompt, self._continued)
-                answer = answers[completion.index]
-                delta = delta_of(self._body, self._shown(answer.read(completion)))
-                shown: dict[str, Any] = {}
-                if options.usage_in_chunks:
-                    num_reasoning = self._num_reasoning(answers.values())
-                    shown["usage"] = usage(num_prompt, num_tokens, num_cached, num_reasoning)
-                elif self._body.stream_options:
-                    shown["usage"] = None
-                if is_first:
                     # Without tools and reasoning there will be content, although it may be empty.
                     begin = {"role": "assistant", "content": self._echo or ("" if self._format.is_plain else None)}
                     first = {"index": completion.index, "delta": begin, "logprobs": None, "finish_reason": None}
                     with_ids = self._prompt_ids if self._body.return_token_ids else {}
-                    yield event(head | with_ids | {"choices": [first]} | shown)
+                    so_far = self._usage_so_far(num_prompt, num_tokens, num_cached, answers)
+                    yield event(head | with_ids | {"choices": [first]} | so_far)
+                num_tokens += len(completion.token_ids)
+                answer = answers[completion.index]
+                delta = delta_of(self._body, self._shown(answer.read(completion)))
                 if delta or completion.finish_reason or self._has_more(options):
                     made = parts(self._body, completion, answer.has_calls) | {"delta": delta}
-                    yield event(head | {"choices": [made]} | shown)
+                    so_far = self._usage_so_far(num_prompt, num_tokens, num_cached, answers)
+                    yield event(head | {"choices": [made]} | so_far)
             last = output
         if options.include_usage:
             total = usage(num_prompt, num_tokens, num_cached, self._num_reasoning(answers.values()))
             yield event(head | {"choices": [], "usage": total, "metrics": self._times(last, num_tokens)})
         yield DONE
+
+    def _usage_so_far(
+        self, num_prompt: int, num_tokens: int, num_cached: int, answers: Mapping[int, Answer]
+    ) -> dict[str, Any]:
+        """Returns the usage that a chunk tells, or null in its place, or nothing if the request has no such options."""
+        if self._body.streaming.usage_in_chunks:
+            return {"usage": usage(num_prompt, num_tokens, num_cached, self._num_reasoning(answers.values()))}
+        return {"usage": None} if self._body.stream_options else {}
 
     def _times(self, output: RequestOutput, num_tokens: int) -> dict[str, Any] | None:
         """Returns when the only answer's tokens came, which is null if there are several or nobody asked."""
