@@ -269,7 +269,7 @@ class Runner:
         )
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
-        """The KV of a group's `pages` on the host, for people who look at it: f[layers of the group, len(pages), ...]."""
+        """Returns the KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
         if not self._kv_pages[group].is_fully_addressable:
             raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
         return np.asarray(self._kv_pages[group][:, pages])
