@@ -9,6 +9,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.protocol.context_management import edit as make_edits
 from jaxvllm.server.protocol.message_events import MessagesEvent
 from jaxvllm.server.protocol.messages import MessagesRequest, MessagesResponse
 from tests.server.conftest import Server
@@ -176,6 +177,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         dict(context_management={"edits": [{"type": "clear_thinking_20251015", "keep": 5}]}),
         "context_management.edits[0]",
     ),
+    (dict(context_management={"edits": [{"type": "clear_all_20250101"}]}), "context_management.edits[0].type"),
+    (dict(messages=[{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]), "messages[0]"),
     (dict(tool_choice={"type": "any"}), "tool_choice"),
     (dict(cache_control={"type": "forever"}), "cache_control.type"),
     (dict(output_config={"effort": "some"}), "output_config"),
@@ -269,7 +272,9 @@ def test_what_claude_code_sends(server):
             {"type": "bash_20250124", "name": "bash"},
         ],
         thinking={"type": "adaptive"},
-        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "compact_2026"}]},
+        context_management={
+            "edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "compact_20260112"}]
+        },
         output_config={"effort": "high"},
         metadata={"user_id": "{}"},
         inference_geo="us",
@@ -309,6 +314,35 @@ def test_thinking_of_earlier_answers_is_cleared(keep, kept):
     asked = MessagesRequest.model_validate(
         dict(max_tokens=1, messages=[*turns, USER], context_management={"edits": [edit]})
     )
-    assert "".join(said.get("reasoning", "") for said in asked.conversation()) == kept
-    applied = asked.edited()["context_management"]["applied_edits"]
-    assert [one["cleared_thinking_turns"] for one in applied] == ([3 - len(kept)] if len(kept) < 3 else [])
+    edited = make_edits(asked.context_management, asked.messages, len)
+    said = asked.model_copy(update={"messages": edited.messages}).conversation()
+    assert "".join(one.get("reasoning", "") for one in said) == kept
+    assert [one["cleared_thinking_turns"] for one in edited.applied] == ([3 - len(kept)] if len(kept) < 3 else [])
+
+
+def test_a_billing_line_is_no_part_of_the_prompt(server):
+    """Claude Code begins its system prompt with one, which many versions change in every request."""
+    plain = count(server, system="You are an agent.")
+    line = "x-anthropic-billing-header: cc_version=2.1.197.d1e; cch=%s;"
+    for number in ("1", "23456789"):
+        first = {"type": "text", "text": line % number}
+        assert count(server, system=[first, {"type": "text", "text": "You are an agent."}]) == plain
+        assert count(server, system=f"{line % number}\nYou are an agent.") == plain
+        assert count(server, system=[first]) == count(server)
+    assert count(server, system="No x-anthropic-billing-header: a") > count(server, system="No")
+
+
+def test_the_system_may_speak_in_the_middle(server):
+    """As for `/v1/chat/completions`: a text or blocks, at any place."""
+    turns = [USER, {"role": "assistant", "content": "Paris."}, USER]
+    for place in range(4):
+        told = [*turns[:place], {"role": "system", "content": "Be brief."}, *turns[place:]]
+        chat = server.answer("/v1/chat/completions", messages=told, temperature=0, max_tokens=1)
+        for content in ("Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]):
+            ours = [*turns[:place], {"role": "system", "content": content}, *turns[place:]]
+            assert count(server, messages=ours) == chat["usage"]["prompt_tokens"]
+
+
+def test_what_changes_nothing_is_counted_too(server):
+    body = dict(metadata={"user_id": "me"}, service_tier="auto", inference_geo="us", container=None, mcp_servers=[])
+    assert count(server, **body) == count(server)

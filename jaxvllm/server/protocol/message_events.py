@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jaxvllm.server.protocol.context_management import AppliedContextManagement
 from jaxvllm.server.protocol.fields import Reply
-from jaxvllm.server.protocol.messages import AppliedEdits, MessagesResponse, MessagesUsage, OutputBlock, StopReason
+from jaxvllm.server.protocol.messages import MessagesResponse, MessagesUsage, OutputBlock, StopReason
 
 
 class MessageStart(Reply):
@@ -80,7 +81,7 @@ class MessageDelta(Reply):
     type: Literal["message_delta"]
     delta: StopDelta
     usage: MessagesUsage
-    context_management: AppliedEdits | None = None
+    context_management: AppliedContextManagement | None = None
 
 
 class MessageStop(Reply):

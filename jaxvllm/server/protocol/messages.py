@@ -1,14 +1,18 @@
 """The bodies of `/v1/messages`, compatible with Anthropic's clients."""
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.server.protocol.context_management import (
+    AppliedContextManagement,
+    ContextManagement,
+    CountedContextManagement,
+)
 from jaxvllm.server.protocol.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -18,101 +22,19 @@ from jaxvllm.server.protocol.fields import (
     Reply,
     Strict,
     Strings,
-    by_type,
     effort_variables,
     neutral,
 )
+from jaxvllm.server.protocol.message_blocks import (
+    Blocks,
+    CacheControl,
+    InputMessage,
+    TextBlock,
+    ToolUseBlock,
+    templated,
+)
 from jaxvllm.server.protocol.response_format import one_form
 from jaxvllm.text.tool_use import Tool, ToolUse
-
-
-class CacheControl(Strict):
-    """A mark at the end of a prompt's cached part. It has no effect: the prefix cache finds the longest part itself."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-    scope: str | None = None
-
-
-class TextBlock(Strict):
-    """A text in a message."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: list[Any] | None = None  # of an earlier answer; they have no effect
-
-
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-type Blocks = Annotated[
-    list[TextBlock], FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
-]  # a text, or several blocks, which are joined by newlines
-
-
-class ToolUseBlock(Strict):
-    """A call of a tool in an earlier answer."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: FunctionName
-    input: dict[str, Any]
-    cache_control: CacheControl | None = None
-    caller: dict[str, Any] | None = neutral({"type": "direct"})
-
-
-class ToolResultBlock(Strict):
-    """The result of a called tool."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Blocks | None = None
-    is_error: bool | None = None  # has no effect: the content tells the model what went wrong
-    cache_control: CacheControl | None = None
-
-
-class ThinkingBlock(Strict):
-    """The reasoning of an earlier answer."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None  # has no effect; nor has the next block
-
-
-class RedactedThinkingBlock(Strict):
-    """A reasoning that nobody can read."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-type ContentBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
-    by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
-]
-type Content = Annotated[
-    list[ContentBlock], FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[ContentBlock])
-]  # a text, or several blocks, of which the texts are joined by newlines
-# The blocks that only one of the roles may have.
-_OF_ROLE: dict[type[Strict], str] = {
-    ToolUseBlock: "assistant",
-    ThinkingBlock: "assistant",
-    RedactedThinkingBlock: "assistant",
-    ToolResultBlock: "user",
-}
-
-
-class InputMessage(Strict):
-    """A message of the user or the assistant, or one of the system in the middle of the conversation."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Content
 
 
 class Thinking(Strict):
@@ -158,57 +80,6 @@ type AnyTool = Annotated[
     Annotated[MessagesTool, Tag("<own>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_kind_of_tool)
 ]
 type MessagesTools = Annotated[list[AnyTool], FailFast(), Field(max_length=MAX_TOOLS)]
-
-
-class ThinkingTurns(Strict):
-    """A number of the last answers, which keep their thinking."""
-
-    type: Literal["thinking_turns"]
-    value: Annotated[int, Field(ge=1)]
-
-
-class AllTurns(Strict):
-    """Every answer keeps its thinking."""
-
-    type: Literal["all"]
-
-
-class ClearThinking(Strict):
-    """The rule that the model no longer sees the thinking of earlier answers."""
-
-    type: Annotated[str, Field(pattern=r"^clear_thinking_\d{8}$")]
-    keep: ThinkingTurns | AllTurns | Literal["all"] | None = None  # None: that of the last answer
-
-    @property
-    def num_kept(self) -> int | None:
-        """The number of the last answers that keep their thinking; None: all."""
-        if self.keep is None:
-            return 1
-        return self.keep.value if isinstance(self.keep, ThinkingTurns) else None
-
-
-class OtherEdit(BaseModel):
-    """Another rule of that kind. It has no effect: all of the prompt must fit anyhow."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-
-
-def _kind_of_edit(edit: Any) -> str:
-    kind = edit.get("type") if isinstance(edit, dict) else getattr(edit, "type", None)
-    return "<thinking>" if isinstance(kind, str) and kind.startswith("clear_thinking_") else "<other>"
-
-
-type ContextEdit = Annotated[
-    Annotated[ClearThinking, Tag("<thinking>")] | Annotated[OtherEdit, Tag("<other>")], Discriminator(_kind_of_edit)
-]
-
-
-class ContextManagement(Strict):
-    """Rules for what of a long conversation the model no longer sees."""
-
-    edits: Annotated[list[ContextEdit], FailFast(), Field(max_length=16)] = []
 
 
 class ToolChoice(Strict):
@@ -260,49 +131,15 @@ class ConversationFields(Strict):
     output_format: OutputFormat | None = None  # the older name of output_config.format
     speed: str | None = None  # has no effect: there is one speed
     context_management: ContextManagement | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # has no effect: there is one tier
+    inference_geo: str | None = None  # has no effect: the server is where it is
+    container: Any | None = neutral()
+    mcp_servers: list[Any] | None = neutral([])
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages in the form for templates. The system's message comes first."""
-        said = [] if not self.system else [{"role": "system", "content": _texts(self.system)}]
-        cleared = self.cleared_thinking
-        names: dict[str, str] = {}  # of the called tools, because some templates want them with the results
-        for index, message in enumerate(self.messages):
-            for at, block in enumerate(message.content):
-                if (role := _OF_ROLE.get(type(block), message.role)) != message.role:
-                    where = f"messages[{index}].content[{at}]"
-                    raise ParameterError(f"{where} is a {block.type}, which only the {role} may have", where)
-            if message.role == "system":
-                said.append({"role": "system", "content": _texts(message.content)})
-            elif message.role == "assistant":
-                blocks = message.content
-                if index in cleared:
-                    blocks = [block for block in blocks if not isinstance(block, ThinkingBlock)]
-                said.append(_answer(blocks))
-                names |= {block.id: block.name for block in message.content if isinstance(block, ToolUseBlock)}
-            else:
-                said += _question(message.content, names)
-        return said
-
-    @property
-    def cleared_thinking(self) -> frozenset[int]:
-        """The indices of the messages whose thinking the model no longer sees."""
-        edits = [] if self.context_management is None else self.context_management.edits
-        kept = [edit.num_kept for edit in edits if isinstance(edit, ClearThinking) and edit.num_kept is not None]
-        thought = [
-            index
-            for index, message in enumerate(self.messages)
-            if any(isinstance(block, ThinkingBlock) for block in message.content)
-        ]
-        return frozenset(thought[: len(thought) - min(kept)] if kept else ())
-
-    def edited(self) -> dict[str, Any]:
-        """Returns the field `context_management` of the answer, which is null if the request has none."""
-        if self.context_management is None:
-            return {"context_management": None}
-        cleared = len(self.cleared_thinking)
-        kind = next((edit.type for edit in self.context_management.edits if isinstance(edit, ClearThinking)), None)
-        applied = [{"type": kind, "cleared_thinking_turns": cleared, "cleared_input_tokens": 0}] if cleared else []
-        return {"context_management": {"applied_edits": applied}}
+        return templated(self.system, self.messages)
 
     @property
     def hosted_tools(self) -> list[str]:
@@ -348,40 +185,6 @@ class ConversationFields(Strict):
                 return ToolUse(tools, kind, parallel=parallel)
 
 
-def _texts(blocks: Iterable[Strict]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": block.text} for block in blocks if isinstance(block, TextBlock)]
-
-
-def _answer(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
-    """Returns a message of the assistant in the form for templates."""
-    made: dict[str, Any] = {"role": "assistant", "content": _texts(blocks)}
-    if thinking := "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
-        made["reasoning"] = thinking
-    if calls := [block for block in blocks if isinstance(block, ToolUseBlock)]:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
-            for call in calls
-        ]
-    if not made["content"] and len(made) > 2:
-        made["content"] = None
-    return made
-
-
-def _question(blocks: Sequence[ContentBlock], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns a message of the user in the form for templates, where each result of a tool is a message of its own."""
-    made: list[dict[str, Any]] = []
-    for block in blocks:
-        if isinstance(block, ToolResultBlock):
-            content = _texts(block.content or ())
-            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-            made.append(result | ({"name": names[block.tool_use_id]} if block.tool_use_id in names else {}))
-        elif not made or made[-1]["role"] == "tool":
-            made.append({"role": "user", "content": _texts([block])})
-        else:
-            made[-1]["content"] += _texts([block])
-    return made or [{"role": "user", "content": []}]
-
-
 class CountTokensRequest(ConversationFields):
     """A conversation whose prompt's tokens are to be counted."""
 
@@ -395,11 +198,6 @@ class MessagesRequest(EngineFields, ConversationFields):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # has no effect: there is one tier
-    inference_geo: str | None = None  # has no effect: the server is where it is
-    container: Any | None = neutral()
-    mcp_servers: list[Any] | None = neutral([])
 
     @property
     def form_field(self) -> str:
@@ -436,6 +234,7 @@ class TokenCount(Reply):
     """The number of tokens of a prompt."""
 
     input_tokens: int
+    context_management: CountedContextManagement | None = None  # null: the request asks for no edits
 
 
 class MessagesUsage(Reply):
@@ -449,12 +248,6 @@ class MessagesUsage(Reply):
     server_tool_use: None = None
     service_tier: Literal["standard"] = "standard"
     inference_geo: None = None
-
-
-class AppliedEdits(Reply):
-    """The edits of the conversation that took something away."""
-
-    applied_edits: list[dict[str, Any]]
 
 
 class OutputTextBlock(Reply):
@@ -499,7 +292,7 @@ class MessagesResponse(Reply):
     usage: MessagesUsage
     stop_details: None = None  # nothing is refused by its content
     container: None = None
-    context_management: AppliedEdits | None = None  # where the request has edits
+    context_management: AppliedContextManagement | None = None  # where the request has edits
 
 
 def messages_usage(num_prompt: int, num_output: int, num_cached: int, page_size: int | None) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +15,9 @@ from jaxvllm.server.errors import ApiError
 from jaxvllm.server.exchange import Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
+from jaxvllm.server.protocol.context_management import CountedContextManagement, EditedMessages, edit
 from jaxvllm.server.protocol.fields import params_of
+from jaxvllm.server.protocol.message_blocks import InputMessage
 from jaxvllm.server.protocol.messages import (
     ConversationFields,
     CountTokensRequest,
@@ -47,12 +51,14 @@ def router(service: Service) -> APIRouter:
             stream=bool(body.stream),
         )
         format = service.answer_format(body.tool_use())
-        prompt = await run_in_threadpool(_read, service, body)
+        edited, prompt = await run_in_threadpool(_read, service, body)
         answer_id, engine_id = RequestId.of(request).names("msg_")
         asked = body.request(engine_id, prompt, service.with_marks(params, format))
         facts = service.llm.facts
         page_size = facts.page_size if service.llm.config.enable_prefix_caching else None
-        exchange = _Exchange(body, Answer(format, service, asked.prompt, body.continued), model, answer_id, page_size)
+        answer = Answer(format, service, asked.prompt, body.continued)
+        applied = None if body.context_management is None else {"applied_edits": edited.applied}
+        exchange = _Exchange(body, answer, model, answer_id, page_size, applied)
         with form_given_as(body.form_field):
             return await respond(request, service, [asked], exchange.whole, exchange.events, _error_event)
 
@@ -60,7 +66,7 @@ def router(service: Service) -> APIRouter:
     async def count_tokens(body: CountTokensRequest) -> TokenCount:
         """Counts the tokens of a conversation's prompt, which may be longer than the model takes."""
         service.model_name(body.model)
-        return TokenCount(input_tokens=await run_in_threadpool(_count, service, body))
+        return await run_in_threadpool(_count, service, body)
 
     return routes
 
@@ -68,7 +74,17 @@ def router(service: Service) -> APIRouter:
 class _Exchange:
     """One answer, which makes its bodies."""
 
-    def __init__(self, body: MessagesRequest, answer: Answer, model: str, answer_id: str, page_size: int | None):
+    def __init__(
+        self,
+        body: MessagesRequest,
+        answer: Answer,
+        model: str,
+        answer_id: str,
+        page_size: int | None,
+        applied: dict[str, Any] | None,
+    ):
+        """Takes the parts. `applied` says what the edits of the conversation cleared. None: it asks for no edits."""
+        self._applied = applied
         self._body = body
         self._answer = answer
         self._answer_id = answer_id
@@ -80,7 +96,7 @@ class _Exchange:
         [completion] = output.outputs
         content = blocks_of(AssistantMessage.of(self._read(completion)))
         usage = self._usage(output, len(completion.token_ids))
-        return self._message(content, usage) | ending(completion, self._answer.has_calls) | self._body.edited()
+        return self._message(content, usage) | ending(completion, self._answer.has_calls)
 
     async def events(self, generation: Generation) -> Events:
         num_tokens = 0
@@ -103,7 +119,7 @@ class _Exchange:
             if output.finished:
                 delta = ending(completion, self._answer.has_calls)
                 usage = self._usage(output, num_tokens)
-                yield _event("message_delta", delta=delta, usage=usage, **self._body.edited())
+                yield _event("message_delta", delta=delta, usage=usage, context_management=self._applied)
                 yield _event("message_stop")
 
     def _read(self, completion: CompletionOutput) -> list[Event]:
@@ -113,8 +129,8 @@ class _Exchange:
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._answer_id, "type": "message", "role": "assistant", "model": self._model}
-        nothing = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container", "context_management"))
-        return head | nothing | {"content": content, "usage": usage}
+        nothing = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+        return head | nothing | {"content": content, "usage": usage, "context_management": self._applied}
 
     def _usage(self, output: RequestOutput, num_tokens: int) -> dict[str, Any]:
         num_prompt = len(output.prompt_token_ids)
@@ -129,23 +145,38 @@ def _error_event(error: ApiError) -> bytes:
     return event(error.anthropic_body(), "error")
 
 
-def _text(service: Service, body: ConversationFields) -> str:
-    """Renders the conversation with the model's template and returns the text of the prompt."""
+def _text(service: Service, body: ConversationFields, messages: Sequence[InputMessage]) -> str:
+    """Renders the conversation, whose messages may have been edited, with the model's template."""
+    shown = body.model_copy(update={"messages": messages})
     return service.apply_chat_template(
-        body.conversation(),
-        continue_final_message=body.continued is not None,
-        tools=body.tool_use().for_template(),
-        variables=body.template_variables,
+        shown.conversation(),
+        continue_final_message=shown.continued is not None,
+        tools=shown.tool_use().for_template(),
+        variables=shown.template_variables,
     )
 
 
-def _read(service: Service, body: MessagesRequest) -> Prompt:
+def _num_tokens(service: Service, body: ConversationFields, messages: Sequence[InputMessage]) -> int:
+    return len(service.count_tokens(_text(service, body, messages), add_special_tokens=False))
+
+
+def _edited(service: Service, body: ConversationFields) -> EditedMessages:
+    return edit(body.context_management, body.messages, partial(_num_tokens, service, body))
+
+
+def _read(service: Service, body: MessagesRequest) -> tuple[EditedMessages, Prompt]:
     if (forwarded := service.read_forwarded(body)) is not None:
-        return forwarded
+        return EditedMessages(body.messages, []), forwarded
+    edited = _edited(service, body)
+    text = _text(service, body, edited.messages)
     # The template writes the special tokens itself.
-    text = _text(service, body)
-    return service.read_prompt(text, field="messages", add_special_tokens=False)
+    return edited, service.read_prompt(text, field="messages", add_special_tokens=False)
 
 
-def _count(service: Service, body: CountTokensRequest) -> int:
-    return len(service.count_tokens(_text(service, body), add_special_tokens=False))
+def _count(service: Service, body: CountTokensRequest) -> TokenCount:
+    edited = _edited(service, body)
+    size = _num_tokens(service, body, edited.messages)
+    if body.context_management is None:
+        return TokenCount(input_tokens=size)
+    original = _num_tokens(service, body, body.messages) if edited.applied else size
+    return TokenCount(input_tokens=size, context_management=CountedContextManagement(original_input_tokens=original))
