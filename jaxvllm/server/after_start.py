@@ -37,6 +37,6 @@ class AfterStart:
                     f"the model {name} was not ready within the server's request_timeout of {patience:g} s: try again, "
                     "and see GET /ready",
                 )
-                await error.response(scope["path"])(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -65,7 +65,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response(request.url.path)
+        return from_validation(error.errors()).response(request.scope)
 
     add_error_handlers(app, as_api_error)
     _forget_422(app)

@@ -56,11 +56,11 @@ class KnownEndpoints:
         path = scope["path"]
         if partial:
             methods = sorted({name for route in partial for name in getattr(route, "methods", None) or ()} - {"HEAD"})
-            response = ApiError(405, f"{path} does not take {method}: use {' or '.join(methods)}").response(path)
+            response = ApiError(405, f"{path} does not take {method}: use {' or '.join(methods)}").response(scope)
             response.headers["allow"] = ", ".join(methods)
             return response
         text = f"there is no endpoint {path}: {self._instead(path)} (GET /docs lists all)"
-        return ApiError(404, text).response(path)
+        return ApiError(404, text).response(scope)
 
     def _instead(self, path: str) -> str:
         plain = path.removeprefix("/v2").removeprefix("/v1")

@@ -22,7 +22,7 @@ def add_error_handlers(app: Starlette, as_api_error: Callable[[Exception, str], 
 
     async def refused(request: Request, error: Any) -> Response:
         message = _TEXTS.get(error.status_code, str(error.detail))
-        response = ApiError(error.status_code, message).response(request.url.path)
+        response = ApiError(error.status_code, message).response(request.scope)
         response.headers.update(error.headers or {})
         return response
 
@@ -30,7 +30,7 @@ def add_error_handlers(app: Starlette, as_api_error: Callable[[Exception, str], 
         return Response(status_code=GONE)
 
     async def failed(request: Request, error: Any) -> Response:
-        return as_api_error(error, RequestId.of(request).text).response(request.url.path)
+        return as_api_error(error, RequestId.of(request).text).response(request.scope)
 
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(ClientGoneError, gone)

@@ -72,15 +72,23 @@ class ApiError(Exception):
         kind = "api_error" if self.status == 500 else self.type
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
-    def response(self, path: str = "") -> JSONResponse:
-        """Returns the whole response, in the shape of the API that `path` belongs to."""
+    def response(self, scope: Mapping[str, Any] | None = None) -> JSONResponse:
+        """Returns the whole response, in the shape of the API that the request of this ASGI `scope` belongs to."""
         headers = {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
         if self.status == 504:  # OpenAI's clients would send it twice more, only to run into the timeout again
             headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+        body = self.anthropic_body() if scope is not None and _is_anthropic(scope) else self.body()
         return JSONResponse(body, self.status, headers)
+
+
+def _is_anthropic(scope: Mapping[str, Any]) -> bool:
+    """Returns whether a client of Anthropic's sent the request. OpenAI's API has lists of models at the same path."""
+    path = scope["path"]
+    if path == "/v1/models" or path.startswith("/v1/models/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return bool(path.startswith("/v1/messages"))
 
 
 class PromptTooLongError(ApiError):

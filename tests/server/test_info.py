@@ -42,6 +42,26 @@ def test_models(server):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_models_for_the_client_of_anthropic(server):
+    header = {"anthropic-version": "2023-06-01"}
+    listed = server.client.get("/v1/models", headers=header).json()
+    [model] = listed["data"]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "demo", "demo")
+    assert (model["id"], model["type"], model["display_name"]) == ("demo", "model", "demo")
+    assert server.client.get("/v1/models/demo", headers=header).json() == model
+    missing = server.client.get("/v1/models/a/b", headers=header)
+    assert (missing.status_code, missing.json()["type"], missing.json()["error"]["type"]) == (
+        404,
+        "error",
+        "not_found_error",
+    )
+
+
+def test_claude_code_finds_a_server_before_its_first_request(server):
+    response = server.client.head("/")
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_health_and_readiness(server):
     assert server.client.get("/health").content == b""
     response = server.client.get("/ready")

@@ -35,7 +35,7 @@ class Auth:
             await self._app(scope, receive, send)
         else:
             message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            await ApiError(401, message, code="invalid_api_key").response(scope["path"])(scope, receive, send)
+            await ApiError(401, message, code="invalid_api_key").response(scope)(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         """Returns whether the request needs no key: its path is open, and it has no body for the server to read."""

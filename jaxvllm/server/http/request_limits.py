@@ -50,7 +50,7 @@ class StrictHead:
             if scope["type"] == "http":
                 _check_head(scope)
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -85,7 +85,7 @@ class RequestLimits:
             try:
                 passed_on = await self._receive(scope, receive, parts)
             except ApiError as error:
-                response = error.response(scope["path"])
+                response = error.response(scope)
                 if error.status == 408:
                     response.headers["connection"] = "close"
                 await response(scope, receive, send)

@@ -25,7 +25,7 @@ class TrustedHost:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_known(_host(scope)):
             text = "this server has no API key, so it answers only to localhost: give it one, or --allowed-host NAME"
-            await ApiError(403, text).response(scope["path"])(scope, receive, send)
+            await ApiError(403, text).response(scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
