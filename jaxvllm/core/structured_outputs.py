@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import unquote
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.value_checks import boolean, shown, strings
@@ -10,6 +11,8 @@ from jaxvllm.core.value_checks import boolean, shown, strings
 MAX_GRAMMAR_BYTES = 2**20  # of a schema, an expression or a grammar as text
 MAX_CHOICES = 10_000
 MAX_CHOICE_CHARS = 10_000
+MAX_PARTS = 1024
+MAX_PART_CHARS = 10_000
 
 # Exactly one of these is set.
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -32,6 +35,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False  # objects have only the properties that the schema names
     whitespace_pattern: str | None = None  # the expression for the spaces between parts of JSON
     lenient: bool = False  # keywords of a JSON schema that cannot be enforced are ignored, with a warning
+    strict_parts: tuple[str, ...] = ()  # JSON pointers, such as #/$defs/a, to parts of `json` that are not lenient
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -47,6 +51,8 @@ class StructuredOutputsParams:
                 raise ParameterError("choice must have at least one string", "choice")
         for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
             boolean(name, getattr(self, name))
+        if self.strict_parts:
+            put(self, "strict_parts", strings("strict_parts", self.strict_parts, MAX_PARTS, MAX_PART_CHARS, "a part"))
         if self.json_object is not None:
             put(self, "json_object", boolean("json_object", self.json_object) or None)
         given = [name for name in KINDS if getattr(self, name) is not None]
@@ -68,6 +74,16 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """The one of `KINDS` that is set."""
         return next(name for name in KINDS if getattr(self, name) is not None)
+
+    @property
+    def way_out(self) -> str:
+        """What a caller may do about something that cannot be enforced, and that should be ignored instead."""
+        return "leave strict out to ignore it" if self.strict_parts else "set lenient to ignore it"
+
+    def is_lenient_at(self, place: str) -> bool:
+        """Returns whether what cannot be enforced is ignored at the JSON pointer `place`, which has no escapes of URIs."""
+        parts = map(unquote, self.strict_parts)
+        return self.lenient and not any(place == part or place.startswith(f"{part}/") for part in parts)
 
     @classmethod
     def of(cls, value: object) -> "StructuredOutputsParams | None":

@@ -5,11 +5,12 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from itertools import takewhile
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from llguidance import LLTokenizer
@@ -18,7 +19,7 @@ from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.cache import GrammarCache
 from jaxvllm.grammar.constraint import CompiledGrammar, one_line
-from jaxvllm.grammar.json_schema import TOO_HARD, forgotten, read_schema, unenforced
+from jaxvllm.grammar.json_schema import TOO_HARD, first_named, forgotten, read_schema, unenforced
 from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_tokens
 from jaxvllm.grammar.source import grammar_source
 from jaxvllm.grammar.trial_process import TrialSettings
@@ -176,14 +177,12 @@ class GrammarCompiler:
         warnings = [one_line(warning) for warning in matcher.get_grammar_warnings()]
         if name == "json":
             assert params.json is not None
-            schema = read_schema(params.json, name)
-            found = [(keyword, place) for text in warnings for keyword, place in unenforced(text, schema)]
-            left = [text for text in warnings if not unenforced(text, schema)]
-            warnings = [*left, *(f"{_at(*one)} is not enforced" for one in [*found, *forgotten(schema)])]
-        if warnings and not params.lenient:
+            warnings, refused = _not_enforced(warnings, read_schema(params.json, name), params)
+        else:
+            refused = [] if params.lenient else warnings
+        if refused:
             raise ParameterError(
-                f"{name} has what cannot be enforced ({'; '.join(warnings)}): leave it out, "
-                "or set lenient to ignore it",
+                f"{name} has what cannot be enforced ({'; '.join(first_named(refused))}): leave it out, or {params.way_out}",
                 "structured_outputs",
             )
         mask = np.frombuffer(first_mask(matcher, self._tokens), np.int32)
@@ -229,15 +228,31 @@ def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
     if params.kind == "json":
         assert params.json is not None
         if found := unenforced(error, read_schema(params.json, "json")):
-            listed = ", ".join(_at(*one) for one in found)
+            listed = ", ".join(first_named([_at(*one) for one in found]))
             # What is too hard for llguidance cannot be ignored, as what it does not know can.
-            way_out = "" if error.startswith(TOO_HARD) else ", or set lenient to ignore it"
+            way_out = "" if error.startswith(TOO_HARD) else f", or {params.way_out}"
             return ParameterError(
                 f"json has {listed}, which cannot be enforced: leave it out{way_out}", "structured_outputs"
             )
     if params.kind == "regex" and (reason := _REGEX_ERROR.search(error)):  # the rest shows it within a grammar
         error = reason[1]
     return ParameterError(f"{params.kind} cannot be compiled: {one_line(error)}", "structured_outputs")
+
+
+def _not_enforced(
+    warnings: Sequence[str], schema: dict[str, Any], params: StructuredOutputsParams
+) -> tuple[list[str], list[str]]:
+    """Returns what is told of a schema that is not enforced in all, and the part of it that is not lenient.
+
+    `warnings` are those of llguidance.
+    """
+    found = [one for text in warnings for one in unenforced(text, schema)] + forgotten(schema)
+    named = list(dict.fromkeys(found))
+    # Which oneOf is inexact is not known, where there are several.
+    unplaced = [text for text in dict.fromkeys(warnings) if text.startswith("oneOf") or not unenforced(text, schema)]
+    refused = [text for text in unplaced if not params.is_lenient_at("#") and not unenforced(text, schema)]
+    refused += [_at(*one) for one in named if not params.is_lenient_at(one[1])]
+    return unplaced + first_named([f"{_at(*one)} is not enforced" for one in named if one[0] != "oneOf"]), refused
 
 
 def _at(keyword: str, place: str) -> str:

@@ -64,6 +64,7 @@ MAX_SCHEMA_BYTES = 2**19
 MAX_PROPERTIES = 2000  # of one object
 MAX_SUBSCHEMAS = 10_000
 MAX_PATTERN_BYTES = 2**14  # of all patterns together
+MOST_NAMED = 50  # keywords that are not enforced, in an error or in warnings
 
 
 def read_schema(text: str, name: str) -> dict[str, Any]:
@@ -116,17 +117,17 @@ def guided(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str,
         _check_characters(schema, params)
     schema = json.loads(json.dumps(schema))  # a copy
     for number in unheld_numbers(schema):
-        if not params.lenient:
+        if not params.is_lenient_at(number.place):
             raise ParameterError(f"{params.kind} has {number}", "structured_outputs")
         if isinstance(part := _pointed_to(number.place, schema), dict):
             part.pop(number.keyword, None)
     for place, part in list(subschemas(schema)):
         hold_numbers(part)
         if looks_around(part.get("pattern")):
-            if not params.lenient:
+            if not params.is_lenient_at(place):
                 raise ParameterError(
                     f'{params.kind} has the keyword "pattern" at {place} with an expression that looks ahead or back, '
-                    "which cannot be enforced: leave it out, or set lenient to ignore it",
+                    f"which cannot be enforced: leave it out, or {params.way_out}",
                     "structured_outputs",
                 )
             del part["pattern"]
@@ -158,7 +159,9 @@ def _check_characters(schema: dict[str, Any], params: StructuredOutputsParams) -
     """Raises ParameterError for a value that cannot be written without an escape of the form \\u, unless lenient."""
     for place, part in subschemas(schema):
         for keyword in ("const", "enum"):
-            if not params.lenient and _LONG_ESCAPE.search(json.dumps(part.get(keyword), ensure_ascii=False)):
+            if not params.is_lenient_at(place) and _LONG_ESCAPE.search(
+                json.dumps(part.get(keyword), ensure_ascii=False)
+            ):
                 raise ParameterError(
                     f'{params.kind} has the keyword "{keyword}" at {place} with a control character that is written '
                     "as \\u, which is not possible beside objects that have further properties: leave it out, or set "
@@ -192,41 +195,49 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 found.append((below, value))
 
 
-def place_of(keyword: str, schema: dict[str, Any]) -> str | None:
-    """Returns the JSON pointer of the first schema within `schema` that has `keyword`, or None."""
-    return min((place for place, part in subschemas(schema) if keyword in part), key=len, default=None)
+def places_of(keyword: str, schema: dict[str, Any]) -> list[str]:
+    """Returns the JSON pointers of the schemas within `schema` that have `keyword`, the outermost first."""
+    return sorted((place for place, part in subschemas(schema) if keyword in part), key=len)
 
 
 def unenforced(message: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the keywords that a message of llguidance says it does not implement, each with its place in `schema`."""
+    """Returns the keywords that a message of llguidance says it does not implement, with their places in `schema`.
+
+    The message does not tell a place, so these are all places that have the keyword, the outermost first.
+    """
     keywords: list[str] = []
     if match := re.search(r"Unimplemented keys: (\[.*?\])", message):
         keywords = json.loads(match[1])
     elif message.startswith("Unknown format"):
-        keywords = ["format"]
         wanted = message.removeprefix("Unknown format:").strip()
-        for place, part in subschemas(schema):
-            if part.get("format") == wanted:
-                return [(f"format: {wanted}", place)]
-    elif message.startswith("oneOf constraints are not supported"):
+        if places := [place for place, part in subschemas(schema) if part.get("format") == wanted]:
+            return [(f"format: {wanted}", place) for place in sorted(places, key=len)]
+        keywords = ["format"]
+    elif message.startswith("oneOf "):
         keywords = ["oneOf"]
     elif message.startswith(TOO_HARD):
         keywords = ["pattern"]
-    return [(keyword, place_of(keyword, schema) or "#") for keyword in keywords]
+    return [(keyword, place) for keyword in keywords for place in places_of(keyword, schema) or ["#"]]
 
 
 def forgotten(schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the keywords of `schema` that llguidance forgets, each with the place of the first schema that has it.
+    """Returns the keywords of `schema` that llguidance forgets, each with the place of a schema that has it.
 
-    They are those with numbers that it cannot hold, the `FORGOTTEN` ones, `minProperties` where the same key could be
-    written twice to satisfy it, and `required` where it is said of a property, as the oldest draft did.
+    They are those with numbers that it cannot hold, patterns that look ahead or back, the `FORGOTTEN` ones,
+    `minProperties` where the same key could be written twice to satisfy it, and `required` where it is said of a
+    property, as the oldest draft did.
     """
     found = [(number.keyword, number.place) for number in unheld_numbers(schema)]
-    found += [(keyword, place) for keyword in FORGOTTEN if (place := place_of(keyword, schema)) is not None]
-    found += [("pattern", place) for place, part in subschemas(schema) if looks_around(part.get("pattern"))][:1]
-    found += [("minProperties", place) for place, part in subschemas(schema) if _may_repeat_keys(part)][:1]
-    old = [place for place, part in subschemas(schema) if part.get("required") is True]
-    return found + [("required", min(old, key=len))] if old else found
+    found += [(keyword, place) for keyword in FORGOTTEN for place in places_of(keyword, schema)]
+    found += [("pattern", place) for place, part in subschemas(schema) if looks_around(part.get("pattern"))]
+    found += [("minProperties", place) for place, part in subschemas(schema) if _may_repeat_keys(part)]
+    return found + [("required", place) for place, part in subschemas(schema) if part.get("required") is True]
+
+
+def first_named(texts: list[str]) -> list[str]:
+    """Returns the first `MOST_NAMED` of some texts, and how many others there are."""
+    left = len(texts) - MOST_NAMED
+    return texts if left <= 0 else [*texts[:MOST_NAMED], f"and {left} more"]
 
 
 def _may_repeat_keys(part: dict[str, Any]) -> bool:

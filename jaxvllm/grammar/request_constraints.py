@@ -40,7 +40,7 @@ class RequestConstraints:
         asked = params.structured_outputs
         if asked is None:
             return None
-        return self._compiler.compile(replace(asked, lenient=True) if self._lenient else asked)
+        return self._compiler.compile(replace(asked, lenient=True, strict_parts=()) if self._lenient else asked)
 
     def check(self, params: SamplingParams, grammar: CompiledGrammar) -> None:
         """Raises ParameterError where `params` allow no token with which a text of `grammar` may begin."""

@@ -13,6 +13,7 @@ from jaxvllm.grammar.json_schema import (
     MAX_PATTERN_BYTES,
     RESERVED_OPTIONS,
     check_schema,
+    first_named,
     forgotten,
     guided,
     read_schema,
@@ -71,7 +72,9 @@ class _Parts:
         checked = check_schema(schema, "structural_tag")
         for_llguidance = guided(checked, self._params)
         if not self._params.lenient and (found := forgotten(checked)):
-            listed = ", ".join(f"the keyword {json.dumps(keyword)} at {place}" for keyword, place in found)
+            listed = ", ".join(
+                first_named([f"the keyword {json.dumps(keyword)} at {place}" for keyword, place in found])
+            )
             raise ParameterError(
                 f"structural_tag has a schema with {listed}, which cannot be enforced: leave it out, or set lenient to "
                 "ignore it",

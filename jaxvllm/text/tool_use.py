@@ -11,7 +11,7 @@ from jaxvllm.text.assistant_message import AnswerFormat
 from jaxvllm.text.reasoning import ReasoningFormat
 from jaxvllm.text.tool_calls.format import ToolCallFormat
 from jaxvllm.text.tool_calls.formats import named_call, required_calls
-from jaxvllm.text.tool_schema import moved
+from jaxvllm.text.tool_schema import moved, pointer_to
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -74,14 +74,13 @@ class ToolUse:
     def structured_outputs(self) -> StructuredOutputsParams | None:
         """Returns the form that the answer must have, as in vLLM, or None if it is free.
 
-        Unless a tool that may be called is strict, what cannot be enforced of the schemas is ignored, with a warning.
+        What cannot be enforced of the schema of a tool that is not strict is ignored, with a warning.
         """
         if not self.is_forced:
             return None
-        called = [tool for tool in self.tools if self.choice == "required" or tool.name == self.name]
-        lenient = not any(tool.is_strict for tool in called)
+        form, strict = self._named_form() if self.choice == "named" else self._required_form()
         try:
-            return StructuredOutputsParams(json=json.dumps(self._schema(), ensure_ascii=False), lenient=lenient)
+            return StructuredOutputsParams(json=json.dumps(form, ensure_ascii=False), lenient=True, strict_parts=strict)
         except ParameterError as error:  # the schema is too large
             raise ParameterError(f"{self.tools_field}: {error}", self.tools_field) from error
 
@@ -96,19 +95,27 @@ class ToolUse:
         schemas = {tool.name: tool.parameters for tool in self.tools if tool.parameters is not None}
         return AnswerFormat(reasoning, calls, schemas, self.parallel)
 
-    def _schema(self) -> dict[str, Any]:
-        if self.choice == "named":
-            [parameters] = [tool.parameters for tool in self.tools if tool.name == self.name][:1]
-            return dict(parameters or _NO_PARAMETERS)
+    def _named_form(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Returns the schema of the arguments of the one tool that is called, and its strict parts."""
+        tool = next(tool for tool in self.tools if tool.name == self.name)
+        return dict(tool.parameters or _NO_PARAMETERS), ("#",) if tool.is_strict else ()
+
+    def _required_form(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Returns the schema of a list of calls, and its strict parts."""
         # Each schema has a place of its own, to which its references lead: two tools may have definitions of one name.
         definitions: dict[str, Any] = {}
+        strict = []
         calls = []
-        for number, tool in enumerate(self.tools):
-            place = f"tool{number}"
-            definitions[place] = moved(tool.parameters or _NO_PARAMETERS, f"#/$defs/{place}")
-            call = {"name": {"type": "string", "enum": [tool.name]}, "parameters": {"$ref": f"#/$defs/{place}"}}
+        for tool in self.tools:
+            name = tool.name
+            while name in definitions:  # two tools have the same name
+                name += "'"
+            place = pointer_to("$defs", name)
+            definitions[name] = moved(tool.parameters or _NO_PARAMETERS, place)
+            strict += [place] if tool.is_strict else []
+            call = {"name": {"type": "string", "enum": [tool.name]}, "parameters": {"$ref": place}}
             calls.append({"properties": call, "required": ["name", "parameters"]})
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
         if not self.parallel:  # further calls would not count, so the model need not write them
             schema["maxItems"] = 1
-        return schema | {"$defs": definitions}
+        return schema | {"$defs": definitions}, tuple(strict)
