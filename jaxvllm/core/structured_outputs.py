@@ -81,7 +81,7 @@ class StructuredOutputsParams:
         return "leave strict out to ignore it" if self.strict_parts else "set lenient to ignore it"
 
     def is_lenient_at(self, place: str) -> bool:
-        """Returns whether what cannot be enforced is ignored at the JSON pointer `place`, which has no escapes of URIs."""
+        """Returns whether what cannot be enforced is ignored at `place`, a JSON pointer without a URI's escapes."""
         parts = map(unquote, self.strict_parts)
         return self.lenient and not any(place == part or place.startswith(f"{part}/") for part in parts)
 

@@ -181,8 +181,9 @@ class GrammarCompiler:
         else:
             refused = [] if params.lenient else warnings
         if refused:
+            shown = "; ".join(first_named(refused))
             raise ParameterError(
-                f"{name} has what cannot be enforced ({'; '.join(first_named(refused))}): leave it out, or {params.way_out}",
+                f"{name} has what cannot be enforced ({shown}): leave it out, or {params.way_out}",
                 "structured_outputs",
             )
         mask = np.frombuffer(first_mask(matcher, self._tokens), np.int32)
