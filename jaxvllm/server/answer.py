@@ -2,9 +2,10 @@
 
 from jaxvllm.core.request import Prompt
 from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.server.argument_check import ForcedCall
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AnswerFormat
-from jaxvllm.text.message_events import CallEnd, Content, Event, Reasoning
+from jaxvllm.text.message_events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning_tokens import ReasoningTokens
 
 
@@ -13,6 +14,10 @@ class Answer:
 
     def __init__(self, format: AnswerFormat, service: Service, prompt: Prompt, continued: str | None):
         self.has_calls = False
+        self.forced_calls: list[ForcedCall] = []  # those that are whole
+        self._schemas = format.schemas if format.calls is not None and format.calls.is_forced else {}
+        self._call = ""  # the name of the function that is called
+        self._arguments: list[str] = []
         prompt_text = prompt.text or ""
         self._reader = None if format.is_plain else format.reader(prompt_text, continued)
         self._reasoning: list[str] = []
@@ -36,4 +41,16 @@ class Answer:
             self._tokens.add(completion.token_ids)
             self._reasoning += [event.text for event in events if isinstance(event, Reasoning)]
         self.has_calls = self.has_calls or any(isinstance(event, CallEnd) for event in events)
+        if self._schemas:
+            self._note_calls(events)
         return events
+
+    def _note_calls(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case CallBegin(_, _, name):
+                    self._call, self._arguments = name, []
+                case Arguments(_, text):
+                    self._arguments.append(text)
+                case CallEnd() if (schema := self._schemas.get(self._call)) is not None:
+                    self.forced_calls.append(ForcedCall(self._call, "".join(self._arguments), schema))

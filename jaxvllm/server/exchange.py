@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxvllm.core.errors import ContextLengthError, OverloadedError, ParameterEr
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.server.argument_check import ForcedCall
 from jaxvllm.server.errors import ApiError, PromptTooLongError
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.disconnect import send_unless_gone, unless_gone
@@ -130,26 +131,42 @@ async def respond(
     whole: Callable[[list[RequestOutput]], Any],
     events: Callable[[Generation], Events],
     error_event: Callable[[ApiError], bytes] = error_event,
+    forced_calls: Callable[[], Sequence[ForcedCall]] = tuple,
 ) -> Response:
     """Answers the HTTP `request`, for which the engine completes `requests`.
 
     If it streams, the answer consists of the `events` of the generation, otherwise it is `whole` of the last outputs.
-    What the request asked for and cannot be enforced is in the header x-warnings, as a JSON list.
+    What the request asked for and cannot be enforced is in the header x-warnings, as a JSON list. So is what the
+    `forced_calls` of the answer break of it; a stream tells that in a comment at its end.
     """
     params = requests[0].params
     if (session_id := request.headers.get(SESSION_HEADER)) and requests[0].session_id is None:
         requests = [replace(one, session_id=session_id) for one in requests]
     generation = await unless_gone(request, Generation.start(service, requests))
+    broken: list[str] = []
     response: Response
     if params.output_kind is RequestOutputKind.DELTA:
-        response = EventStream(generation, events(generation), error_event, RequestId.of(request).text)
+        sent = events(generation)
+        if generation.warnings:
+            sent = _with_check(sent, lambda: service.argument_check.warnings(forced_calls()))
+        response = EventStream(generation, sent, error_event, RequestId.of(request).text)
     else:
         async with generation:
             outputs = await unless_gone(request, generation.results())
             response = await whole_answer(params, lambda: whole(outputs))
+            if generation.warnings:
+                broken = await unless_gone(request, service.argument_check.warnings(forced_calls()))
     if generation.warnings:
-        response.headers["x-warnings"] = _as_header(generation.warnings)
+        response.headers["x-warnings"] = _as_header(broken + generation.warnings)
     return response
+
+
+async def _with_check(events: Events, check: Callable[[], Awaitable[list[str]]]) -> Events:
+    """Yields `events` and, if the calls in them break a rule, a comment that says so. Clients skip comments."""
+    async for data in events:
+        yield data
+    if broken := await check():
+        yield b": x-warnings " + _as_header(broken).encode() + b"\n\n"
 
 
 def _as_header(texts: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.server.argument_check import ArgumentCheck
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.drainable import Drainable
 from jaxvllm.server.errors import ApiError, concerning
@@ -60,6 +61,7 @@ class Service(Drainable):
         self.fingerprint = _fingerprint(own_name, llm.config)
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
+        self.argument_check = ArgumentCheck()
         self._all_metrics = all_metrics
         self._left_out: set[str] = set()  # kinds of tools that the log has told of
         # A template is compiled once.

@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.core.request import Prompt
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.answer import Answer
+from jaxvllm.server.argument_check import ForcedCall
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
@@ -64,7 +64,9 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
         body, service, format, {"id": answer_id} | service.answer_head(model, body.service_tier), asked.prompt
     )
     with form_given_as(body.form_field):
-        return await respond(request, service, [asked], exchange.whole, exchange.events)
+        return await respond(
+            request, service, [asked], exchange.whole, exchange.events, forced_calls=exchange.forced_calls
+        )
 
 
 class _Exchange:
@@ -76,16 +78,21 @@ class _Exchange:
         self._format = format
         self._head = head
         self._prompt = prompt
+        self._answers: dict[int, Answer] = {}
         self._prompt_ids = {"prompt_token_ids": prompt.token_list if body.return_token_ids else None}
         [last] = checked_messages(body.messages[-1:])  # all were checked when the template was rendered
         self._continued = (last["content"] or "") if body.continue_final_message else None
         self._echo = last["content"] or "" if body.echo and last["role"] == "assistant" else ""
 
+    def forced_calls(self) -> list[ForcedCall]:
+        """Returns the calls of all answers that had to be calls, as far as they have come."""
+        return [call for answer in self._answers.values() for call in answer.forced_calls]
+
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         choices = []
-        answers = [Answer(self._format, self._service, self._prompt, self._continued) for _ in output.outputs]
-        for answer, completion in zip(answers, output.outputs, strict=True):
+        for completion in output.outputs:
+            answer = self._answer(completion.index)
             message = AssistantMessage.of(self._shown(answer.read(completion)))
             made = {"token_ids": None} | parts(self._body, completion, bool(message.calls))
             choices.append(made | {"message": message_of(self._body, message, self._echo)})
@@ -93,44 +100,41 @@ class _Exchange:
         if output.prompt_logprobs is not None:
             head["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs or 0)
         times = self._times(output, sum(len(completion.token_ids) for completion in output.outputs))
-        told = {"choices": choices, "usage": usage_of([output], self._num_reasoning(answers)), "metrics": times}
+        told = {"choices": choices, "usage": usage_of([output], self._num_reasoning()), "metrics": times}
         return head | told | transfer_params_of([output])
 
     async def events(self, generation: Generation) -> Events:
         head = self._head | {"object": "chat.completion.chunk"}
         options = self._body.streaming
-        answers: dict[int, Answer] = {}
         num_prompt = num_tokens = num_cached = 0
         async for _, output in generation.outputs():
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
             for completion in output.outputs:
-                if completion.index not in answers:
-                    answers[completion.index] = Answer(self._format, self._service, self._prompt, self._continued)
+                is_first = completion.index not in self._answers
+                answer = self._answer(completion.index)
+                if is_first:
                     # Without tools and reasoning there will be content, although it may be empty.
                     begin = {"role": "assistant", "content": self._echo or ("" if self._format.is_plain else None)}
                     first = {"index": completion.index, "delta": begin, "logprobs": None, "finish_reason": None}
                     with_ids = self._prompt_ids if self._body.return_token_ids else {}
-                    so_far = self._usage_so_far(num_prompt, num_tokens, num_cached, answers)
+                    so_far = self._usage_so_far(num_prompt, num_tokens, num_cached)
                     yield event(head | with_ids | {"choices": [first]} | so_far)
                 num_tokens += len(completion.token_ids)
-                answer = answers[completion.index]
                 delta = delta_of(self._body, self._shown(answer.read(completion)))
                 if delta or completion.finish_reason or self._has_more(options):
                     made = parts(self._body, completion, answer.has_calls) | {"delta": delta}
-                    so_far = self._usage_so_far(num_prompt, num_tokens, num_cached, answers)
+                    so_far = self._usage_so_far(num_prompt, num_tokens, num_cached)
                     yield event(head | {"choices": [made]} | so_far)
             last = output
         if options.include_usage:
-            total = usage(num_prompt, num_tokens, num_cached, self._num_reasoning(answers.values()))
+            total = usage(num_prompt, num_tokens, num_cached, self._num_reasoning())
             yield event(head | {"choices": [], "usage": total, "metrics": self._times(last, num_tokens)})
         yield DONE
 
-    def _usage_so_far(
-        self, num_prompt: int, num_tokens: int, num_cached: int, answers: Mapping[int, Answer]
-    ) -> dict[str, Any]:
+    def _usage_so_far(self, num_prompt: int, num_tokens: int, num_cached: int) -> dict[str, Any]:
         """Returns the usage that a chunk tells, or null in its place, or nothing if the request has no such options."""
         if self._body.streaming.usage_in_chunks:
-            return {"usage": usage(num_prompt, num_tokens, num_cached, self._num_reasoning(answers.values()))}
+            return {"usage": usage(num_prompt, num_tokens, num_cached, self._num_reasoning())}
         return {"usage": None} if self._body.stream_options else {}
 
     def _times(self, output: RequestOutput, num_tokens: int) -> dict[str, Any] | None:
@@ -148,11 +152,17 @@ class _Exchange:
         more = (options.usage_in_chunks, options.include_draft_spans)
         return bool(self._body.logprobs or self._body.return_token_ids or any(more))
 
-    def _num_reasoning(self, answers: Iterable[Answer]) -> int | None:
+    def _answer(self, index: int) -> Answer:
+        """Returns the answer with this index, which begins when it is first asked for."""
+        if index not in self._answers:
+            self._answers[index] = Answer(self._format, self._service, self._prompt, self._continued)
+        return self._answers[index]
+
+    def _num_reasoning(self) -> int | None:
         """Returns the number of tokens of the reasoning so far, or None if the model has none."""
         if self._format.reasoning is None:
             return None
-        return sum(answer.num_reasoning_tokens for answer in answers)
+        return sum(answer.num_reasoning_tokens for answer in self._answers.values())
 
 
 def _read(service: Service, body: ChatRequest, room: PromptRoom) -> Prompt:

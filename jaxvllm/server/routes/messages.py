@@ -60,7 +60,15 @@ def router(service: Service) -> APIRouter:
         applied = None if body.context_management is None else {"applied_edits": edited.applied}
         exchange = _Exchange(body, answer, model, answer_id, page_size, applied)
         with form_given_as(body.form_field):
-            return await respond(request, service, [asked], exchange.whole, exchange.events, _error_event)
+            return await respond(
+                request,
+                service,
+                [asked],
+                exchange.whole,
+                exchange.events,
+                _error_event,
+                forced_calls=lambda: answer.forced_calls,
+            )
 
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
     async def count_tokens(body: CountTokensRequest) -> TokenCount:

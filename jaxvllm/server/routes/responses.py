@@ -64,7 +64,15 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     answer = Answer(format, service, asked.prompt, body.continued)
     exchange = _Exchange(body, answer, model, params, answer_id)
     with form_given_as(body.form_field):
-        return await respond(request, service, [asked], exchange.whole, exchange.events, exchange.error_event)
+        return await respond(
+            request,
+            service,
+            [asked],
+            exchange.whole,
+            exchange.events,
+            exchange.error_event,
+            forced_calls=lambda: answer.forced_calls,
+        )
 
 
 class _Exchange:
