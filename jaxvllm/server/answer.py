@@ -36,7 +36,7 @@ class Answer:
             return [Content(completion.text)]
         events = self._reader.push(completion.text)
         if completion.finish_reason is not None:
-            events += self._reader.finish()
+            events += self._reader.finish(is_cut=completion.finish_reason != "stop")
         if self._tokens is not None:
             self._tokens.add(completion.token_ids)
             self._reasoning += [event.text for event in events if isinstance(event, Reasoning)]

@@ -22,6 +22,7 @@ from jaxvllm.server.routes import (
     playground,
     responses,
     sagemaker,
+    stored_responses,
     tokenization,
 )
 from jaxvllm.server.service import Service
@@ -41,6 +42,7 @@ def create_app(service: Service) -> FastAPI:
         completions,
         chat_completions,
         responses,
+        stored_responses,
         messages,
         tokenization,
         info,

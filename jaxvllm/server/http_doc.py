@@ -17,7 +17,7 @@ from jaxvllm.server.protocol.chat_completions import ChatChunk
 from jaxvllm.server.protocol.completions import CompletionResponse
 from jaxvllm.server.protocol.fields import NOT_SUPPORTED, SamplingFields
 from jaxvllm.server.protocol.message_events import MessagesEvent
-from jaxvllm.server.protocol.responses import ResponsesEvent
+from jaxvllm.server.protocol.response_events import ResponsesEvent
 
 REFERENCE = "#/components/schemas/"
 # The type of the data of a stream's events, which an OpenAPI document cannot express.
@@ -33,6 +33,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0},
     "/v1/chat/completions": {"messages": [_USER], "stream": True, "stream_options": {"include_usage": True}},
     "/v1/responses": {"input": _USER["content"], "instructions": "Be brief.", "max_output_tokens": 20},
+    "/v1/responses/input_tokens": {"input": _USER["content"]},
     "/v1/messages": {"messages": [_USER], "system": "Be brief.", "max_tokens": 20},
     "/v1/messages/count_tokens": {"messages": [_USER]},
     "/invocations": {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0},

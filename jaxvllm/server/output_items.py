@@ -2,8 +2,10 @@
 
 from typing import Any, Literal
 
+from jaxvllm.server.custom_input import CustomInput
 from jaxvllm.server.protocol.fields import new_id
 from jaxvllm.server.protocol.response_items import ItemStatus
+from jaxvllm.server.protocol.response_tools import OfferedTools
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 
 # The type of an event, and its fields beside the type and the number.
@@ -19,8 +21,10 @@ _PARTS: dict[str, tuple[str, str]] = {
 class OutputItems:
     """The items so far. One at a time is open: what comes belongs to it, or closes it and opens another."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: OfferedTools) -> None:
         self.items: list[dict[str, Any]] = []
+        self._tools = tools
+        self._input = CustomInput()  # of the open call, if it is one of a custom tool
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []  # that no text has had yet
 
@@ -36,8 +40,9 @@ class OutputItems:
             case Content(text):
                 return self._text("message", text)
             case CallBegin(_, call_id, name):
-                call = {"call_id": call_id, "name": name, "arguments": ""}
-                return self._open({"id": new_id("fc_"), "type": "function_call"} | call)
+                return self._open(self._call(call_id, name))
+            case Arguments(_, text) if self.items[-1]["type"] == "custom_tool_call":
+                return self._more_input(self._input.push(text))
             case Arguments(_, text):
                 self.items[-1]["arguments"] += text
                 return [("response.function_call_arguments.delta", self._where() | {"delta": text})]
@@ -50,6 +55,23 @@ class OutputItems:
         """Closes what is open when the answer has ended. An answer without anything is an empty message."""
         told = [] if self.items else self._text("message", "")
         return told + self._close(status)
+
+    def _call(self, call_id: str, name: str) -> dict[str, Any]:
+        """Returns a call of the tool that the model knows as `name`, as the client has declared it."""
+        tool = self._tools.by_name.get(name)
+        of_client: dict[str, Any] = {"call_id": call_id, "name": name if tool is None else tool.name}
+        if tool is not None and tool.namespace is not None:
+            of_client["namespace"] = tool.namespace
+        if tool is None or not tool.is_custom:
+            return {"id": new_id("fc_"), "type": "function_call"} | of_client | {"arguments": ""}
+        self._input = CustomInput()
+        return {"id": new_id("ctc_"), "type": "custom_tool_call"} | of_client | {"input": ""}
+
+    def _more_input(self, text: str) -> list[Told]:
+        if not text:
+            return []
+        self.items[-1]["input"] += text
+        return [("response.custom_tool_call_input.delta", self._where() | {"delta": text})]
 
     def _text(self, kind: Literal["message", "reasoning"], text: str) -> list[Told]:
         told: list[Told] = []
@@ -92,6 +114,9 @@ class OutputItems:
         if item["type"] == "function_call":
             whole = {"name": item["name"], "arguments": item["arguments"]}
             told: list[Told] = [("response.function_call_arguments.done", self._where() | whole)]
+        elif item["type"] == "custom_tool_call":
+            told = self._more_input(self._input.finish())
+            told.append(("response.custom_tool_call_input.done", self._where() | {"input": item["input"]}))
         else:
             [part] = item["content"]
             text = {name: value for name, value in part.items() if name in ("text", "logprobs")}

@@ -21,6 +21,7 @@ from jaxvllm.server.drainable import Drainable
 from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.server.protocol.fields import EngineFields, RequestFields, now
+from jaxvllm.server.response_store import ResponseStore
 from jaxvllm.text.assistant_message import AnswerFormat
 from jaxvllm.text.chat_template import ChatTemplate
 from jaxvllm.text.prompts import ANY_LENGTH, PromptReader, PromptRoom
@@ -62,6 +63,8 @@ class Service(Drainable):
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
         self.argument_check = ArgumentCheck()
+        # None: with several processes, a client's next request may come to one that does not have the response.
+        self.responses = ResponseStore() if config.api_server_count == 1 else None
         self._all_metrics = all_metrics
         self._left_out: set[str] = set()  # kinds of tools that the log has told of
         # A template is compiled once.

@@ -8,6 +8,8 @@ a message is what all events of a completion amount to, so a stream and a whole 
     message = AssistantMessage.of(events)
 """
 
+import json
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,9 @@ from jaxvllm.text.tool_calls.format import Mark, State, ToolCallFormat
 from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS, in_harmony
 from jaxvllm.text.tool_calls.parser import ToolCallParser
 
+# The one parameter of a function that takes a text.
+INPUT = "input"
+
 
 @dataclass(frozen=True)
 class AnswerFormat:
@@ -27,11 +32,12 @@ class AnswerFormat:
     calls: ToolCallFormat | None = None  # None: the text is not searched for tool calls
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameters, by function
     parallel_calls: bool = True  # False: only the first call counts
+    input_of: str | None = None  # the tool whose input the whole answer is, as plain text
 
     @property
     def is_plain(self) -> bool:
         """Whether all text is content."""
-        return self.reasoning is None and self.calls is None
+        return self.reasoning is None and self.calls is None and self.input_of is None
 
     @property
     def marks(self) -> frozenset[str]:
@@ -41,7 +47,8 @@ class AnswerFormat:
     def reader(self, prompt: str = "", continued: str | None = None) -> "MessageReader":
         """Returns a reader of one completion of `prompt`, which continues the text of a message where `continued`."""
         is_open = self.reasoning is not None and self.reasoning.opens(prompt, continued)
-        return MessageReader(ToolCallParser(self._format(is_open), self.schemas), self.parallel_calls)
+        parser = ToolCallParser(self._format(is_open), self.schemas)
+        return MessageReader(parser, self.parallel_calls, None if self.input_of is None else InputCall(self.input_of))
 
     def _format(self, is_open: bool) -> ToolCallFormat:
         calls = self.calls or NO_CALLS
@@ -59,22 +66,60 @@ class AnswerFormat:
 class MessageReader:
     """Reads one completion."""
 
-    def __init__(self, parser: ToolCallParser, parallel_calls: bool) -> None:
+    def __init__(self, parser: ToolCallParser, parallel_calls: bool, call: "InputCall | None" = None) -> None:
+        """`call` is the one that the content is the input of, if it is one."""
         self._parser = parser
         self._parallel_calls = parallel_calls
+        self._call = call
 
     def push(self, text: str) -> list[Event]:
         """Reads more text and returns what it says."""
         return self._kept(self._parser.push(text))
 
-    def finish(self) -> list[Event]:
-        """Returns what the end of the text says. Nothing is read afterwards."""
-        return self._kept(self._parser.finish())
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """Returns what the end of the text says, which is not where the model ended it if `is_cut`.
+
+        Nothing is read afterwards.
+        """
+        events = self._kept(self._parser.finish())
+        return events if self._call is None else events + self._call.finish(is_cut)
 
     def _kept(self, events: list[Event]) -> list[Event]:
+        if self._call is not None:
+            return self._call.read(events)
         if self._parallel_calls:
             return events
         return [event for event in events if isinstance(event, Reasoning | Content) or not event.index]
+
+
+class InputCall:
+    """A call of a tool that takes one text, as the model writes this text and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_begun = False
+
+    def read(self, events: list[Event]) -> list[Event]:
+        """Returns the events of the message, in which content is a part of the input."""
+        told: list[Event] = []
+        for event in events:
+            if isinstance(event, Content):
+                told += [*self._begin(), Arguments(0, json.dumps(event.text, ensure_ascii=False)[1:-1])]
+            else:
+                told.append(event)
+        return told
+
+    def finish(self, is_cut: bool) -> list[Event]:
+        """Returns the end of the call, which stays a part of one if the model did not end it."""
+        if is_cut:
+            return [CallCut(0)] if self._has_begun else []
+        return [*self._begin(), Arguments(0, '"}'), CallEnd(0)]
+
+    def _begin(self) -> list[Event]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return [CallBegin(0, f"call_{secrets.token_hex(12)}", self._name), Arguments(0, f'{{"{INPUT}": "')]
 
 
 @dataclass(frozen=True)

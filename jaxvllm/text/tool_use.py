@@ -24,6 +24,8 @@ class Tool:
     parameters: Mapping[str, Any] | None = None  # a JSON schema; None: it has none
     description: str | None = None
     is_strict: bool = False  # a forced call keeps every rule of its schema; False: as many as can be enforced
+    # The form of the one text that it takes. Where the model must call it, this text is the whole answer.
+    form: StructuredOutputsParams | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool in OpenAI's form, which chat templates read."""
@@ -57,6 +59,15 @@ class ToolUse:
             shown = ", ".join(names[:20])
             raise ParameterError(f"{choice} names {self.name!r:.60}, and the {tools} are {shown}", choice)
 
+        if self.choice == "required" and len(self.tools) > 1:
+            for tool in self.tools:
+                if tool.form is not None and tool.form.grammar is not None:  # which cannot be a part of JSON
+                    raise ParameterError(
+                        f"{choice} forces one of several {tools}, and {tool.name!r:.60} has a grammar, which can "
+                        "only be forced alone: name one of them",
+                        choice,
+                    )
+
     @property
     def is_forced(self) -> bool:
         """Whether the answer must be a call, so that a schema forces it."""
@@ -78,6 +89,8 @@ class ToolUse:
         """
         if not self.is_forced:
             return None
+        if (tool := self._written_plainly) is not None:
+            return tool.form
         form, strict = self._named_form() if self.choice == "named" else self._required_form()
         try:
             return StructuredOutputsParams(json=json.dumps(form, ensure_ascii=False), lenient=True, strict_parts=strict)
@@ -86,6 +99,8 @@ class ToolUse:
 
     def answer_format(self, reasoning: ReasoningFormat | None, calls: ToolCallFormat | None) -> AnswerFormat:
         """Returns how an answer is read. `calls` is the model's own format of calls."""
+        if (tool := self._written_plainly) is not None:
+            return AnswerFormat(reasoning, input_of=tool.name)
         if self.choice == "required":
             calls = required_calls()
         elif self.choice == "named" and self.name is not None:
@@ -94,6 +109,12 @@ class ToolUse:
             calls = None
         schemas = {tool.name: tool.parameters for tool in self.tools if tool.parameters is not None}
         return AnswerFormat(reasoning, calls, schemas, self.parallel)
+
+    @property
+    def _written_plainly(self) -> Tool | None:
+        """The only tool that the model may call and must call, if it takes a text that has a form."""
+        able = [tool for tool in self.tools if self.choice != "named" or tool.name == self.name]
+        return able[0] if self.is_forced and len(able) == 1 and able[0].form is not None else None
 
     def _named_form(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Returns the schema of the arguments of the one tool that is called, and its strict parts."""

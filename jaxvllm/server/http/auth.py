@@ -64,5 +64,13 @@ def _key_in(name: bytes, value: bytes) -> bytes | None:
     return None
 
 
+def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Returns a hash of the first key in `headers`: what is stored for one key must not be shown to another.
+
+    Requests without a key, which a server without keys takes, have one hash.
+    """
+    return _digest(next((key for name, value in headers if (key := _key_in(name, value)) is not None), b""))
+
+
 def _digest(key: bytes) -> bytes:
     return sha256(key).digest()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -58,19 +58,19 @@ def neutral(*values: Any) -> Any:
     return field
 
 
-def by_type(*kinds: str, default: str | None = None) -> Discriminator:
+def by_type(*kinds: str, default: str | None = None, others: Mapping[str, str] | None = None) -> Discriminator:
     """Returns the discriminator of a union of objects by their `type`. Its members have tags such as `<message>`.
 
-    An object without a type has the type `default`.
+    An object without a type has the type `default`. `others` are further types, each with the name of its tag.
     """
 
     def tag(value: Any) -> str | None:
         if not isinstance(value, dict | BaseModel):
             return f"<{kinds[0]}>"  # which says that the value is no object
         kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return f"<{kind}>" if isinstance(kind, str) else None
+        return f"<{(others or {}).get(kind, kind)}>" if isinstance(kind, str) else None
 
-    told = f"Input should be {' or '.join(map(repr, kinds))}"
+    told = f"Input should be {' or '.join(map(repr, (*kinds, *(others or ()))))}"
     return Discriminator(tag, custom_error_type=UNKNOWN_TYPE, custom_error_message=told)
 
 

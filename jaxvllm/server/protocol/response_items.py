@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, Tag
 
-from jaxvllm.server.protocol.fields import FunctionName, Reply, Strict, by_type, neutral
+from jaxvllm.server.protocol.fields import FunctionName, Reply, Strict, by_type, neutral, new_id
 from jaxvllm.server.protocol.logprobs import TokenLogprob
+from jaxvllm.server.protocol.response_tools import as_arguments, model_name
 
 type Role = Literal["user", "assistant", "system", "developer"]
 type ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -50,15 +51,29 @@ class InputCall(Strict):
     arguments: str  # JSON of an object
     id: str | None = None
     status: ItemStatus | None = None
-    namespace: str | None = neutral()
+    namespace: FunctionName | None = None  # that the function was declared in
+    caller: dict[str, Any] | None = neutral({"type": "direct"})
+
+
+class InputCustomCall(Strict):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: FunctionName
+    input: str
+    id: str | None = None
+    status: ItemStatus | None = None
+    namespace: FunctionName | None = None
     caller: dict[str, Any] | None = neutral({"type": "direct"})
 
 
 class InputCallOutput(Strict):
-    """The result of a called function."""
+    """The result of a called function or custom tool."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
+    name: str | None = None  # the call has it too
     output: InputParts
     id: str | None = None
     status: ItemStatus | None = None
@@ -97,9 +112,14 @@ class InputReasoning(Strict):
 type InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[InputCall, Tag("<function_call>")]
+    | Annotated[InputCustomCall, Tag("<custom_tool_call>")]
     | Annotated[InputCallOutput, Tag("<function_call_output>")]
     | Annotated[InputReasoning, Tag("<reasoning>")],
-    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+    by_type(
+        *("message", "function_call", "custom_tool_call", "function_call_output", "reasoning"),
+        default="message",
+        others={"custom_tool_call_output": "function_call_output"},
+    ),
 ]
 
 
@@ -123,11 +143,13 @@ def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
             case InputReasoning(content=content):
                 if text := "\n".join(part.text for part in content or ()):
                     assistant("reasoning", "content", "tool_calls")["reasoning"] = text
-            case InputCall():
-                call = {"name": item.name, "arguments": item.arguments}
+            case InputCall() | InputCustomCall():
+                name = model_name(item.namespace, item.name)
+                arguments = item.arguments if isinstance(item, InputCall) else as_arguments(item.input)
                 calls = assistant().setdefault("tool_calls", [])
-                calls.append({"id": item.call_id, "type": "function", "function": call})
-                names[item.call_id] = item.name
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+                names[item.call_id] = name
             case InputCallOutput(call_id=call_id, output=output):
                 named = {"name": names[call_id]} if call_id in names else {}
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": _texts(output)} | named)
@@ -136,6 +158,22 @@ def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
             case InputMessage(role=role, content=content):
                 messages.append({"role": role, "content": _texts(content)})
     return messages
+
+
+def listed(items: Iterable[InputItem]) -> list[dict[str, Any]]:
+    """Returns the items as `/v1/responses/{id}/input_items` shows them: each has an id, and says all that counts."""
+    shown = []
+    for item in items:
+        told = item.model_dump(mode="json", exclude_none=True)
+        if isinstance(item, InputMessage) and item.role == "assistant":
+            for part in told["content"]:
+                part |= {"type": "output_text", "annotations": []}
+        prefix = _PREFIXES.get(item.type, "item_")
+        shown.append({"id": new_id(prefix), "status": "completed"} | told)
+    return shown
+
+
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 
 
 def _texts(parts: list[InputPart]) -> list[dict[str, str]]:
@@ -187,7 +225,22 @@ class OutputCall(Reply):
     status: ItemStatus  # incomplete: the answer ended within the call
     call_id: str
     name: str
+    namespace: str | None = None  # only of a function that was declared in one
     arguments: str  # JSON; where it breaks rules of the function's schema, the model broke them
 
 
-type OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discriminator="type")]
+class OutputCustomCall(Reply):
+    """A call of a custom tool, which the client is to make."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus  # incomplete: the answer ended within the call
+    call_id: str
+    name: str
+    namespace: str | None = None  # only of a tool that was declared in one
+    input: str
+
+
+type OutputItem = Annotated[
+    OutputMessage | OutputReasoning | OutputCall | OutputCustomCall, Field(discriminator="type")
+]

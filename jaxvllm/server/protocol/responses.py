@@ -1,5 +1,6 @@
-"""The bodies of `/v1/responses`, compatible with OpenAI's clients, for responses that are not stored."""
+"""The bodies of `/v1/responses`, compatible with OpenAI's clients."""
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
@@ -9,9 +10,7 @@ from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.server.protocol.fields import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     EngineFields,
-    FunctionName,
     Limit,
     ReasoningEffort,
     Reply,
@@ -22,21 +21,35 @@ from jaxvllm.server.protocol.fields import (
     effort_variables,
     neutral,
 )
-from jaxvllm.server.protocol.logprobs import TokenLogprob, chat_logprobs
+from jaxvllm.server.protocol.logprobs import chat_logprobs
 from jaxvllm.server.protocol.response_format import one_form
 from jaxvllm.server.protocol.response_items import (
     InputItem,
     InputMessage,
     OutputItem,
-    OutputText,
-    ReasoningText,
     messages_of,
 )
-from jaxvllm.text.tool_use import Tool, ToolUse
+from jaxvllm.server.protocol.response_tools import AnyTool, AnyTools, FunctionTool, OfferedTools, ToolChoice
+from jaxvllm.text.tool_use import ToolUse
 
 LOGPROBS = "message.output_text.logprobs"
-# Encrypted reasoning is for clients of servers that hide it. Here it is in plain text, and comes in any case.
-type Include = Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FailFast()]
+# Encrypted reasoning is for clients of servers that hide it. Here it is in plain text, and comes in any case. The rest
+# are details of what no answer has here.
+type Include = Annotated[
+    list[
+        Literal[
+            "message.output_text.logprobs",
+            "reasoning.encrypted_content",
+            "file_search_call.results",
+            "web_search_call.results",
+            "web_search_call.action.sources",
+            "message.input_image.image_url",
+            "computer_call_output.output.image_url",
+            "code_interpreter_call.outputs",
+        ]
+    ],
+    FailFast(),
+]
 
 
 def _as_items(given: Any) -> Any:
@@ -75,7 +88,7 @@ class TextConfig(Strict):
     """The options of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = neutral("medium")
+    verbosity: Literal["low", "medium", "high"] | None = None  # has no effect: no model here knows it
 
 
 class ReasoningConfig(Strict):
@@ -83,42 +96,10 @@ class ReasoningConfig(Strict):
 
     # A variable of the chat template. "none" also leaves the reasoning out of the answer, and sets enable_thinking.
     effort: ReasoningEffort | None = None
-    summary: str | None = neutral("auto")  # there is none
-    generate_summary: str | None = neutral("auto")
-
-
-class FunctionTool(Strict):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; null: the function has no parameters
-    # true: a schema of which something cannot be enforced is refused. Only tool_choice "required" and named functions
-    # force it.
-    strict: bool | None = None
-    defer_loading: bool | None = neutral(False)
-
-
-type FunctionTools = Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)]
-
-
-class NamedFunction(Strict):
-    """A function of `tools`."""
-
-    type: Literal["function"]
-    name: FunctionName
-
-
-class AllowedTools(Strict):
-    """The functions of `tools` that the model may call now."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], FailFast(), Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-type OneOrSomeTools = Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+    summary: Literal["auto", "concise", "detailed"] | None = None  # has no effect: the whole reasoning is shown
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = neutral("auto")
+    mode: str | None = neutral("standard")
 
 
 class ResponsesStreamOptions(Strict):
@@ -143,11 +124,11 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     top_logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: FunctionTools | None = None
-    # auto, which is the default: the model decides; required: it must call a function; or the one that it must call
-    tool_choice: Literal["auto", "none", "required"] | OneOrSomeTools | None = None
+    tools: AnyTools | None = None
+    # auto, which is the default: the model decides; required: it must call a tool; or the one that it must call
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call of an answer is kept
-    max_tool_calls: int | None = None  # of OpenAI's own tools, which are not here
+    max_tool_calls: int | None = None  # has no effect: it counts calls of OpenAI's own tools, which are not here
     chat_template_kwargs: TemplateVariables | None = None
 
     stream_options: ResponsesStreamOptions | None = None  # type: ignore[assignment]
@@ -156,16 +137,17 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     length_penalty: float | None = neutral(1)
     early_stopping: bool | Literal["never"] | None = neutral(False, "never")
     return_token_ids: bool | None = neutral(False)  # type: ignore[assignment]
-    store: bool | None = neutral(False)
+    store: bool | None = None  # false: the response cannot be had again, and no request can follow it
+    previous_response_id: str | None = None  # of a stored response: this request has its items and its answer first
+    truncation: Literal["auto", "disabled"] | None = None  # auto: of a prompt that is too long the last tokens are kept
+    client_metadata: Any = None  # has no effect, like prompt_cache_options and prompt_cache_retention
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
     background: bool | None = neutral(False)
-    previous_response_id: str | None = neutral()
     conversation: Any | None = neutral()
     prompt: dict[str, Any] | None = neutral()
-    truncation: str | None = neutral("disabled")
     context_management: list[Any] | None = neutral([])
     moderation: dict[str, Any] | None = neutral({})
-    prompt_cache_retention: str | None = neutral("in_memory")
-    prompt_cache_options: dict[str, Any] | None = neutral({})
 
     @property
     def num_logprobs(self) -> int | None:
@@ -201,22 +183,14 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
         effort = None if self.reasoning is None else self.reasoning.effort
         return effort_variables(effort) | (self.chat_template_kwargs or {})
 
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools that the client runs. Raises ParameterError for tools that cannot be told apart."""
+        return OfferedTools.of(self.tools or ())
+
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
-        tools = tuple(Tool(one.name, one.parameters, one.description, one.strict is True) for one in self.tools or ())
-        parallel = self.parallel_tool_calls is not False
-        match self.tool_choice:
-            case NamedFunction(name=name):
-                return ToolUse(tools, "named", name, parallel)
-            case AllowedTools(mode=mode, tools=allowed):
-                for index, one in enumerate(allowed):
-                    if one.name not in (names := [tool.name for tool in tools]):
-                        where = f"tool_choice.tools[{index}]"
-                        raise ParameterError(f"{where} is {one.name!r:.60}, and the tools are {names[:20]}", where)
-                wanted = {one.name for one in allowed}
-                return ToolUse(tuple(tool for tool in tools if tool.name in wanted), mode, parallel=parallel)
-            case choice:
-                return ToolUse(tools, choice or "auto", parallel=parallel)
+        return self.offered.use(self.tool_choice, self.parallel_tool_calls is not False)
 
     @property
     def form_field(self) -> str:
@@ -224,6 +198,15 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
         if self.tool_use().is_forced:
             return "tools"
         return "structured_outputs" if self.structured_outputs is not None else "text.format"
+
+    def following(self, items: list[InputItem]) -> "ResponsesRequest":
+        """Returns this request with `items` of an earlier response, and its answer, before the new ones."""
+        if (count := len(items) + len(self.input)) > MAX_MESSAGES:
+            raise ParameterError(
+                f"previous_response_id and input are {count} items, the limit is {MAX_MESSAGES}: begin anew",
+                "previous_response_id",
+            )
+        return self.model_copy(update={"input": [*items, *self.input]})
 
     def chosen(self) -> dict[str, Any]:
         """Returns the fields of `SamplingParams` that the client set. Raises ParameterError for contradictions."""
@@ -233,7 +216,8 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
         form = one_form(
             **{"text.format": None if call else asked}, structured_outputs=self.structured_outputs, tool_choice=call
         )
-        return super().chosen() | ({} if form is None else {"structured_outputs": form})
+        chosen = super().chosen() | ({} if form is None else {"structured_outputs": form})
+        return {"truncate_prompt_tokens": -1} | chosen if self.truncation == "auto" else chosen
 
 
 class InputTokensDetails(Reply):
@@ -290,137 +274,46 @@ class ResponsesResponse(Reply):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: ReasoningConfig | None
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool  # whether it can be had again
     temperature: float
     text: TextConfig
-    tool_choice: Literal["auto", "none", "required"] | OneOrSomeTools
-    tools: list[FunctionTool]
+    tool_choice: ToolChoice
+    tools: list[AnyTool]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponsesUsage | None
     user: str | None
 
 
-class _Event(Reply):
-    sequence_number: int
+class InputTokens(Reply):
+    """The number of tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
-class ResponseEvent(_Event):
-    """The event of a new status of the response. The last such event ends the stream."""
+class DeletedResponse(Reply):
+    """A response that is no longer stored."""
 
-    type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-    ]
-    response: ResponsesResponse
-
-
-class OutputItemEvent(_Event):
-    """The event at the beginning and at the end of an item of the answer."""
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: OutputItem
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
-class ContentPartEvent(_Event):
-    """The event at the beginning and at the end of a text."""
+class InputItemList(Reply):
+    """A part of the items that a response answers."""
 
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
-
-
-class TextDeltaEvent(_Event):
-    """The event with a new part of the text."""
-
-    type: Literal["response.output_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    logprobs: list[TokenLogprob]
-
-
-class TextDoneEvent(_Event):
-    """The event with the whole text."""
-
-    type: Literal["response.output_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    text: str
-    logprobs: list[TokenLogprob]
-
-
-class ReasoningDeltaEvent(_Event):
-    """The event with a new part of the reasoning."""
-
-    type: Literal["response.reasoning_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-
-
-class ReasoningDoneEvent(_Event):
-    """The event with the whole reasoning."""
-
-    type: Literal["response.reasoning_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    text: str
-
-
-class ArgumentsDeltaEvent(_Event):
-    """The event with a new part of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.delta"]
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDoneEvent(_Event):
-    """The event with all arguments of a call."""
-
-    type: Literal["response.function_call_arguments.done"]
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-class ErrorEvent(_Event):
-    """The event of an error. The event `response.failed` follows it."""
-
-    type: Literal["error"]
-    code: str | None
-    message: str
-    param: str | None
-
-
-type ResponsesEvent = Annotated[
-    ResponseEvent
-    | OutputItemEvent
-    | ContentPartEvent
-    | TextDeltaEvent
-    | TextDoneEvent
-    | ReasoningDeltaEvent
-    | ReasoningDoneEvent
-    | ArgumentsDeltaEvent
-    | ArgumentsDoneEvent
-    | ErrorEvent,
-    Field(discriminator="type"),
-]
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def responses_usage(num_prompt: int, num_output: int, num_cached: int, num_reasoning: int) -> dict[str, Any]:
@@ -444,7 +337,13 @@ def _told(value: Any) -> Any:
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, Strict) else value
 
 
-def echoed(request: ResponsesRequest) -> dict[str, Any]:
+def _as_sent(tool: AnyTool) -> dict[str, Any]:
+    """Returns a tool with the fields that the client has set. OpenAI's clients expect `parameters` of all functions."""
+    needed = {"parameters": None} if isinstance(tool, FunctionTool) else {}
+    return needed | tool.model_dump(by_alias=True, exclude_unset=True)
+
+
+def echoed(request: ResponsesRequest, is_stored: bool) -> dict[str, Any]:
     """Returns the fields of a `ResponsesResponse` that repeat fields of the request."""
     return {
         "background": False,
@@ -453,16 +352,16 @@ def echoed(request: ResponsesRequest) -> dict[str, Any]:
         "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": None if request.reasoning is None else request.reasoning.model_dump(),
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": False,
+        "store": is_stored,
         "text": _told(request.text) if request.text and request.text.format else {"format": {"type": "text"}},
         "tool_choice": _told(request.tool_choice) or "auto",
-        "tools": [tool.model_dump(exclude_none=True) | {"parameters": tool.parameters} for tool in request.tools or ()],
+        "tools": [_as_sent(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "user": request.user,
     }

@@ -58,6 +58,7 @@ COMMON = _errors(
     s415="The body is not application/json",
     s431="The headers are larger than the server's limit",
 )
+NOT_STORED = _errors(s404="No such response is stored for this API key")
 # The errors of endpoints that use the engine.
 GENERATES = COMMON | _errors(
     s404="The server does not have this model",

@@ -1,45 +1,63 @@
-"""`POST /v1/responses`."""
+"""`POST /v1/responses`, and the count of its prompt's tokens."""
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from pydantic import TypeAdapter
 
 from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.answer import Answer
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, event, respond
+from jaxvllm.server.exchange import Events, encode, event, respond
 from jaxvllm.server.generation import Generation
+from jaxvllm.server.http.auth import key_digest
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.output_items import OutputItems
 from jaxvllm.server.protocol.fields import now, params_of
 from jaxvllm.server.protocol.response_format import form_given_as
-from jaxvllm.server.protocol.response_items import ItemStatus
+from jaxvllm.server.protocol.response_items import InputItem, ItemStatus, listed
 from jaxvllm.server.protocol.responses import (
+    InputTokens,
     ResponsesRequest,
     ResponsesResponse,
     echoed,
     responses_usage,
     token_logprobs,
 )
-from jaxvllm.server.routes.documented import STREAMED
+from jaxvllm.server.response_store import StoredResponse
+from jaxvllm.server.routes.documented import COMMON, STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AssistantMessage
 from jaxvllm.text.message_events import Event as Said
 from jaxvllm.text.message_events import Reasoning
 from jaxvllm.text.prompts import PromptRoom
 
+# The items of a response that was stored.
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+
 
 def router(service: Service) -> APIRouter:
-    """Returns a router with this endpoint."""
+    """Returns a router with these endpoints."""
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMED)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answers a text or a conversation. Nothing is stored: the next request must have the whole conversation."""
+        """Answers a text or a conversation. The response is stored in memory, so that a request may follow it, unless
+        `store` is false or the server has several API processes.
+        """
         return await create(service, body, request)
+
+    @routes.post("/v1/responses/input_tokens", responses=COMMON | {404: STREAMED[404]})
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
+        """Counts the tokens of the prompt that such a request has, which may be longer than the model takes."""
+        service.model_name(body.model)
+        body, _ = await run_in_threadpool(_whole_conversation, service, body, key_digest(request.headers.raw))
+        return InputTokens(object="response.input_tokens", input_tokens=await run_in_threadpool(_count, service, body))
 
     return routes
 
@@ -49,6 +67,8 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     model = service.model_name(body.model)
     body.check_stream()
     service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
+    owner = key_digest(request.headers.raw)
+    body, items = await run_in_threadpool(_whole_conversation, service, body, owner)
     params = params_of(
         service.defaults,
         body.chosen(),
@@ -57,12 +77,18 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
         stream=bool(body.stream),
     )
     format = service.answer_format(body.tool_use())
+    service.note_left_out(body.offered.hosted)
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_limit(body.max_output_tokens, "max_output_tokens")
     answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
     asked = body.request(engine_id, prompt, service.with_marks(params, format))
     answer = Answer(format, service, asked.prompt, body.continued)
-    exchange = _Exchange(body, answer, model, params, answer_id)
+
+    def store(response: dict[str, Any]) -> None:
+        if items is not None and service.responses is not None:
+            service.responses.add(owner, answer_id, StoredResponse(encode(response), encode(items)))
+
+    exchange = _Exchange(body, answer, model, params, answer_id, None if items is None else store)
     with form_given_as(body.form_field):
         return await respond(
             request,
@@ -78,10 +104,20 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
 class _Exchange:
     """One answer, which makes its bodies."""
 
-    def __init__(self, body: ResponsesRequest, answer: Answer, model: str, params: SamplingParams, answer_id: str):
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        answer: Answer,
+        model: str,
+        params: SamplingParams,
+        answer_id: str,
+        store: Callable[[dict[str, Any]], None] | None,
+    ):
+        """`store` keeps the response when it has ended."""
         self._body = body
         self._answer = answer
-        self._head = echoed(body) | {
+        self._store = store
+        self._head = echoed(body, is_stored=store is not None) | {
             "id": answer_id,
             "object": "response",
             "created_at": now(),
@@ -90,7 +126,7 @@ class _Exchange:
             "top_p": params.top_p,
         }
         self._num_events = 0
-        self._items = OutputItems()
+        self._items = OutputItems(body.offered)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
@@ -134,12 +170,15 @@ class _Exchange:
         """Returns the final `ResponsesResponse`, after all of the answer has been read."""
         status = _status(completion)
         num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
-        return self._response(status) | {
+        ended = self._response(status) | {
             "completed_at": now() if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items.items,
             "usage": responses_usage(num_prompt, num_tokens, num_cached, self._answer.num_reasoning_tokens),
         }
+        if self._store is not None:
+            self._store(ended)
+        return ended
 
     def _response(self, status: str) -> dict[str, Any]:
         nothing: dict[str, Any] = {
@@ -161,20 +200,56 @@ def _status(completion: CompletionOutput) -> ItemStatus:
     return "incomplete" if completion.finish_reason == "length" else "completed"
 
 
-def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
-    """Renders the conversation with the model's template and returns the prompt."""
-    if (forwarded := service.read_forwarded(body, room)) is not None:
-        return forwarded
-    text = service.apply_chat_template(
+def _whole_conversation(
+    service: Service, body: ResponsesRequest, owner: bytes
+) -> tuple[ResponsesRequest, list[Any] | None]:
+    """Returns the request with the items of the response that it follows, and all items if they are to be stored.
+
+    Raises ApiError for a response that is not stored for its owner.
+    """
+    before: list[Any] = []
+    if (name := body.previous_response_id) is not None:
+        if service.responses is None:
+            raise ApiError(
+                400,
+                "previous_response_id needs a server with one API process: send the whole conversation as input",
+                param="previous_response_id",
+            )
+        found = service.responses.find(owner, name)
+        if found is None:
+            raise ApiError(
+                400,
+                f"previous_response_id: there is no response with id {name!r:.80}: send the whole conversation",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        before = json.loads(found.items) + json.loads(found.response)["output"]
+    is_stored = body.store is not False and service.responses is not None
+    items = before + listed(body.input) if is_stored else None
+    return body.following(_ITEMS.validate_python(before)) if before else body, items
+
+
+def _text(service: Service, body: ResponsesRequest) -> str:
+    """Renders the conversation with the model's template and returns the text of the prompt."""
+    return service.apply_chat_template(
         body.messages(),
         field="input",
         continue_final_message=body.continued is not None,
         tools=body.tool_use().for_template(),
         variables=body.template_variables,
     )
+
+
+def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
+    if (forwarded := service.read_forwarded(body, room)) is not None:
+        return forwarded
     return service.read_prompt(
-        text,
+        _text(service, body),
         field="input",
         add_special_tokens=bool(body.add_special_tokens),  # by default false, because the template writes them
         room=room,
     )
+
+
+def _count(service: Service, body: ResponsesRequest) -> int:
+    return len(service.count_tokens(_text(service, body), add_special_tokens=bool(body.add_special_tokens)))
