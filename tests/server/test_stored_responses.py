@@ -94,7 +94,7 @@ def test_the_count_of_a_prompt(server: Server) -> None:
     assert server.answer("/v1/responses/input_tokens", input="word " * 1000)["input_tokens"] > 1000
 
 
-@pytest.mark.parametrize(("headers", "status"), [({"connection": "upgrade", "upgrade": "websocket"}, 426), ({}, 405)])
+@pytest.mark.parametrize(("headers", "status"), [({"sec-websocket-version": "13"}, 426), ({}, 405)])
 def test_a_client_that_tries_a_websocket_falls_back(server: Server, headers: dict[str, str], status: int) -> None:
     response = server.ask(ServerConfig(), PATH, method="GET", headers=headers)
     assert response.status_code == status
