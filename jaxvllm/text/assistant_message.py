@@ -67,7 +67,7 @@ class MessageReader:
     """Reads one completion."""
 
     def __init__(self, parser: ToolCallParser, parallel_calls: bool, call: "InputCall | None" = None) -> None:
-        """`call` is the one that the content is the input of, if it is one."""
+        """Takes the parts. `call` is the call that the content is the input of, if there is one."""
         self._parser = parser
         self._parallel_calls = parallel_calls
         self._call = call

@@ -58,7 +58,6 @@ class ToolUse:
         if self.choice == "named" and self.name not in (names := [tool.name for tool in self.tools]):
             shown = ", ".join(names[:20])
             raise ParameterError(f"{choice} names {self.name!r:.60}, and the {tools} are {shown}", choice)
-
         if self.choice == "required" and len(self.tools) > 1:
             for tool in self.tools:
                 if tool.form is not None and tool.form.grammar is not None:  # which cannot be a part of JSON

@@ -114,7 +114,8 @@ def test_head_answers_as_get_does_without_the_body(server):
     assert not any("head" in methods for methods in document["paths"].values())  # docs/http.md has each endpoint once
     assert {"/", "/health", "/live", "/ready", "/v1/models", "/playground/state"} <= set(listed)
     paths = [path.replace("{name}", "demo" if path.startswith("/v1/models") else "main.js") for path in listed]
-    for path in [*paths, "/docs", "/openapi.json"]:
+    stored = server.answer("/v1/responses", input="Hello", max_output_tokens=1)["id"]
+    for path in [*(path.replace("{response_id}", stored) for path in paths), "/docs", "/openapi.json"]:
         get, head = server.client.get(path), server.client.head(path)
         assert (get.status_code, head.status_code, head.content) == (200, 200, b""), path
         assert head.headers.get("content-type") == get.headers.get("content-type")

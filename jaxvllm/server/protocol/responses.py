@@ -358,7 +358,7 @@ def echoed(request: ResponsesRequest, is_stored: bool) -> dict[str, Any]:
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": is_stored,
-        "text": _told(request.text) if request.text and request.text.format else {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}} | (_told(request.text) or {}),
         "tool_choice": _told(request.tool_choice) or "auto",
         "tools": [_as_sent(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,

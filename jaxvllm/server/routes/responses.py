@@ -113,7 +113,7 @@ class _Exchange:
         answer_id: str,
         store: Callable[[dict[str, Any]], None] | None,
     ):
-        """`store` keeps the response when it has ended."""
+        """Takes the parts. `store` keeps the response when it has ended."""
         self._body = body
         self._answer = answer
         self._store = store
