@@ -9,7 +9,20 @@ from typing import Any
 
 import httpx
 
+from tests.faults.server import OPTIONS
 from tests.waiting import PATIENCE
+
+# The prompts of Claude Code have 2,300 tokens of the demo model, whose tokens are short, and those of Codex up to 7,000.
+CONTEXT = 8192
+# The options of the server.
+SERVER = OPTIONS | {
+    "max_num_batched_tokens": 512,
+    "token_buckets": 512,
+    "max_model_len": CONTEXT,
+    "num_pages": CONTEXT // 16 + 100,
+    "hf_overrides": json.dumps({"max_position_embeddings": CONTEXT}),
+    "override_generation_config": json.dumps({"temperature": 0}),
+}
 
 type Body = dict[str, Any]
 

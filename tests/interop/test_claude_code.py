@@ -3,103 +3,31 @@
 import json
 import os
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.faults.server import KEY, OPTIONS, serving
+from tests.faults.server import KEY, serving
+from tests.interop.harness import SERVER, Harness
 from tests.waiting import PATIENCE
 
 CLAUDE = Path(__file__).parent / "node_modules" / ".bin" / "claude"
-# The prompts have 2,300 tokens of the demo model, whose tokens are short.
-CONTEXT = 8192
-SERVER = OPTIONS | {
-    "max_num_batched_tokens": 512,
-    "token_buckets": 512,
-    "max_model_len": CONTEXT,
-    "num_pages": CONTEXT // 16 + 100,
-    "hf_overrides": json.dumps({"max_position_embeddings": CONTEXT}),
-    "override_generation_config": json.dumps({"temperature": 0}),
-}
+CALLS = ("Read", "Edit")
+SAID = "The file is blue now."
 
 
-class Harness:
-    """A proxy that makes a small model do a task: it says which tool to call next, and narrows the call to one input.
-
-    All else is passed on as it came, and the server's grammar makes the model keep to it. Once the calls are made, the
-    model must say `SAID`.
-    """
-
-    SAID = "The file is blue now."
-
-    def __init__(self, target: str, calls: list[tuple[str, dict[str, str]]]):
-        self._target = target
-        self._calls = calls
-        self.asked: list[dict[str, Any]] = []  # the bodies as Claude Code sent them
-        self.answered: list[tuple[str, int]] = []  # path and status
-
-    def narrowed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the body that the server gets instead of the next one."""
-        if len(self.asked) > len(self._calls):
-            schema = {"const": self.SAID}
-            form = {"format": {"type": "json_schema", "schema": schema}}
-            return body | {"tool_choice": {"type": "none"}, "output_config": body.get("output_config", {}) | form}
-        name, given = self._calls[len(self.asked) - 1]
-        properties = {key: {"const": value} for key, value in given.items()}
-        schema = {"type": "object", "properties": properties, "required": list(given), "additionalProperties": False}
-        tools = [tool | {"input_schema": schema} if tool["name"] == name else tool for tool in body["tools"]]
-        return body | {"tools": tools, "tool_choice": {"type": "tool", "name": name}}
-
-    @contextmanager
-    def listening(self) -> Iterator[str]:
-        """Listens, and yields the address."""
-        harness = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-            def do_HEAD(self) -> None:
-                self._pass_on(b"")
-
-            def do_GET(self) -> None:
-                self._pass_on(b"")
-
-            def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers["content-length"]))
-                if self.path.startswith("/v1/messages?"):
-                    harness.asked.append(json.loads(data))
-                    data = json.dumps(harness.narrowed(harness.asked[-1])).encode()
-                self._pass_on(data)
-
-            def _pass_on(self, data: bytes) -> None:
-                own = ("host", "content-length", "connection", "accept-encoding")
-                headers = {name: value for name, value in self.headers.items() if name.lower() not in own}
-                response = httpx.request(
-                    self.command, harness._target + self.path, content=data, headers=headers, timeout=PATIENCE
-                )
-                harness.answered.append((self.path, response.status_code))
-                self.send_response(response.status_code)
-                for name in ("content-type", "retry-after", "x-should-retry"):
-                    if name in response.headers:
-                        self.send_header(name, response.headers[name])
-                self.send_header("content-length", str(len(response.content)))
-                self.end_headers()
-                self.wfile.write(response.content)
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{server.server_port}"
-            finally:
-                server.shutdown()
-                thread.join()
+def narrowed(turn: int, body: dict[str, Any], inputs: list[dict[str, str]]) -> dict[str, Any]:
+    """Returns a request that must make the turn's call with its input. Once all are made, the model must say `SAID`."""
+    if turn >= len(CALLS):
+        schema: dict[str, Any] = {"const": SAID}
+        form = {"format": {"type": "json_schema", "schema": schema}}
+        return body | {"tool_choice": {"type": "none"}, "output_config": body.get("output_config", {}) | form}
+    name, given = CALLS[turn], inputs[turn]
+    properties = {key: {"const": value} for key, value in given.items()}
+    schema = {"type": "object", "properties": properties, "required": list(given), "additionalProperties": False}
+    tools = [tool | {"input_schema": schema} if tool["name"] == name else tool for tool in body["tools"]]
+    return body | {"tools": tools, "tool_choice": {"type": "tool", "name": name}}
 
 
 def claude(url: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
@@ -137,19 +65,18 @@ def test_claude_code_edits_a_file(tmp_path: Path) -> None:
     folder.mkdir()
     file = folder / "paint.py"
     file.write_text("colour = 'red'\n")
-    calls = [
-        ("Read", {"file_path": str(file)}),
-        ("Edit", {"file_path": str(file), "old_string": "red", "new_string": "blue"}),
-    ]
+    edit = {"file_path": str(file), "old_string": "red", "new_string": "blue"}
+    inputs = [{"file_path": str(file)}, edit]
     with serving(tmp_path / "log", SERVER) as server:
-        harness = Harness(f"http://127.0.0.1:{server.port}", calls)
+        target = f"http://127.0.0.1:{server.port}"
+        harness = Harness(target, "/v1/messages", lambda turn, body: narrowed(turn, body, inputs))
         with harness.listening() as url:
             done = claude(url, folder, tmp_path / "home")
 
     assert done.returncode == 0, (done.stdout, done.stderr, harness.answered)
     assert file.read_text() == "colour = 'blue'\n"
     told = json.loads(done.stdout)
-    assert (told["is_error"], told["num_turns"], told["result"].strip()) == (False, 3, json.dumps(Harness.SAID))
+    assert (told["is_error"], told["num_turns"], told["result"].strip()) == (False, 3, json.dumps(SAID))
     assert {status for _, status in harness.answered} == {200}, harness.answered
     first, second, third = harness.asked
     assert results(first) == [] and "colour = 'red'" in results(second)[0] and "updated" in results(third)[1]

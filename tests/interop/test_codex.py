@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.faults.server import KEY, OPTIONS, serving
-from tests.interop.harness import Harness
+from tests.faults.server import KEY, serving
+from tests.interop.harness import CONTEXT, SERVER, Harness
 from tests.waiting import PATIENCE
 
 CODEX = Path(__file__).parent / "node_modules" / ".bin" / "codex"
-CONTEXT = 8192  # the prompts have up to 7,000 tokens of the demo model, whose tokens are short
-SERVER = OPTIONS | {
-    "max_num_batched_tokens": 512,
-    "token_buckets": 512,
-    "max_model_len": CONTEXT,
-    "num_pages": CONTEXT // 16 + 100,
-    "hf_overrides": json.dumps({"max_position_embeddings": CONTEXT}),
-    "override_generation_config": json.dumps({"temperature": 0}),
-}
 # The settings of docs/compatibility.md, and a short prompt.
 CONFIG = """\
 model = "demo"
