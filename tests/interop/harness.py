@@ -12,7 +12,7 @@ import httpx
 from tests.faults.server import OPTIONS
 from tests.waiting import PATIENCE
 
-# The prompts of Claude Code have 2,300 tokens of the demo model, whose tokens are short, and those of Codex up to 7,000.
+# The prompts of Claude Code have 2,300 tokens of the demo model, whose tokens are short, and those of Codex 4,200.
 CONTEXT = 8192
 # The options of the server.
 SERVER = OPTIONS | {
