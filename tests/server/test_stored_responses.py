@@ -66,7 +66,7 @@ def test_no_key_sees_what_another_stored(server: Server) -> None:
     first, second = ({"authorization": f"Bearer {key}"} for key in ("a", "b"))
     answer = server.client.post(PATH, json=GREEDY, headers=first).json()
     path = f"{PATH}/{answer['id']}"
-    for headers in (second, {}):
+    for headers in (second, {}, first | {"x-api-key": "b"}):
         assert server.client.get(path, headers=headers).status_code == 404
         assert server.client.get(f"{path}/input_items", headers=headers).status_code == 404
         assert server.client.delete(path, headers=headers).status_code == 404

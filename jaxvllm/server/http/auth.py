@@ -65,11 +65,13 @@ def _key_in(name: bytes, value: bytes) -> bytes | None:
 
 
 def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Returns a hash of the first key in `headers`: what is stored for one key must not be shown to another.
+    """Returns a hash of the keys in `headers`: what is stored for one key must not be shown to another.
 
-    Requests without a key, which a server without keys takes, have one hash.
+    All of them count, so that nobody with a key of their own can try others beside it. Requests without a key, which a
+    server without keys takes, have one hash.
     """
-    return _digest(next((key for name, value in headers if (key := _key_in(name, value)) is not None), b""))
+    keys = {key for name, value in headers if (key := _key_in(name, value)) is not None}
+    return _digest(b"\n".join(sorted(keys)))
 
 
 def _digest(key: bytes) -> bytes:
