@@ -77,7 +77,7 @@ class StructuredOutputsParams:
 
     @property
     def way_out(self) -> str:
-        """What a caller may do about something that cannot be enforced, and that should be ignored instead."""
+        """Returns what a caller may do to have ignored what cannot be enforced."""
         return "leave strict out to ignore it" if self.strict_parts else "set lenient to ignore it"
 
     def is_lenient_at(self, place: str) -> bool:
