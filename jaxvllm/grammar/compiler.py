@@ -1,6 +1,5 @@
 """`GrammarCompiler`: turns what requests ask for into grammars, in threads of its own, each at most once."""
 
-import json
 import logging
 import re
 import signal
@@ -8,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.cache import GrammarCache
 from jaxvllm.grammar.constraint import CompiledGrammar, one_line
-from jaxvllm.grammar.json_schema import TOO_HARD, first_named, forgotten, read_schema, unenforced
+from jaxvllm.grammar.json_schema import TOO_HARD, first_named, forgotten, keyword_at, read_schema, unenforced
 from jaxvllm.grammar.matcher import STACK_BYTES, first_forced, first_mask, new_matcher, new_tokens
 from jaxvllm.grammar.source import grammar_source
 from jaxvllm.grammar.trial_process import TrialSettings
@@ -229,7 +228,7 @@ def _explained(error: str, params: StructuredOutputsParams) -> ParameterError:
     if params.kind == "json":
         assert params.json is not None
         if found := unenforced(error, read_schema(params.json, "json")):
-            listed = ", ".join(first_named([_at(*one) for one in found]))
+            listed = ", ".join(first_named([keyword_at(*one) for one in found]))
             # What is too hard for llguidance cannot be ignored, as what it does not know can.
             way_out = "" if error.startswith(TOO_HARD) else f", or {params.way_out}"
             return ParameterError(
@@ -247,14 +246,11 @@ def _not_enforced(
 
     `warnings` are those of llguidance.
     """
-    found = [one for text in warnings for one in unenforced(text, schema)] + forgotten(schema)
-    named = list(dict.fromkeys(found))
+    found = {text: unenforced(text, schema) for text in warnings}
+    named = list(dict.fromkeys([*chain.from_iterable(found.values()), *forgotten(schema)]))
     # Which oneOf is inexact is not known, where there are several.
-    unplaced = [text for text in dict.fromkeys(warnings) if text.startswith("oneOf") or not unenforced(text, schema)]
-    refused = [text for text in unplaced if not params.is_lenient_at("#") and not unenforced(text, schema)]
-    refused += [_at(*one) for one in named if not params.is_lenient_at(one[1])]
-    return unplaced + first_named([f"{_at(*one)} is not enforced" for one in named if one[0] != "oneOf"]), refused
-
-
-def _at(keyword: str, place: str) -> str:
-    return f"the keyword {json.dumps(keyword)} at {place}"
+    unplaced = [text for text, places in found.items() if text.startswith("oneOf") or not places]
+    refused = [text for text in unplaced if not params.is_lenient_at("#") and not found[text]]
+    refused += [keyword_at(*one) for one in named if not params.is_lenient_at(one[1])]
+    told = [f"{keyword_at(*one)} is not enforced" for one in named if one[0] != "oneOf"]
+    return unplaced + first_named(told), refused

@@ -10,6 +10,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.schema_numbers import hold_numbers, unheld_numbers
 from jaxvllm.grammar.schema_patterns import as_rust, looks_around
+from jaxvllm.text.json_pointer import escaped
 
 # Where a schema has others: under names of the caller's choice, in a list, or one (or a list, in old drafts).
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -186,9 +187,9 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(reference := part.get("$ref"), str) and "#/" in reference:  # maybe after the schema's own `$id`
             found.append((pointer := unquote(reference[reference.index("#") :]), _pointed_to(pointer, schema)))
         for name, value in part.items():
-            below = f"{place}/{_escaped(name)}"
+            below = f"{place}/{escaped(name)}"
             if name in _BY_NAME and isinstance(value, dict):
-                found += [(f"{below}/{_escaped(key)}", one) for key, one in value.items()]
+                found += [(f"{below}/{escaped(key)}", one) for key, one in value.items()]
             elif (name in _IN_LISTS or name in _SINGLE) and isinstance(value, list):
                 found += [(f"{below}/{index}", one) for index, one in enumerate(value)]
             elif name in _SINGLE:
@@ -232,6 +233,11 @@ def forgotten(schema: dict[str, Any]) -> list[tuple[str, str]]:
     found += [("pattern", place) for place, part in subschemas(schema) if looks_around(part.get("pattern"))]
     found += [("minProperties", place) for place, part in subschemas(schema) if _may_repeat_keys(part)]
     return found + [("required", place) for place, part in subschemas(schema) if part.get("required") is True]
+
+
+def keyword_at(keyword: str, place: str) -> str:
+    """Returns how messages name a keyword of a schema and its place."""
+    return f"the keyword {json.dumps(keyword)} at {place}"
 
 
 def first_named(texts: list[str]) -> list[str]:
@@ -290,7 +296,3 @@ def _pointed_to(pointer: str, schema: dict[str, Any]) -> Any:
         except (KeyError, IndexError, ValueError, TypeError):
             return None
     return part
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

@@ -16,6 +16,7 @@ from jaxvllm.grammar.json_schema import (
     first_named,
     forgotten,
     guided,
+    keyword_at,
     read_schema,
 )
 from jaxvllm.grammar.structural_tag import quoted, structural_tag_grammar
@@ -72,9 +73,7 @@ class _Parts:
         checked = check_schema(schema, "structural_tag")
         for_llguidance = guided(checked, self._params)
         if not self._params.lenient and (found := forgotten(checked)):
-            listed = ", ".join(
-                first_named([f"the keyword {json.dumps(keyword)} at {place}" for keyword, place in found])
-            )
+            listed = ", ".join(first_named([keyword_at(*one) for one in found]))
             raise ParameterError(
                 f"structural_tag has a schema with {listed}, which cannot be enforced: leave it out, or set lenient to "
                 "ignore it",

@@ -13,6 +13,8 @@ from typing import Any
 
 import jsonschema_rs
 
+from jaxvllm.text.json_pointer import escaped
+
 CPU_SECONDS = 1
 MEMORY_BYTES = 2**30  # of addresses, a tenth of which is used
 BACKTRACKING_STEPS = 100_000  # of one expression that looks ahead or back
@@ -34,7 +36,7 @@ def broken_rules(name: str, arguments: str, schema: dict[str, Any]) -> list[str]
     found: dict[str, None] = {}
     for broken in validator.iter_errors(json.loads(arguments)):
         *place, keyword = map(str, broken.schema_path)
-        pointer = "/".join(["#", *(step.replace("~", "~0").replace("/", "~1") for step in place)])
+        pointer = "/".join(["#", *map(escaped, place)])
         found[f"the call of {name} breaks the keyword {json.dumps(keyword)} at {pointer}"] = None
         if len(found) == MOST_RULES:
             break

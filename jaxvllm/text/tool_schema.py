@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin
 
+from jaxvllm.text.json_pointer import escaped
+
 # What these keywords hold are values and no schemas.
 _VALUES = frozenset(("const", "enum", "default", "example", "examples"))
 # What these keywords hold are schemas by names, which may read like keywords.
@@ -49,7 +51,7 @@ def moved(schema: Mapping[str, Any], pointer: str) -> dict[str, Any]:
 
 def pointer_to(*names: str) -> str:
     """Returns the JSON pointer to what has these names, one within the other, in the form for a `$ref`."""
-    return "/".join(["#", *(quote(name.replace("~", "~0").replace("/", "~1"), safe="$~") for name in names)])
+    return "/".join(["#", *(quote(escaped(name), safe="$~") for name in names)])
 
 
 def _moved_reference(reference: str, base: str, places: Mapping[str, str]) -> str:

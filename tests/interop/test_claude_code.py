@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.faults.server import KEY, serving
+from tests.interop import node_packages
 from tests.interop.harness import SERVER, Harness
 from tests.waiting import PATIENCE
 
-CLAUDE = Path(__file__).parent / "node_modules" / ".bin" / "claude"
+CLAUDE = node_packages.FOLDER / ".bin" / "claude"
 CALLS = ("Read", "Edit")
 SAID = "The file is blue now."
 
@@ -57,10 +58,7 @@ def results(body: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 def test_claude_code_edits_a_file(tmp_path: Path) -> None:
-    if not CLAUDE.exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail("CI installs node's packages: see .ci/run")
-        pytest.skip("needs `npm install --no-package-lock` in tests/interop")
+    node_packages.need(CLAUDE.exists())
     folder = tmp_path / "task"
     folder.mkdir()
     file = folder / "paint.py"

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.faults.server import KEY, serving
+from tests.interop import node_packages
 from tests.interop.harness import CONTEXT, SERVER, Harness
 from tests.waiting import PATIENCE
 
-CODEX = Path(__file__).parent / "node_modules" / ".bin" / "codex"
+CODEX = node_packages.FOLDER / ".bin" / "codex"
 # The settings of docs/compatibility.md, and a short prompt.
 CONFIG = """\
 model = "demo"
@@ -94,10 +95,7 @@ def codex(url: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str
 
 @pytest.mark.slow
 def test_codex_edits_a_file(tmp_path: Path) -> None:
-    if not CODEX.exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail("CI installs node's packages: see .ci/run")
-        pytest.skip("needs `npm install --no-package-lock` in tests/interop")
+    node_packages.need(CODEX.exists())
     folder = tmp_path / "task"
     folder.mkdir()
     file = folder / "paint.py"

@@ -1,7 +1,6 @@
 """Node's `openai` and Vercel's `ai` work unmodified."""
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults.server import KEY
+from tests.interop import node_packages
 from tests.waiting import PATIENCE
 
 HERE = Path(__file__).parent
@@ -18,10 +18,7 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def results(url: str) -> dict[str, Any]:
-    if not (HERE / "node_modules").is_dir() or shutil.which("node") is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("CI installs node's packages: see .ci/run")
-        pytest.skip("needs node, and `npm install --no-package-lock` in tests/interop")
+    node_packages.need(node_packages.FOLDER.is_dir() and shutil.which("node") is not None)
     done = subprocess.run(
         ["node", HERE / "clients.mjs", url, KEY], capture_output=True, text=True, timeout=PATIENCE, check=True
     )

@@ -56,8 +56,8 @@ def router(service: Service) -> APIRouter:
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
         """Counts the tokens of the prompt that such a request has, which may be longer than the model takes."""
         service.model_name(body.model)
-        body, _ = await run_in_threadpool(_whole_conversation, service, body, key_digest(request.headers.raw))
-        return InputTokens(object="response.input_tokens", input_tokens=await run_in_threadpool(_count, service, body))
+        count = await run_in_threadpool(_count, service, body, key_digest(request.headers.raw))
+        return InputTokens(object="response.input_tokens", input_tokens=count)
 
     return routes
 
@@ -251,5 +251,6 @@ def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
     )
 
 
-def _count(service: Service, body: ResponsesRequest) -> int:
+def _count(service: Service, body: ResponsesRequest, owner: bytes) -> int:
+    body, _ = _whole_conversation(service, body, owner)
     return len(service.count_tokens(_text(service, body), add_special_tokens=bool(body.add_special_tokens)))
