@@ -104,8 +104,6 @@ def test_the_demo_model_calls_a_tool(server: Server) -> None:
     assert without_ids(message) == without_ids(choice["message"])
     assert reason == "tool_calls"
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
-    arguments = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", [])]
-    assert len(arguments) > 3, "the arguments come as the model writes them"
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -168,8 +166,12 @@ def test_text_and_two_calls(says: Says, size: int) -> None:
     whole = script.choice(PATH, **BODY)
     assert functions(whole["message"]) == [("get_weather", {"city": "Oslo"}), ("get_time", {})]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("I look.", "tool_calls")
-    message, reason = joined(script.chunks(PATH, **BODY))
+    chunks = script.chunks(PATH, **BODY)
+    message, reason = joined(chunks)
     assert (without_ids(message), reason) == (without_ids(whole["message"]), "tool_calls")
+    if size == 1:
+        arguments = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        assert len(arguments) > 3, "the arguments come as the model writes them"
 
 
 def test_openais_helper_accumulates_the_same_message(says: Says) -> None:

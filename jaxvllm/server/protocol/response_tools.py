@@ -10,7 +10,7 @@ from pydantic import ConfigDict, FailFast, Field, Tag
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
-from jaxvllm.server.protocol.fields import MAX_TOOLS, FunctionName, Strict, by_type, neutral
+from jaxvllm.server.protocol.fields import MAX_TOOLS, FunctionName, Strict, Strings, by_type, neutral
 from jaxvllm.text.assistant_message import INPUT
 from jaxvllm.text.tool_use import Tool, ToolUse
 
@@ -41,7 +41,7 @@ class _ClientTool(Strict):
     name: FunctionName
     description: str | None = None
     defer_loading: bool | None = None  # has no effect: the model sees all tools at once
-    allowed_callers: list[str] | None = neutral(["direct"])
+    allowed_callers: Strings | None = neutral(["direct"])
     is_async: bool | None = Field(default=None, alias="async")  # has no effect: the client runs the tool
 
 
