@@ -12,7 +12,15 @@ from jaxvllm.text.reasoning_tokens import ReasoningTokens
 class Answer:
     """One of the completions of `prompt`, as far as it has come. It continues the text `continued`, if any."""
 
-    def __init__(self, format: AnswerFormat, service: Service, prompt: Prompt, continued: str | None):
+    def __init__(
+        self,
+        format: AnswerFormat,
+        service: Service,
+        prompt: Prompt,
+        continued: str | None,
+        shows_reasoning: bool,
+    ):
+        """Takes the parts. Without `shows_reasoning`, the reasoning is counted and not told."""
         self.has_calls = False
         self.forced_calls: list[ForcedCall] = []  # those that are whole
         self._schemas = format.schemas if format.calls is not None and format.calls.is_forced else {}
@@ -20,6 +28,7 @@ class Answer:
         self._arguments: list[str] = []
         prompt_text = prompt.text or ""
         self._reader = None if format.is_plain else format.reader(prompt_text, continued)
+        self._shows_reasoning = shows_reasoning
         self._reasoning: list[str] = []
         self._tokens: ReasoningTokens | None = None
         if format.reasoning is not None:
@@ -43,7 +52,7 @@ class Answer:
         self.has_calls = self.has_calls or any(isinstance(event, CallEnd) for event in events)
         if self._schemas:
             self._note_calls(events)
-        return events
+        return events if self._shows_reasoning else [event for event in events if not isinstance(event, Reasoning)]
 
     def _note_calls(self, events: list[Event]) -> None:
         for event in events:

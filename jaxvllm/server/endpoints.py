@@ -23,12 +23,15 @@ _ELSEWHERE: Mapping[str, str] = {
     "/moderations": "nothing is moderated here",
     "/files": "`jaxvllm run-batch` answers files of requests",
     "/batches": "`jaxvllm run-batch` answers files of requests",
+    "/responses/compact": 'no conversation is compacted here, and truncation: "auto" drops the beginning of a long one',
     "/fine_tuning": "models are not trained here",
     "/load_lora_adapter": "LoRA adapters are not supported yet",
     "/unload_lora_adapter": "LoRA adapters are not supported yet",
     "/assistants": "POST /v1/responses is the newer API",
     "/threads": "POST /v1/responses is the newer API",
 }
+# Paths of other servers that look like the path of a stored response.
+_NO_IDS = ("/v1/responses/compact",)
 # Of the endpoints, those that most people look for.
 _MAIN = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
 
@@ -54,11 +57,10 @@ class KnownEndpoints:
             return None
         partial = [route for match, route in matches if match is Match.PARTIAL]
         path = scope["path"]
-        if partial:
+        if partial and path not in _NO_IDS:
             methods = sorted({name for route in partial for name in getattr(route, "methods", None) or ()} - {"HEAD"})
-            response = ApiError(405, f"{path} does not take {method}: use {' or '.join(methods)}").response(scope)
-            response.headers["allow"] = ", ".join(methods)
-            return response
+            text = f"{path} does not take {method}: use {' or '.join(methods)}"
+            return ApiError(405, text, methods=methods).response(scope)
         text = f"there is no endpoint {path}: {self._instead(path)} (GET /docs lists all)"
         return ApiError(404, text).response(scope)
 

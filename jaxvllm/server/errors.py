@@ -52,12 +52,22 @@ _MEDIA = ("image", "input_image", "document", "file", "input_file", "audio", "in
 class ApiError(Exception):
     """An error response to a request: its status and its message."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        methods: Sequence[str] = (),
+    ):
+        """Takes the parts. `methods` are those that the path takes, for a response of status 405."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self._methods = methods
 
     @property
     def type(self) -> str:
@@ -77,6 +87,8 @@ class ApiError(Exception):
         headers = {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
         if self.status == 504:  # OpenAI's clients would send it twice more, only to run into the timeout again
             headers["x-should-retry"] = "false"
+        if self._methods:
+            headers["Allow"] = ", ".join(self._methods)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         body = self.anthropic_body() if scope is not None and _is_anthropic(scope) else self.body()

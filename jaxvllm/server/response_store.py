@@ -1,8 +1,11 @@
 """`ResponseStore`: the latest responses of `/v1/responses`, so that a request may follow one of them."""
 
+import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxvllm.server.errors import ApiError
 
@@ -17,6 +20,11 @@ class StoredResponse:
 
     response: bytes
     items: bytes
+    item_ids: tuple[str, ...] = ()  # of its output and of the items that its request brought
+
+    def all_items(self) -> list[dict[str, Any]]:
+        """Returns the items of the conversation up to the end of the response."""
+        return [*json.loads(self.items), *json.loads(self.response)["output"]]
 
     @property
     def num_bytes(self) -> int:
@@ -31,6 +39,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._stored: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
+        self._holders: dict[tuple[bytes, str], str] = {}  # the response that has an item, by the item's id
         self._num_bytes = 0
 
     def add(self, owner: bytes, response_id: str, stored: StoredResponse) -> None:
@@ -40,6 +49,7 @@ class ResponseStore:
         with self._lock:
             self._drop((owner, response_id))
             self._stored[owner, response_id] = stored
+            self._holders |= {(owner, item_id): response_id for item_id in stored.item_ids}
             self._num_bytes += stored.num_bytes
             while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
                 self._drop(next(iter(self._stored)))
@@ -55,6 +65,13 @@ class ResponseStore:
             raise _not_found(response_id)
         return found
 
+    def items(self, owner: bytes, item_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Returns those of the owner's items that are stored, by their ids."""
+        with self._lock:
+            names = {self._holders.get((owner, item_id)): None for item_id in item_ids}
+            holders = [self._stored[owner, name] for name in names if name is not None]
+        return {item["id"]: item for holder in holders for item in holder.all_items()}
+
     def remove(self, owner: bytes, response_id: str) -> None:
         """Forgets the owner's response of this id. Raises ApiError if there is none."""
         with self._lock:
@@ -62,9 +79,14 @@ class ResponseStore:
                 raise _not_found(response_id)
 
     def _drop(self, key: tuple[bytes, str]) -> bool:
-        dropped = self._stored.pop(key, None)
-        self._num_bytes -= 0 if dropped is None else dropped.num_bytes
-        return dropped is not None
+        if (dropped := self._stored.pop(key, None)) is None:
+            return False
+        self._num_bytes -= dropped.num_bytes
+        owner, response_id = key
+        for item_id in dropped.item_ids:
+            if self._holders.get((owner, item_id)) == response_id:
+                del self._holders[owner, item_id]
+        return True
 
 
 def _not_found(response_id: str) -> ApiError:

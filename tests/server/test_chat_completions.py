@@ -314,7 +314,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(function_call={"name": "f"}), "function_call"),
     (dict(modalities=["text", "audio"]), "modalities"),
     (dict(audio={"voice": "alloy"}), "audio"),
-    (dict(prediction={"type": "content"}), "prediction"),
     (dict(reasoning_effort="heavy"), "reasoning_effort"),
     (dict(verbosity="loud"), "verbosity"),
     (dict(web_search_options={}), "web_search_options"),

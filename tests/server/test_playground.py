@@ -270,6 +270,7 @@ def test_escape_closes_an_explanation_and_does_not_stop_another_answer(tab: Brow
     grown = f"document.querySelector('{ANSWER}').textContent.length"
     tab.wait(f"{grown} > 20")
     tab.click(".turn:first-child .explain")
+    tab.wait("document.querySelector('.explanation') !== null")
     tab.press("Escape")
     assert tab.run("return document.querySelector('.explanation')") is None
     before = tab.run(f"return {grown}")

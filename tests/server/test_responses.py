@@ -214,7 +214,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "input[0].content[0].type",
     ),
     (dict(input=[{"type": "function_call", "name": "f", "arguments": "{", "call_id": "x"}]), "input"),
-    (dict(input=[{"type": "item_reference", "id": "x"}]), "input[0].type"),
+    (dict(input=[{"type": "item_reference", "id": "x"}]), "input"),
     (
         dict(input=[{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]),
         "input[0].content[0].type",
@@ -233,7 +233,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(text={"verbosity": "lowest"}), "text.verbosity"),
     (dict(text="plain"), "text"),
     (dict(stream_options={"include_obfuscation": False}), "stream_options"),
-    (dict(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
+    (dict(stream=True, stream_options={"include_obfuscation": "yes"}), "stream_options.include_obfuscation"),
     (dict(stream_options={"include_usage": True}), "stream_options"),
     (dict(temperature=-1), "temperature"),
     (dict(top_p=2), "top_p"),

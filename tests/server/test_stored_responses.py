@@ -94,10 +94,43 @@ def test_the_count_of_a_prompt(server: Server) -> None:
     assert server.answer("/v1/responses/input_tokens", input="word " * 1000)["input_tokens"] > 1000
 
 
+def test_an_item_is_referred_to_by_its_id(server: Server) -> None:
+    """As the client of Vercel does, which sends no item again that a server stores."""
+    first = server.answer(PATH, **GREEDY)
+    [asked] = server.client.get(f"{PATH}/{first['id']}/input_items").json()["data"]
+    [said] = first["output"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in (asked, said)]
+    thanks = {"role": "user", "content": "Thanks!"}
+    body = GREEDY | dict(input=[*references, thanks])
+    second = server.answer(PATH, **body)
+    whole = server.answer(PATH, **GREEDY | dict(input=[{"role": "user", "content": INPUT}, said, thanks]))
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert second["output"][0]["content"] == whole["output"][0]["content"]
+    # The items of a request are stored as they were meant.
+    listed = server.client.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc"}).json()["data"]
+    assert [item["id"] for item in listed[:2]] == [asked["id"], said["id"]]
+    # Another key has none of them, and neither has anybody after they are deleted.
+    assert server.client.post(PATH, json=body, headers={"authorization": "Bearer other"}).status_code == 400
+    for response in (first, second):
+        server.client.delete(f"{PATH}/{response['id']}")
+    status, error = server.error(PATH, **body)
+    assert (status, error["param"]) == (400, "input") and asked["id"] in error["message"]
+
+
+def test_nothing_is_cancelled_or_compacted(server: Server) -> None:
+    answer = server.answer(PATH, **GREEDY)
+    status, error = server.error(f"{PATH}/{answer['id']}/cancel")
+    assert status == 400 and "background" in error["message"]
+    assert server.error(f"{PATH}/resp_none/cancel")[0] == 404
+    response = server.ask(ServerConfig(), f"{PATH}/compact", model="demo", input=INPUT)
+    assert response.status_code == 404 and "compacted" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("headers", "status"), [({"sec-websocket-version": "13"}, 426), ({}, 405)])
 def test_a_client_that_tries_a_websocket_falls_back(server: Server, headers: dict[str, str], status: int) -> None:
     response = server.ask(ServerConfig(), PATH, method="GET", headers=headers)
     assert response.status_code == status
+    assert response.headers.get("allow") == (None if status == 426 else "POST")
     assert "POST" in response.json()["error"]["message"]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 # As browsers write it: lower case, and no slash at the end.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
-KEY_VARIABLE = "JAXVLLM_API_KEY"
+# A server that moves here from vLLM may have its variable, and must not lose its key.
+KEY_VARIABLES = ("JAXVLLM_API_KEY", "VLLM_API_KEY")
 _NEVER_EMPTY = ("api_key", "allowed_host", "allowed_origins", "allowed_methods", "allowed_headers")
 
 
@@ -22,7 +23,7 @@ class HttpConfig:
     # Without an api_key, everybody who can reach the address may use the server: then only the network protects it.
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: every network of this host, so give an api_key, too
     port: int = 8000  # port to listen on; 0: any free port, which is printed
-    api_key: tuple[str, ...] = field(default=(), repr=False)  # keys that clients may use, beside $JAXVLLM_API_KEY
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # keys of clients; others: $JAXVLLM_API_KEY, $VLLM_API_KEY
     api_key_file: str | None = None  # a file with one key in each line; lines that begin with # are comments
     allowed_host: tuple[str, ...] = ()  # names beside localhost that clients may use while there is no key, or "*"
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may read answers: https://app.example, or "*"
@@ -71,8 +72,7 @@ def read_keys(config: HttpConfig, environment: Mapping[str, str] = os.environ) -
     Raises ValueError when the file cannot be read, or a key cannot be sent in a header. No message contains a key.
     """
     keys = list(config.api_key)
-    if from_environment := environment.get(KEY_VARIABLE, "").strip():
-        keys.append(from_environment)
+    keys += [key for name in KEY_VARIABLES if (key := environment.get(name, "").strip())]
     if config.api_key_file is not None:
         keys += _keys_in(Path(config.api_key_file))
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):

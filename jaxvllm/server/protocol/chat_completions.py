@@ -111,7 +111,7 @@ class ChatRequest(EngineFields, SamplingFields, CompletionFields):
 
     modalities: Strings | None = neutral(["text"])
     audio: dict[str, Any] | None = neutral()
-    prediction: dict[str, Any] | None = neutral()
+    prediction: Any = None  # has no effect: the answer is the same with and without a guess of it
     # They have no effect: all prompts are cached, until their memory is needed.
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None

@@ -109,14 +109,22 @@ class InputReasoning(Strict):
     status: ItemStatus | None = None
 
 
+class ItemReference(Strict):
+    """An item of a stored response, or of its input, in whose place only its id is sent."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 type InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[InputCall, Tag("<function_call>")]
     | Annotated[InputCustomCall, Tag("<custom_tool_call>")]
     | Annotated[InputCallOutput, Tag("<function_call_output>")]
-    | Annotated[InputReasoning, Tag("<reasoning>")],
+    | Annotated[InputReasoning, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")],
     by_type(
-        *("message", "function_call", "custom_tool_call", "function_call_output", "reasoning"),
+        *("message", "function_call", "custom_tool_call", "function_call_output", "reasoning", "item_reference"),
         default="message",
         others={"custom_tool_call_output": "function_call_output"},
     ),

@@ -106,7 +106,7 @@ class ResponsesStreamOptions(Strict):
     """The information that a stream contains in addition to its text."""
 
     include_usage: bool | None = None  # for clients of chat completions; the last event always has the usage
-    include_obfuscation: bool | None = neutral(False)
+    include_obfuscation: bool | None = None  # has no effect: no event is padded
 
 
 class ResponsesRequest(EngineFields, SamplingFields, RequestFields):

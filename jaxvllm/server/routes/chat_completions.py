@@ -21,7 +21,6 @@ from jaxvllm.server.routes.documented import STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.chat_messages import checked_messages
-from jaxvllm.text.message_events import Event, Reasoning
 from jaxvllm.text.prompts import PromptRoom
 
 
@@ -93,7 +92,7 @@ class _Exchange:
         choices = []
         for completion in output.outputs:
             answer = self._answer(completion.index)
-            message = AssistantMessage.of(self._shown(answer.read(completion)))
+            message = AssistantMessage.of(answer.read(completion))
             made = {"token_ids": None} | parts(self._body, completion, bool(message.calls))
             choices.append(made | {"message": message_of(self._body, message, self._echo)})
         head = self._head | {"object": "chat.completion", "prompt_logprobs": None} | self._prompt_ids
@@ -120,7 +119,7 @@ class _Exchange:
                     so_far = self._usage_so_far(num_prompt, num_tokens, num_cached)
                     yield event(head | with_ids | {"choices": [first]} | so_far)
                 num_tokens += len(completion.token_ids)
-                delta = delta_of(self._body, self._shown(answer.read(completion)))
+                delta = delta_of(self._body, answer.read(completion))
                 if delta or completion.finish_reason or self._has_more(options):
                     made = parts(self._body, completion, answer.has_calls) | {"delta": delta}
                     so_far = self._usage_so_far(num_prompt, num_tokens, num_cached)
@@ -142,11 +141,6 @@ class _Exchange:
         is_shown = self._service.config.enable_per_request_metrics and (self._body.n or 1) == 1
         return times_of(output.metrics, num_tokens) if is_shown else None
 
-    def _shown(self, events: list[Event]) -> list[Event]:
-        if self._body.shows_reasoning:
-            return events
-        return [event for event in events if not isinstance(event, Reasoning)]
-
     def _has_more(self, options: StreamOptions) -> bool:
         """Returns whether a chunk without text tells something."""
         more = (options.usage_in_chunks, options.include_draft_spans)
@@ -155,7 +149,9 @@ class _Exchange:
     def _answer(self, index: int) -> Answer:
         """Returns the answer with this index, which begins when it is first asked for."""
         if index not in self._answers:
-            self._answers[index] = Answer(self._format, self._service, self._prompt, self._continued)
+            self._answers[index] = Answer(
+                self._format, self._service, self._prompt, self._continued, self._body.shows_reasoning
+            )
         return self._answers[index]
 
     def _num_reasoning(self) -> int | None:

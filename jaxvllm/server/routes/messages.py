@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from jaxvllm.core.request import Prompt
-from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
+from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.answer import Answer
 from jaxvllm.server.content_blocks import BlockStream, blocks_of
 from jaxvllm.server.errors import ApiError
@@ -31,7 +31,6 @@ from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import COMMON, STREAMED, as_anthropic
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AssistantMessage
-from jaxvllm.text.message_events import Event, Reasoning
 
 
 def router(service: Service) -> APIRouter:
@@ -56,7 +55,7 @@ def router(service: Service) -> APIRouter:
         asked = body.request(engine_id, prompt, service.with_marks(params, format))
         facts = service.llm.facts
         page_size = facts.page_size if service.llm.config.enable_prefix_caching else None
-        answer = Answer(format, service, asked.prompt, body.continued)
+        answer = Answer(format, service, asked.prompt, body.continued, body.shows_thinking)
         applied = None if body.context_management is None else {"applied_edits": edited.applied}
         exchange = _Exchange(body, answer, model, answer_id, page_size, applied)
         with form_given_as(body.form_field):
@@ -102,7 +101,7 @@ class _Exchange:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         [completion] = output.outputs
-        content = blocks_of(AssistantMessage.of(self._read(completion)))
+        content = blocks_of(AssistantMessage.of(self._answer.read(completion)))
         usage = self._usage(output, len(completion.token_ids))
         return self._message(content, usage) | ending(completion, self._answer.has_calls)
 
@@ -116,7 +115,7 @@ class _Exchange:
             if stream is None:
                 stream = BlockStream()
                 yield _event("message_start", message=self._message([], self._usage(output, 0)))
-            told = [one for said in self._read(completion) for one in stream.read(said)]
+            told = [one for said in self._answer.read(completion) for one in stream.read(said)]
             if output.finished:
                 told += stream.finish()
             for kind, data in told:
@@ -129,11 +128,6 @@ class _Exchange:
                 usage = self._usage(output, num_tokens)
                 yield _event("message_delta", delta=delta, usage=usage, context_management=self._applied)
                 yield _event("message_stop")
-
-    def _read(self, completion: CompletionOutput) -> list[Event]:
-        """Returns what the new part of the completion says."""
-        said = self._answer.read(completion)
-        return said if self._body.shows_thinking else [one for one in said if not isinstance(one, Reasoning)]
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._answer_id, "type": "message", "role": "assistant", "model": self._model}

@@ -1,26 +1,23 @@
 """`POST /v1/responses`, and the count of its prompt's tokens."""
 
-import json
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from pydantic import TypeAdapter
 
 from jaxvllm.core.request import Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.answer import Answer
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.exchange import Events, encode, event, respond
+from jaxvllm.server.exchange import Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.auth import key_digest
 from jaxvllm.server.http.request_id import RequestId
 from jaxvllm.server.output_items import OutputItems
 from jaxvllm.server.protocol.fields import now, params_of
 from jaxvllm.server.protocol.response_format import form_given_as
-from jaxvllm.server.protocol.response_items import InputItem, ItemStatus, listed
+from jaxvllm.server.protocol.response_items import ItemStatus
 from jaxvllm.server.protocol.responses import (
     InputTokens,
     ResponsesRequest,
@@ -29,16 +26,12 @@ from jaxvllm.server.protocol.responses import (
     responses_usage,
     token_logprobs,
 )
-from jaxvllm.server.response_store import StoredResponse
+from jaxvllm.server.response_conversation import Conversation
 from jaxvllm.server.routes.documented import COMMON, STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AssistantMessage
 from jaxvllm.text.message_events import Event as Said
-from jaxvllm.text.message_events import Reasoning
 from jaxvllm.text.prompts import PromptRoom
-
-# The items of a response that was stored.
-_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 def router(service: Service) -> APIRouter:
@@ -68,7 +61,8 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     body.check_stream()
     service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     owner = key_digest(request.headers.raw)
-    body, items = await run_in_threadpool(_whole_conversation, service, body, owner)
+    conversation = await run_in_threadpool(Conversation.of, body, service.responses, owner)
+    body = conversation.request
     params = params_of(
         service.defaults,
         body.chosen(),
@@ -82,13 +76,9 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     service.check_limit(body.max_output_tokens, "max_output_tokens")
     answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
     asked = body.request(engine_id, prompt, service.with_marks(params, format))
-    answer = Answer(format, service, asked.prompt, body.continued)
+    answer = Answer(format, service, asked.prompt, body.continued, body.shows_reasoning)
 
-    def store(response: dict[str, Any]) -> None:
-        if items is not None and service.responses is not None:
-            service.responses.add(owner, answer_id, StoredResponse(encode(response), encode(items)))
-
-    exchange = _Exchange(body, answer, model, params, answer_id, None if items is None else store)
+    exchange = _Exchange(body, answer, model, params, answer_id, conversation)
     with form_given_as(body.form_field):
         return await respond(
             request,
@@ -111,13 +101,12 @@ class _Exchange:
         model: str,
         params: SamplingParams,
         answer_id: str,
-        store: Callable[[dict[str, Any]], None] | None,
+        conversation: Conversation,
     ):
-        """Takes the parts. `store` keeps the response when it has ended."""
         self._body = body
         self._answer = answer
-        self._store = store
-        self._head = echoed(body, is_stored=store is not None) | {
+        self._conversation = conversation
+        self._head = echoed(body, is_stored=conversation.is_stored) | {
             "id": answer_id,
             "object": "response",
             "created_at": now(),
@@ -163,8 +152,7 @@ class _Exchange:
         """Returns what the new part of the completion says, and notes its log-probabilities."""
         as_ids = self._body.return_tokens_as_token_ids
         self._items.note(token_logprobs(completion, self._body.shown_logprobs(self._body.num_logprobs), as_ids))
-        said = self._answer.read(completion)
-        return said if self._body.shows_reasoning else [one for one in said if not isinstance(one, Reasoning)]
+        return self._answer.read(completion)
 
     def _ended(self, output: RequestOutput, completion: CompletionOutput, num_tokens: int) -> dict[str, Any]:
         """Returns the final `ResponsesResponse`, after all of the answer has been read."""
@@ -176,8 +164,7 @@ class _Exchange:
             "output": self._items.items,
             "usage": responses_usage(num_prompt, num_tokens, num_cached, self._answer.num_reasoning_tokens),
         }
-        if self._store is not None:
-            self._store(ended)
+        self._conversation.store(ended)
         return ended
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -198,35 +185,6 @@ class _Exchange:
 
 def _status(completion: CompletionOutput) -> ItemStatus:
     return "incomplete" if completion.finish_reason == "length" else "completed"
-
-
-def _whole_conversation(
-    service: Service, body: ResponsesRequest, owner: bytes
-) -> tuple[ResponsesRequest, list[Any] | None]:
-    """Returns the request with the items of the response that it follows, and all items if they are to be stored.
-
-    Raises ApiError for a response that is not stored for its owner.
-    """
-    before: list[Any] = []
-    if (name := body.previous_response_id) is not None:
-        if service.responses is None:
-            raise ApiError(
-                400,
-                "previous_response_id needs a server with one API process: send the whole conversation as input",
-                param="previous_response_id",
-            )
-        found = service.responses.find(owner, name)
-        if found is None:
-            raise ApiError(
-                400,
-                f"previous_response_id: there is no response with id {name!r:.80}: send the whole conversation",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        before = json.loads(found.items) + json.loads(found.response)["output"]
-    is_stored = body.store is not False and service.responses is not None
-    items = before + listed(body.input) if is_stored else None
-    return body.following(_ITEMS.validate_python(before)) if before else body, items
 
 
 def _text(service: Service, body: ResponsesRequest) -> str:
@@ -252,5 +210,5 @@ def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
 
 
 def _count(service: Service, body: ResponsesRequest, owner: bytes) -> int:
-    body, _ = _whole_conversation(service, body, owner)
+    body = Conversation.of(body, service.responses, owner).request
     return len(service.count_tokens(_text(service, body), add_special_tokens=bool(body.add_special_tokens)))

@@ -27,7 +27,8 @@ def router(service: Service) -> APIRouter:
         """
         if "sec-websocket-version" in request.headers:
             raise ApiError(426, "this endpoint has no WebSocket: send a POST, with stream: true for events")
-        raise ApiError(405, "this endpoint takes POST: GET /v1/responses/ID returns a stored response")
+        text = "this endpoint takes POST: GET /v1/responses/ID returns a stored response"
+        raise ApiError(405, text, methods=["POST"])
 
     @routes.get("/v1/responses/{response_id}", response_model=ResponsesResponse, responses=told)
     async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> Response:
@@ -42,6 +43,12 @@ def router(service: Service) -> APIRouter:
         """Forgets a stored response."""
         _store(service).remove(key_digest(request.headers.raw), response_id)
         return DeletedResponse(id=response_id, object="response", deleted=True)
+
+    @routes.post("/v1/responses/{response_id}/cancel", responses=told)
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Refuses, because only a response in the background can be cancelled. Close the connection of others."""
+        _store(service).get(key_digest(request.headers.raw), response_id)
+        raise ApiError(400, "cannot cancel a response that did not run in the background: it has ended")
 
     @routes.get("/v1/responses/{response_id}/input_items", responses=told)
     async def list_input_items(

@@ -157,6 +157,7 @@ def test_keys_come_from_three_places(tmp_path):
     file.write_text("# ours\n\n  of-file  \nof-line\n")
     config = ServerConfig(api_key=("of-line",), api_key_file=str(file))
     assert read_keys(config, {"JAXVLLM_API_KEY": "of-environment"}) == ("of-line", "of-environment", "of-file")
+    assert read_keys(ServerConfig(), {"VLLM_API_KEY": "of-vllm"}) == ("of-vllm",)
     assert read_keys(ServerConfig(), {}) == ()
 
 
