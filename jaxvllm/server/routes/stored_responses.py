@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Refuses, because only a response in the background can be cancelled. Close the connection of others."""
         _store(service).get(key_digest(request.headers.raw), response_id)
-        raise ApiError(400, "cannot cancel a response that did not run in the background: it has ended")
+        raise ApiError(400, "Cannot cancel a synchronous response: it did not run in the background, and has ended")
 
     @routes.get("/v1/responses/{response_id}/input_items", responses=told)
     async def list_input_items(
