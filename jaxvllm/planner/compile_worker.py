@@ -53,29 +53,45 @@ def compile_steps(deployment: Deployment) -> Findings:
     Raises ValueError, NotImplementedError, or RuntimeError when this environment has no compiler for the device or the
     compiler finds no room.
     """
-    chip = deployment.target.chip
-    replica = replace(deployment.mesh, data=1)
-    devices = compile_only_devices(chip, replica.num_devices) if chip else jax.devices()
-    mesh = make_mesh(replica, devices)
-    dtype = jnp.dtype(deployment.dtype)
-    layout: Layout = "stacked" if chip or deployment.stages > 1 else "separate"
-    # The pools take half of the memory that the weights leave: a copy of them could not hide, and the step has room.
-    # They have no more pages than an engine would have, because they must not take the room of a step whose model is
-    # small.
-    half = (deployment.target.memory_bytes - deployment.share.weight_bytes) // 2
-    num_pages = max(count_pages(half, deployment.pool_bytes, deployment.useful_pages), 2)
-    shape = deployment.cache_shape(num_pages)
-    params, pages = (
-        abstract_params(deployment.spec, dtype, layout, mesh),
-        shape.pages(deployment.spec, deployment.backend, mesh),
+    steps = Steps(deployment)
+    return Findings(
+        largest=steps.compile(deployment.largest),
+        decode=steps.compile(deployment.decode),
+        pool_bytes=deployment.pool_bytes(steps.num_pages),
+        versions={package: version(package) for package in PACKAGES[steps.platform]},
     )
 
-    compiler = StepCompiler(params, pages, deployment.spec, shape, deployment.backend, mesh)
 
-    def compile_bucket(bucket: Bucket) -> StepFindings:
-        is_tpu = deployment.target.platform == "tpu"
+class Steps:
+    """The steps of one deployment, each of which can be compiled."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        """Compiles nothing yet. Raises ValueError or RuntimeError when this environment has no such devices."""
+        chip = deployment.target.chip
+        replica = replace(deployment.mesh, data=1)
+        devices = compile_only_devices(chip, replica.num_devices) if chip else jax.devices()
+        mesh = make_mesh(replica, devices)
+        dtype = jnp.dtype(deployment.dtype)
+        layout: Layout = "stacked" if chip or deployment.stages > 1 else "separate"
+        # The pools take half of the memory that the weights leave: a copy of them could not hide, and the step has
+        # room. They have no more pages than an engine would have, because they must not take the room of a step whose
+        # model is small.
+        half = (deployment.target.memory_bytes - deployment.share.weight_bytes) // 2
+        self.num_pages = max(count_pages(half, deployment.pool_bytes, deployment.useful_pages), 2)
+        shape = deployment.cache_shape(self.num_pages)
+        params, pages = (
+            abstract_params(deployment.spec, dtype, layout, mesh),
+            shape.pages(deployment.spec, deployment.backend, mesh),
+        )
+        self.platform = devices[0].platform
+        self._is_tpu = deployment.target.platform == "tpu"
+        self._num_devices = replica.num_devices
+        self._compiler = StepCompiler(params, pages, deployment.spec, shape, deployment.backend, mesh)
+
+    def compile(self, bucket: Bucket) -> StepFindings:
+        """Compiles the step of one shape."""
         start = time.monotonic()
-        program = compiler.compile(bucket)
+        program = self._compiler.compile(bucket)
         seconds = time.monotonic() - start
         memories = [memory for part in program.parts if (memory := part.memory_analysis())]
         texts = [text for part in program.parts if (text := part.as_text())]
@@ -87,16 +103,9 @@ def compile_steps(deployment: Deployment) -> Findings:
             argument_bytes=max(memory.argument_size_in_bytes for memory in memories),
             step_bytes=program.step_bytes,
             temp_bytes=max(memory.temp_size_in_bytes for memory in memories),
-            vmem_array_bytes=max(largest_vmem_array(text)[0] for text in texts) if is_tpu else 0,
-            collectives=tuple(c for text in texts for c in read_collectives(text)) if replica.num_devices > 1 else (),
+            vmem_array_bytes=max(largest_vmem_array(text)[0] for text in texts) if self._is_tpu else 0,
+            collectives=tuple(c for text in texts for c in read_collectives(text)) if self._num_devices > 1 else (),
         )
-
-    return Findings(
-        largest=compile_bucket(deployment.largest),
-        decode=compile_bucket(deployment.decode),
-        pool_bytes=deployment.pool_bytes(num_pages),
-        versions={package: version(package) for package in PACKAGES[devices[0].platform]},
-    )
 
 
 if __name__ == "__main__":
