@@ -1,15 +1,16 @@
 """The rungs of `jaxvllm bench ladder` on small engines of the embedded model: other steps, and the same tokens."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
+from io import StringIO
+from typing import Any
 
 import pytest
 
+from jaxvllm.bench.ladder import measure
+from jaxvllm.bench.ladder import rung as rungs
 from jaxvllm.bench.ladder.drivers import Apart, Recomputing, Serving
 from jaxvllm.bench.ladder.figures import FIGURES, WASTED
 from jaxvllm.bench.ladder.measure import (
@@ -17,18 +18,19 @@ from jaxvllm.bench.ladder.measure import (
     Engines,
     Ladder,
     LadderOptions,
-    make_driver,
     measure_ladder,
     prefill_config,
 )
 from jaxvllm.bench.ladder.run import Run
 from jaxvllm.bench.ladder.rung import RUNGS, Rung, Sizes, chosen_rungs
 from jaxvllm.bench.ladder.workload import Workload
+from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.engine import Engine
+from tests.engine.tiny import quick_compilation
 
 OPTIONS = LadderOptions(requests=3, arrivals=0.05, rounds=1)
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -67,7 +69,8 @@ class PacedEngines(Engines):
     """The speed of this machine decides nothing: there are bursts and drafts wherever there may be some."""
 
     def get(self, config: EngineConfig) -> Engine:
-        engine = super().get(config)
+        with quick_compilation():
+            engine = super().get(config)
         pace = BurstPace(max_seconds=1e9)
         for num_rows in range(1, 5):
             pace.measured(num_rows, 1, 1e-3)
@@ -84,17 +87,47 @@ def engines() -> Iterator[Engines]:
         yield PacedEngines(stack)
 
 
-@pytest.fixture(scope="module")
-def workload(sizes: SmallSizes, engines: Engines) -> Workload:
-    tokenizer = engines.get(sizes.config(BY_NAME["static"])).tokenizer
-    assert tokenizer is not None
-    return Workload.draw(tokenizer, OPTIONS.requests, OPTIONS.seed, OPTIONS.arrivals)
+@dataclass(frozen=True)
+class Command:
+    """What `jaxvllm bench ladder` has measured, printed and written."""
+
+    exit_code: int
+    ladder: Ladder
+    printed: str
+    picture: bytes
+    written: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def runs(sizes: SmallSizes, engines: Engines, workload: Workload) -> dict[str, Run]:
-    """A run of each rung."""
-    return {rung.name: make_driver(rung, sizes, engines).run(workload) for rung in RUNGS}
+def command(sizes: SmallSizes, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """The whole command on the small engines: all rungs, with a run of each that counts."""
+    folder = tmp_path_factory.mktemp("ladder")
+    picture, file = folder / "ladder.png", folder / "ladder.json"
+    flags = [f"--requests={OPTIONS.requests}", f"--arrivals={OPTIONS.arrivals}", f"--rounds={OPTIONS.rounds}"]
+    ladders, printed = list[Ladder](), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(measure, "Engines", lambda _: engines)
+        patch.setattr(rungs, "Sizes", lambda: sizes)
+        patch.setattr(measure, "measure_ladder", lambda *given: ladders.append(measure_ladder(*given)) or ladders[-1])
+        code = main(["ladder", *flags, "--output", str(picture), "--json", str(file)])
+    [ladder] = ladders
+    return Command(code, ladder, printed.getvalue(), picture.read_bytes(), json.loads(file.read_text()))
+
+
+@pytest.fixture(scope="module")
+def runs(command: Command) -> dict[str, Run]:
+    """The run of each rung that counts."""
+    return {each.rung.name: each.runs[0] for each in command.ladder.rungs}
+
+
+@pytest.mark.slow
+def test_the_whole_command(command: Command) -> None:
+    assert command.exit_code == 0
+    assert command.ladder.options == OPTIONS
+    assert command.picture.startswith(b"\x89PNG")
+    names = [each["name"] for each in command.written["rungs"]]
+    assert names == [each.name for each in RUNGS]
+    assert all(f"\n{name} " in command.printed for name in names)
 
 
 def test_all_rungs_give_the_same_tokens(runs: dict[str, Run]) -> None:
@@ -212,17 +245,3 @@ def test_the_host_plans_ahead_where_it_may(name: str, plans_ahead: bool, sizes: 
         was_busy.append(engine.replicas[0].is_busy)
     # The first call of one that plans ahead reads nothing.
     assert len(was_busy) == 20 + plans_ahead and any(was_busy) == plans_ahead
-
-
-@pytest.mark.slow
-def test_the_whole_command(tmp_path: Path) -> None:
-    """In a process of its own: so many programs of so many engines come near the most mappings that Linux allows."""
-    picture, file = tmp_path / "ladder.png", tmp_path / "ladder.json"
-    command = [sys.executable, "-m", "jaxvllm.bench", "ladder", "--requests", "8", "--rounds", "1"]
-    done = subprocess.run(
-        [*command, "--output", str(picture), "--json", str(file)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    names = [rung["name"] for rung in json.loads(file.read_text())["rungs"]]
-    assert names == [rung.name for rung in RUNGS] and all(f"\n{name} " in done.stdout for name in names)
