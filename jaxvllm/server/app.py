@@ -1,6 +1,6 @@
 """The FastAPI application: it has every endpoint of one `Service`, and gives all errors the same shape."""
 
-from functools import cache
+from functools import cache, partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -57,6 +57,8 @@ def create_app(service: Service) -> FastAPI:
 
     app.add_middleware(HeadAsGet)
     app.add_middleware(AfterStart, service=service)
+    # A path or a method that does not exist is refused before it comes here. That answer waits for the start, too.
+    app.state.around_refusals = partial(AfterStart, service=service)
     page = cache(lambda: http_doc.page(app))
 
     @app.get("/docs", include_in_schema=False)

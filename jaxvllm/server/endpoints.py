@@ -1,7 +1,7 @@
 """The endpoints of an application, and what is told of those that it has not."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
@@ -39,16 +39,19 @@ _MAIN = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messag
 class KnownEndpoints:
     """ASGI middleware that passes on requests for the paths and methods of `routes`.
 
-    Others get 404 or 405, which name what exists, whatever their body is.
+    Others get 404 or 405, which name what exists, whatever their body is. `around` is put around this answer.
     """
 
-    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]):
+    def __init__(
+        self, app: ASGIApp, routes: Iterable[BaseRoute], around: Callable[[ASGIApp], ASGIApp] = lambda app: app
+    ):
         self._app = app
         self._routes = tuple(flat(routes))
+        self._around = around
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if response is None else response)(scope, receive, send)
+        await (self._app if response is None else self._around(response))(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]

@@ -70,6 +70,27 @@ def test_who_waits_is_answered_once_there_will_be_no_engine(state: EngineState, 
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/models", 200),
+        ("GET", "/v1/completions", 405),
+        ("HEAD", "/v1/completions", 405),
+        ("POST", "/v1/x", 404),
+    ],
+)
+def test_no_answer_of_any_kind_comes_before_the_start(method: str, path: str, status: int) -> None:
+    """Scripts for vLLM take any answer for the sign that requests are taken."""
+
+    async def test(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
+        answer = await client.request(method, path)
+        assert answer.status_code == 503 and (method == "HEAD" or "request_timeout of 0.01 s" in answer.text)
+        llm._read(wire.Away("the engine is started again"))
+        assert (await client.request(method, path)).status_code == status
+
+    run(test, request_timeout=0.01)
+
+
 def test_an_engine_that_is_started_again_lets_nobody_wait() -> None:
     async def test(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
         llm._read(wire.Away("the engine is started again"))

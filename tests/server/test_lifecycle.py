@@ -151,7 +151,7 @@ def test_sigterm_lets_requests_finish(start):
             # Scripts for vLLM take any answer for the sign that requests are taken.
             waiting = [early.submit(get, server, path) for path in ("/v1/models", "/v1/completions")]
             assert get(server, "/metrics").status_code == 200
-            assert not any(each.done() for each in waiting)
+            assert not any(each.done() for each in waiting), [each.result().text for each in waiting if each.done()]
         assert [each.result().status_code for each in waiting] == [200, 405]
     assert get(server, "/health").status_code == get(server, "/ready").status_code == 200
     server.ready()

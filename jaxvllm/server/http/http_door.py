@@ -87,7 +87,7 @@ def guarded(app: "ASGIApp", config: HttpConfig, keys: Iterable[str], is_local: b
 
     limited: ASGIApp = RequestLimits(app, config.max_body_bytes)
     if isinstance(app, Starlette):  # a path that does not exist is told before the rules for its body
-        limited = KnownEndpoints(limited, app.routes)
+        limited = KnownEndpoints(limited, app.routes, getattr(app.state, "around_refusals", lambda refusal: refusal))
     app = Auth(limited, keys, config.open_metrics)
     if config.allowed_origins:
         # Around `Auth`, because a browser asks without a key whether a page may send one, and because a page may read
