@@ -21,7 +21,7 @@ KERNEL_DTYPES = {"tpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float16"),
 
 # The chips whose kernels are interpreted. An idle multiprocessor costs the interpreter as much as a busy one, so the
 # GPU has few.
-INTERPRETED_TPU, INTERPRETED_GPU, INTERPRETED_SMS = "v5e", "h200", 4
+INTERPRETED_TPU, INTERPRETED_GPU, INTERPRETED_SMS = "v5e", "h200", 2
 # The oldest GPUs with kernels: for older ones, Mosaic GPU of jax 0.11.2 ends the process with a fatal error in LLVM.
 MOSAIC_GPU_CAPABILITY = (9, 0)
 

@@ -2,7 +2,8 @@
 
 Heads and pages are those of real models or of one tensor-parallel shard of them. In `CASES`, contexts are short enough
 for a float64 oracle on a laptop, and lie around the sizes at which implementations split: pages, chunks of 256, tiles
-of 64. `SERVING` has the sizes that a GPU or TPU serves, for compilers and clocks.
+of 64. Where heads, tokens and rows say nothing of a case, they are another case's: tests compile one program for both.
+`SERVING` has the sizes that a GPU or TPU serves, for compilers and clocks.
 """
 
 from dataclasses import dataclass
@@ -82,22 +83,25 @@ CASES = (
                _rows((1, 3), (1, 256), (1, 700), (0, 0), (1, 1), (1, 257), (0, 0), (1, 65))),
     # Llama 3 8B on four devices.
     RaggedCase("decode-gqa", 8, 2, 128, 16, 4, _rows((1, 17), (1, 512), (1, 16), (1, 1025))),
-    RaggedCase("decode-window", 8, 4, 64, 16, 6,
-               _rows((1, 900), (1, 32), (1, 33), (1, 1), (0, 0), (1, 320)), window=32),
+    RaggedCase("decode-window", 4, 2, 16, 16, 6,
+               _rows((1, 490), (1, 32), (1, 33), (1, 1), (0, 0), (1, 320)), window=32),
     # Decode rows come first, as the scheduler plans them.
     RaggedCase("mixed-mqa", 7, 1, 12, 16, 256, _rows((1, 3), (1, 500), (5, 40), (70, 70), (64, 300), (0, 0))),
     # The rows are in any order, with empty rows between them, and fill the bucket to the last token.
     RaggedCase("mixed-any-order", 6, 2, 16, 32, 136,
                _rows((0, 0), (65, 65), (1, 256), (2, 260), (0, 0), (63, 400), (1, 1), (4, 4))),
-    RaggedCase("mixed-window", 8, 4, 32, 16, 128, _rows((1, 700), (40, 600), (1, 5), (50, 50)), window=20),
+    RaggedCase("mixed-window", 6, 2, 16, 32, 136,
+               _rows((1, 700), (40, 600), (1, 5), (50, 50), (0, 0), (0, 0), (0, 0), (0, 0)), window=20),
     # Both windows begin at position 255, the last one of a chunk, and no other row reads that chunk.
-    RaggedCase("mixed-window-from-the-end-of-a-chunk", 4, 2, 32, 16, 48, _rows((1, 295), (30, 324)), window=40),
-    # A window longer than a chunk, not a multiple of anything, and Gemma 2's soft cap.
-    RaggedCase("mixed-soft-cap", 8, 4, 32, 64, 96,
-               _rows((1, 777), (30, 640), (1, 301), (33, 33)), window=300, soft_cap=5.0),
+    RaggedCase("mixed-window-from-the-end-of-a-chunk", 4, 2, 16, 16, 48,
+               _rows((1, 295), (30, 324), (0, 0)), window=40),
+    # A window longer than a chunk, not a multiple of anything, that the last positions of a row begin to lose; and a
+    # soft cap like Gemma 2's.
+    RaggedCase("mixed-soft-cap", 4, 2, 64, 16, 72,
+               _rows((1, 490), (30, 330), (33, 33), (0, 0), (0, 0)), window=300, soft_cap=5.0),
     # gpt-oss on eight devices: half of its layers have this window, all of them sinks.
     RaggedCase("decode-sinks", 8, 1, 64, 16, 4, _rows((1, 300), (1, 1), (0, 0), (1, 129)), window=128, sinks=True),
-    RaggedCase("mixed-sinks", 8, 1, 64, 16, 64, _rows((1, 200), (40, 70), (3, 3)), sinks=True),
+    RaggedCase("mixed-sinks", 8, 1, 64, 64, 64, _rows((1, 200), (40, 70), (3, 3)), sinks=True),
     # Gemma 2 9B on eight devices.
     RaggedCase("mixed-wide-heads", 2, 1, 256, 16, 40, _rows((1, 150), (33, 90), (2, 40)), window=64, soft_cap=50.0),
     RaggedCase("decode-int8", 8, 2, 128, 32, 3, _rows((1, 17), (1, 300), (1, 64)), kv_dtype="int8"),
@@ -108,15 +112,15 @@ CASES = (
     RaggedCase("mixed-fp8", 8, 2, 64, 32, 64, _rows((1, 90), (40, 170), (2, 2)), sinks=True,
                kv_dtype="float8_e4m3fn"),
     RaggedCase("prefill-whole", 14, 2, 64, 16, 200, _rows((200, 200))),
-    RaggedCase("prefill-chunk", 8, 8, 16, 128, 192, _rows((130, 900), (0, 0), (0, 0), (0, 0))),
+    RaggedCase("prefill-chunk", 2, 2, 64, 128, 144, _rows((130, 770), (0, 0), (0, 0), (0, 0))),
     # A few drafts a row to verify.
-    RaggedCase("verify-drafts", 4, 1, 64, 128, 16, _rows((4, 300), (3, 129), (4, 4), (4, 256))),
+    RaggedCase("verify-drafts", 2, 2, 64, 128, 144, _rows((4, 300), (3, 129), (4, 4), (4, 256))),
     # Up to seven drafts each: rows have all of them, are near their limit, have ended, or had no guess. They begin and
     # end around pages, the window and the end of a chunk.
-    RaggedCase("verify-window-soft-cap", 4, 2, 64, 16, 40,
-               _rows((8, 260), (2, 33), (0, 0), (5, 5), (1, 41)), window=36, soft_cap=30.0),
-    RaggedCase("verify-int8", 8, 2, 64, 32, 24, _rows((8, 96), (7, 263), (6, 33)), kv_dtype="int8"),
-    RaggedCase("one-token-in-a-large-bucket", 4, 2, 16, 16, 64, _rows((1, 100), (0, 0))),
+    RaggedCase("verify-window-soft-cap", 4, 2, 64, 16, 72,
+               _rows((8, 260), (2, 33), (0, 0), (5, 5), (1, 41)), window=36, soft_cap=5.0),
+    RaggedCase("verify-int8", 8, 2, 64, 32, 64, _rows((8, 96), (7, 263), (6, 33)), kv_dtype="int8"),
+    RaggedCase("one-token-in-a-large-bucket", 4, 2, 16, 16, 48, _rows((1, 100), (0, 0), (0, 0))),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,13 @@ VISIBLE = {name: 5 if name == "gpu" else 100 for name in BACKENDS}
 
 
 @cache
-def attention(case: RaggedCase, name: str) -> Callable[..., Any]:
-    """The jitted call of (q, k, v, pages, layer, rows, window=..., sinks=..., kv_scales=...)."""
-    return jax.jit(
-        partial(ragged_paged_attention, scale=case.scale, soft_cap=case.soft_cap, backend=BACKENDS[name]),
-        static_argnames="window",
-    )
+def attention(scale: float, soft_cap: float | None, name: str) -> Callable[..., Any]:
+    """The jitted call of (q, k, v, pages, layer, rows, window=..., sinks=..., kv_scales=...).
+
+    The window is data, as in a model's scan over layers: most of an interpreter's time goes into compiling, and cases
+    of the same shapes share a program.
+    """
+    return jax.jit(partial(ragged_paged_attention, scale=scale, soft_cap=soft_cap, backend=BACKENDS[name]))
 
 
 def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +39,7 @@ def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
         name: getattr(call, name) for name in ("q", "k", "v", "pages", "rows", "sinks", "kv_scales")
     } | {"layer": LAYER, "window": call.case.window} | changes  # fmt: skip
     positional = [arguments.pop(name) for name in ("q", "k", "v", "pages", "layer", "rows")]
-    out, pages = attention(call.case, name)(*positional, **arguments)
+    out, pages = attention(call.case.scale, call.case.soft_cap, name)(*positional, **arguments)
     return np.asarray(out), np.asarray(pages)
 
 
@@ -58,7 +59,11 @@ def marks_of(case: RaggedCase) -> Sequence[pytest.MarkDecorator]:
     return () if case.name in QUICK else [pytest.mark.slow]
 
 
-DECODE = RaggedCase("decode", 4, 2, 16, 16, 3, (RowCase(1, 300), RowCase(1, 40), RowCase(1, 90)), window=33)
+# Of the same programs as cases above.
+EMPTY = RowCase(0, 0)
+DECODE = RaggedCase(
+    "decode", 4, 2, 16, 16, 6, (RowCase(1, 300), RowCase(1, 40), RowCase(1, 90), EMPTY, EMPTY, EMPTY), window=33
+)
 MIXED = RaggedCase("mixed", 4, 2, 16, 16, 48, (RowCase(1, 300), RowCase(30, 40), RowCase(2, 90)), window=33)
 
 
@@ -92,6 +97,7 @@ class AttentionSuite:
     """The tests of one backend, whose name a subclass gives."""
 
     backend: str
+    outputs: ClassVar[dict[tuple[str, str], bytes]] = {}  # of a backend's first run of a case
 
     @classmethod
     def call(cls, case: RaggedCase, dtype: Any = None) -> Call:
@@ -104,6 +110,7 @@ class AttentionSuite:
         call = cls.call(request.param)
         with redirect_stdout(StringIO()) as printed:
             out, pages = run(call, cls.backend)
+        cls.outputs[cls.backend, call.case.name] = out.tobytes()
         return Result(call, out, pages, printed.getvalue())
 
     def test_equals_dense_attention(self, result: Result) -> None:
@@ -118,8 +125,8 @@ class AttentionSuite:
     @pytest.mark.parametrize("name", ["decode-gqa", "mixed-any-order"])
     def test_the_same_bits_on_repeat(self, name: str) -> None:
         call = self.call(next(case for case in CASES if case.name == name))
-        outs = {run(call, self.backend)[0].tobytes() for _ in range(2)}
-        assert len(outs) == 1
+        first = self.outputs.get((self.backend, name)) or run(call, self.backend)[0].tobytes()
+        assert run(call, self.backend)[0].tobytes() == first
 
     def test_only_the_new_kv_of_this_layer_is_written(self, result: Result) -> None:
         # NaN equal to NaN: nothing else may change, in any page of any layer, but for the trash page, and for positions
@@ -133,14 +140,14 @@ class AttentionSuite:
         np.testing.assert_array_equal(pages[:, 1:], expected[:, 1:])
         np.testing.assert_array_equal(np.delete(pages, LAYER, 0), np.delete(before, LAYER, 0))
 
-    @pytest.mark.parametrize("name", ["decode-mqa", "mixed-any-order", "verify-window-soft-cap"])
+    @pytest.mark.parametrize("name", ["decode-mqa", "mixed-any-order"])  # with decoding, drafts and a prompt
     def test_bfloat16(self, name: str) -> None:
         call = self.call(next(case for case in CASES if case.name == name), jnp.bfloat16)
         out, pages = run(call, self.backend)
         assert out.dtype == pages.dtype == jnp.bfloat16
         assert call.error(out) < call.tolerance  # measured with XLA: 0.005; a bfloat16 has 8 bits
 
-    @pytest.mark.parametrize(("case", "size"), [(DECODE, 1), pytest.param(MIXED, 16, marks=pytest.mark.slow)], ids=str)
+    @pytest.mark.parametrize(("case", "size"), [(DECODE, 2), pytest.param(MIXED, 16, marks=pytest.mark.slow)], ids=str)
     def test_parts_of_a_batch_one_behind_the_other(self, case: RaggedCase, size: int) -> None:
         call = self.call(case)
         pages, outs = call.pages, []
@@ -182,10 +189,11 @@ class AttentionSuite:
     def test_the_metric_sees_mutations(self, case: RaggedCase) -> None:
         call, backend = self.call(case), self.backend
         window, rows = case.window, call.rows
+        shorter = replace(rows, kv_lens=jnp.maximum(rows.kv_lens - case.page_size, 0))
         mutated = {
             "k and v swapped": run(swap_k_and_v(call), backend),
             "k read for v": run(k_for_v(call), backend),
-            "last page dropped": run(call, backend, rows=replace(rows, kv_lens=rows.kv_lens - case.page_size)),
+            "last page dropped": run(call, backend, rows=shorter),
             "pages out of order": run(swap_pages_of_the_first_row(call), backend),
             "window one longer": run(call, backend, window=window + 1),
             "window one shorter": run(call, backend, window=window - 1),
@@ -222,5 +230,5 @@ class AttentionSuite:
     def test_pages_struct_is_what_the_call_takes(self) -> None:
         call = make_call(DECODE, backend=BACKENDS[self.backend])
         size, dtype = DECODE.head_size, jnp.dtype(jnp.float32)
-        struct = kv_pages_struct(LAYERS, DECODE.num_pages, DECODE.page_size, 2, size, dtype, BACKENDS[self.backend])
+        struct = kv_pages_struct(LAYERS, call.pages.shape[1], DECODE.page_size, 2, size, dtype, BACKENDS[self.backend])
         assert (struct.shape, struct.dtype) == (call.pages.shape, call.pages.dtype)

@@ -73,7 +73,7 @@ def test_shapes_that_do_not_agree_are_refused(shapes: dict[str, tuple[int, ...]]
 def test_a_page_table_of_other_rows_is_refused() -> None:
     call = make_call(MIXED)
     rows = replace(call.rows, page_table=call.rows.page_table[:-1])
-    with pytest.raises(ValueError, match=r"a page table \(2, 20\) .* do not fit 3 rows"):
+    with pytest.raises(ValueError, match=r"a page table \(2, 32\) .* do not fit 3 rows"):
         run(call, "reference", rows=rows)
 
 
