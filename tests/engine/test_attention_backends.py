@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,57 +14,51 @@ import pytest
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.config import EngineConfig
 from pallas_kernels.backend import BackendName
-from tests.engine.tiny import assert_idle, greedy_tokens, quick_compilation, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, quick_compilation, tiny_llm
 from tests.models.fixture import Fixture
 from tests.run_cache import run_cache
 
-# The GPU's matrix units take 16 bits; the TPU's kernel is compared in float32.
-DTYPES = {"interpret": "float32", "interpret-gpu": "float16"}
+# The GPU's matrix units take 16 bits. What either kernel writes is compared with the reference in float32.
+DTYPES: dict[BackendName, str] = {"reference": "float32", "interpret": "float32", "interpret-gpu": "float16"}
+INTERPRETED: list[BackendName] = ["interpret", "interpret-gpu"]
 PREFIX = "Once upon a time there was a little girl who lived in a small house near the forest. "
 PROMPTS = [PREFIX + "One day", "The capital of France is", "Tom", PREFIX + "She had a dog"]
 
 
-def demo_texts(backend: BackendName, dtype: str) -> tuple[list[str], int]:
+@cache
+def tokens_and_cached(backend: BackendName) -> tuple[list[list[int]], int]:
     """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache.
 
-    Of the embedded model with the fewest layers, which are what takes long to compile.
+    Of two layers, one with a window of 32 and one without: each layer's kernels take seconds to compile.
     """
-    few = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
-    options = few | dict(max_model_len=64, compilation_cache=run_cache())
-    with quick_compilation(), LLM("demo-draft", attention_backend=backend, dtype=dtype, **options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        outputs = [*llm.generate(PROMPTS, params, use_tqdm=False), *llm.generate(PROMPTS[:1], params, use_tqdm=False)]
-        assert max(len(output.prompt_token_ids) for output in outputs) > 16  # in several chunks
-        assert_idle(llm)
-        return [output.outputs[0].text for output in outputs], sum(output.num_cached_tokens for output in outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", list(DTYPES))
-def test_an_embedded_model_says_the_same(backend: BackendName) -> None:
-    texts, cached = demo_texts(backend, DTYPES[backend])
-    assert (texts, cached) == demo_texts("reference", DTYPES[backend])
-    assert cached >= 16
-    assert texts[0] == texts[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", list(DTYPES))
-def test_layers_with_and_without_a_window(backend: BackendName, tmp_path: Path) -> None:
     fixture = Fixture.load("gemma3")
-    # One layer with a window of 32, and one without: each of the seven takes seconds to compile.
     config = fixture.config | {"num_hidden_layers": 2, "sliding_window_pattern": 2}
     shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[2-6]\.", name)}
-    directory = replace(fixture, config=config, shapes=shapes).write_checkpoint(tmp_path)
-    prompts = [prompt[:40] for prompt in fixture.prompts[-2:]]
-    assert max(map(len, prompts)) == 40
+    prompts = [prompt[:40] for prompt in fixture.prompts]
+    prompts = [prompts[-1], prompts[-2], prompts[-1][:33], prompts[0][:5]]
+    assert max(map(len, prompts)) == 40  # beyond the window, and in several chunks
+    few = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
+    # What these tokens do not need is not compiled.
+    options = few | dict(max_model_len=64, warm_up="background", dtype=DTYPES[backend])
+    with TemporaryDirectory() as name, quick_compilation():
+        directory = replace(fixture, config=config, shapes=shapes).write_checkpoint(Path(name))
+        with tiny_llm(directory, attention_backend=backend, **options) as llm:
+            params = replace(GREEDY, max_tokens=4)
+            outputs = [
+                *llm.generate(prompts, params, use_tqdm=False),
+                *llm.generate(prompts[:1], params, use_tqdm=False),
+            ]
+            assert_idle(llm)
+            return [output.outputs[0].token_ids for output in outputs], sum(o.num_cached_tokens for o in outputs)
 
-    def tokens(name: BackendName) -> list[list[int]]:
-        options = dict(max_num_seqs=2, max_num_batched_tokens=32, row_buckets=(2,), token_buckets=(32,), num_pages=17)
-        with tiny_llm(directory, attention_backend=name, dtype=DTYPES[backend], max_model_len=64, **options) as llm:
-            return greedy_tokens(llm, prompts, max_tokens=2)
 
-    assert tokens(backend) == tokens("reference")
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_the_engine_says_the_same(backend: BackendName) -> None:
+    tokens, cached = tokens_and_cached(backend)
+    assert (tokens, cached) == tokens_and_cached("reference")
+    assert cached >= 16
+    assert tokens[0] == tokens[-1]
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
@@ -80,6 +76,8 @@ SMALL: dict[str, Any] = dict(
     dtype="float32",
     max_num_seqs=2,
     max_num_batched_tokens=16,
+    row_buckets=(2,),
+    token_buckets=(16,),
     max_model_len=64,
     num_pages=9,
     compilation_cache=run_cache(),
@@ -89,14 +87,14 @@ SMALL: dict[str, Any] = dict(
 @pytest.fixture(scope="module")
 def full() -> Iterator[LLM]:
     """An engine whose pages have the model's own dtype."""
-    with LLM(**SMALL) as llm:
+    with quick_compilation(), LLM(**SMALL) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str, full: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
-    with LLM(kv_cache_dtype=dtype, **SMALL) as small:
+    with quick_compilation(), LLM(kv_cache_dtype=dtype, **SMALL) as small:
         sizes = [
             sum(one.size * one.dtype.itemsize for one in llm.engine.replicas[0].runner.page_like)
             for llm in (small, full)

@@ -19,9 +19,6 @@ from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, kv_page
 from pallas_kernels.ragged_paged_attention.cases import CASES, RaggedCase, RowCase
 from tests.pallas_kernels.attention_call import BACKENDS, DTYPES, LAYER, LAYERS, Call, make_call
 
-# A mutation must be this many times worse than what is allowed.
-VISIBLE = {name: 5 if name == "gpu" else 100 for name in BACKENDS}
-
 
 @cache
 def attention(scale: float, soft_cap: float | None, name: str) -> Callable[..., Any]:
@@ -65,24 +62,6 @@ DECODE = RaggedCase(
     "decode", 4, 2, 16, 16, 6, (RowCase(1, 300), RowCase(1, 40), RowCase(1, 90), EMPTY, EMPTY, EMPTY), window=33
 )
 MIXED = RaggedCase("mixed", 4, 2, 16, 16, 48, (RowCase(1, 300), RowCase(30, 40), RowCase(2, 90)), window=33)
-
-
-def swap_k_and_v(call: Call) -> Call:
-    return replace(call, k=call.v, v=call.k, pages=np.roll(call.pages, call.pages.shape[-1] // 2, -1))
-
-
-def k_for_v(call: Call) -> Call:
-    # JAX's own test of paged attention passes with this.
-    pages, width = call.pages.copy(), call.pages.shape[-1] // 2
-    pages[..., width:] = pages[..., :width]
-    return replace(call, v=call.k, pages=pages)
-
-
-def swap_pages_of_the_first_row(call: Call) -> Call:
-    # Row 0 sees positions 267 to 299: the end of page 16, all of page 17. Two pages seen whole could be swapped.
-    table = call.table.copy()
-    table[0, [16, 17]] = table[0, [17, 16]]
-    return replace(call, table=table)
 
 
 @dataclass(frozen=True)
@@ -184,25 +163,6 @@ class AttentionSuite:
         assert np.isnan(out[tokens]).all()
         out[tokens] = call.expected[tokens]
         assert call.error(out) < call.tolerance
-
-    @pytest.mark.parametrize("case", [DECODE, pytest.param(MIXED, marks=pytest.mark.slow)], ids=str)
-    def test_the_metric_sees_mutations(self, case: RaggedCase) -> None:
-        call, backend = self.call(case), self.backend
-        window, rows = case.window, call.rows
-        shorter = replace(rows, kv_lens=jnp.maximum(rows.kv_lens - case.page_size, 0))
-        mutated = {
-            "k and v swapped": run(swap_k_and_v(call), backend),
-            "k read for v": run(k_for_v(call), backend),
-            "last page dropped": run(call, backend, rows=shorter),
-            "pages out of order": run(swap_pages_of_the_first_row(call), backend),
-            "window one longer": run(call, backend, window=window + 1),
-            "window one shorter": run(call, backend, window=window - 1),
-            "wrong layer": run(call, backend, layer=LAYER + 1),
-            "scale": run(call, backend, q=(call.q * 1.1).astype(call.q.dtype)),
-        }
-        assert call.error(run(call, backend)[0]) < call.tolerance
-        errors = {name: call.error(out) for name, (out, _) in mutated.items()}
-        assert min(errors.values()) > VISIBLE[backend] * call.tolerance, errors
 
     def test_inside_a_scan_over_layers(self) -> None:
         windows = [NO_WINDOW, MIXED.window, 7]

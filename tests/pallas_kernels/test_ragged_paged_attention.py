@@ -11,12 +11,56 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase, RowCase
-from tests.pallas_kernels.attention_call import LAYER, make_call
-from tests.pallas_kernels.attention_suite import MIXED, AttentionSuite, run
+from tests.pallas_kernels.attention_call import LAYER, Call, make_call
+from tests.pallas_kernels.attention_suite import DECODE, MIXED, AttentionSuite, run
+
+
+def swap_k_and_v(call: Call) -> Call:
+    return replace(call, k=call.v, v=call.k, pages=np.roll(call.pages, call.pages.shape[-1] // 2, -1))
+
+
+def k_for_v(call: Call) -> Call:
+    # JAX's own test of paged attention passes with this.
+    pages, width = call.pages.copy(), call.pages.shape[-1] // 2
+    pages[..., width:] = pages[..., :width]
+    return replace(call, v=call.k, pages=pages)
+
+
+def swap_pages_of_the_first_row(call: Call) -> Call:
+    # Row 0 sees positions 267 to 299: the end of page 16, all of page 17. Two pages seen whole could be swapped.
+    table = call.table.copy()
+    table[0, [16, 17]] = table[0, [17, 16]]
+    return replace(call, table=table)
 
 
 class TestReference(AttentionSuite):
+    """The cases, and that a mistake in them would be seen.
+
+    What is compared, with what and how is the same for all kernels that compute in a dtype, so interpreters, which
+    would take a minute, need not see it again.
+    """
+
     backend = "reference"
+
+    # A mutation must be so many times worse than what is allowed.
+    @pytest.mark.parametrize(("dtype", "visible"), [(np.float32, 100), (np.float16, 5)], ids=["float32", "float16"])
+    @pytest.mark.parametrize("case", [DECODE, MIXED], ids=str)
+    def test_the_metric_sees_mutations(self, case: RaggedCase, dtype: Any, visible: float) -> None:
+        call, run_it = self.call(case, dtype), partial(run, name=self.backend)
+        shorter = replace(call.rows, kv_lens=jnp.maximum(call.rows.kv_lens - case.page_size, 0))
+        mutated = {
+            "k and v swapped": run_it(swap_k_and_v(call)),
+            "k read for v": run_it(k_for_v(call)),
+            "last page dropped": run_it(call, rows=shorter),
+            "pages out of order": run_it(swap_pages_of_the_first_row(call)),
+            "window one longer": run_it(call, window=case.window + 1),
+            "window one shorter": run_it(call, window=case.window - 1),
+            "wrong layer": run_it(call, layer=LAYER + 1),
+            "scale": run_it(call, q=(call.q * 1.1).astype(call.q.dtype)),
+        }
+        assert call.error(run_it(call)[0]) < call.tolerance
+        errors = {name: call.error(out) for name, (out, _) in mutated.items()}
+        assert min(errors.values()) > visible * call.tolerance, errors
 
 
 def test_which_token_belongs_to_which_row() -> None:
