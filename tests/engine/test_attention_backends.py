@@ -14,8 +14,9 @@ import pytest
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.config import EngineConfig
 from pallas_kernels.backend import BackendName
-from tests.engine.tiny import GREEDY, assert_idle, quick_compilation, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, tiny_llm
 from tests.models.fixture import Fixture
+from tests.quick import quick_compilation
 from tests.run_cache import run_cache
 
 # The GPU's matrix units take 16 bits. What either kernel writes is compared with the reference in float32.

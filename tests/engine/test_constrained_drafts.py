@@ -23,7 +23,7 @@ from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.test_speculation import Knowing, assert_equal, drafting
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, quick_compilation, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, random_prompts, tiny_llm
 from tests.grammar.schema_cases import DIGIT, SHORT, array, closed
 
 Answers = list[list[CompletionOutput]]
@@ -330,7 +330,7 @@ def test_the_demo_model_answers_as_without_drafts(
 ) -> None:
     assert_valid(PARAMS, demo[0])
     options: dict[str, Any] = DEMO | {"max_decode_burst": burst, "warm_up": "full"}
-    with quick_compilation(), LLM("demo", dtype="float32", speculative_config=config, **options) as llm:
+    with LLM("demo", dtype="float32", speculative_config=config, **options) as llm:
         assert_equal(complete(llm, STORIES, PARAMS), demo[0])
         for index in range(0, len(PARAMS), 9):
             assert_equal(complete(llm, [STORIES[index]], [PARAMS[index]]), [demo[0][index]])

@@ -24,7 +24,6 @@ from tests.engine.tiny import (
     choose_drafts,
     few_pages,
     greedy_tokens,
-    quick_compilation,
     random_prompts,
     tiny_llm,
     write_tiny_checkpoint,
@@ -44,8 +43,7 @@ CASES = [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)
 
 
 def engine(directory: Path, mesh: str, **options: Any) -> LLM:
-    with quick_compilation():
-        return tiny_llm(directory, **SIZES | {"mesh": mesh} | options)
+    return tiny_llm(directory, **SIZES | {"mesh": mesh} | options)
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

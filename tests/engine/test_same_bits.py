@@ -16,6 +16,11 @@ PARAMS = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> None:
+    """There are none here: what is served is compiled with more of LLVM, and it is the one with these bits."""
+
+
 def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[tuple[list[int], float | None]]:
     """The tokens of each request and the sum of their log-probabilities."""
     outputs = llm.generate(prompts, params, use_tqdm=False)

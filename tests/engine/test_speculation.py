@@ -1,9 +1,8 @@
 """Speculation changes no token, no text and no log-probability, whatever the proposer guesses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -74,22 +73,27 @@ class Knowing(HistoryProposer):
 
 @dataclass(frozen=True, eq=False)
 class Adjustable(Knowing):
-    """Asks the host in each step for the one shift that it has, so that one engine serves all shifts."""
+    """Asks the host in each step for the shifts that it has now, so that one engine serves all of them."""
 
-    told: list[int] = field(default_factory=lambda: [0])
+    told: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def read_shifts(self) -> jax.Array:
-        return jax.pure_callback(lambda: np.asarray(self.told, np.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
+        shape = jax.ShapeDtypeStruct((len(self.shifts),), jnp.int32)
+        return jax.pure_callback(lambda: np.asarray(self.told, np.int32), shape)
 
 
 def drafting(
     directory: Path, monkeypatch: pytest.MonkeyPatch, proposer: Proposer, num_drafts: int = 3, **options: Any
 ) -> LLM:
-    """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing."""
-    monkeypatch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
+    """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing.
+
+    Only this engine has the proposer, however long `monkeypatch` lasts.
+    """
     choose_drafts(monkeypatch)
     config = {"method": "ngram", "num_speculative_tokens": num_drafts}
-    return tiny_llm(directory, speculative_config=config, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
+        return tiny_llm(directory, speculative_config=config, **options)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,7 @@ def assert_equal(got: list[list[CompletionOutput]], expected: list[list[Completi
 
 
 def assert_marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asserts which tokens are marked as drafts where all drafts are right and 3 are verified in a step."""
+    """Asserts which tokens are marked as drafts where all drafts are right and 5 are verified in a step."""
     marks: dict[DraftSpans, list[bool]] = {}
     expect = DraftSpans.expect
 
@@ -146,7 +150,7 @@ def assert_marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(prompts) == 1:
             [of_one] = marks.values()
             # Each verification ends with a token that nothing guessed; the last has room for two drafts.
-            assert of_one == [False, *[True, True, True, False] * 9, True, True, False]
+            assert of_one == [False, *[True, True, True, True, True, False] * 6, True, True, False]
 
 
 def assert_explained(llm: LLM) -> None:
@@ -161,19 +165,17 @@ def assert_explained(llm: LLM) -> None:
     assert sum(token.origin == "draft" for one in told for token in one.tokens) == replica.num_accepted.sum()
 
 
-# What the kinds that know the answers add to each token.
+# What the kinds that know the answers add to each token; positions take three such numbers in turn.
 SHIFTS = {"right": 0, "wrong": 1, "beyond the vocabulary": 10**6, "negative": -(10**6)}
 
 
 @pytest.fixture(scope="module")
-def adjustable(
-    tiny_checkpoint: Path, answers: list[list[CompletionOutput]]
-) -> Iterator[tuple[LLM, Callable[[int], object]]]:
-    """An engine whose proposer knows the answers, and what sets by how much it is wrong."""
+def adjustable(tiny_checkpoint: Path, answers: list[list[CompletionOutput]]) -> Iterator[tuple[LLM, list[int]]]:
+    """An engine whose proposer knows the answers and guesses five tokens, and by how much it is wrong now."""
     greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
-    proposer = Adjustable(tuple((*prompt, *one.token_ids) for prompt, [one] in greedy), (0,))
-    with pytest.MonkeyPatch.context() as patch, drafting(tiny_checkpoint, patch, proposer) as llm:
-        yield llm, partial(proposer.told.__setitem__, 0)
+    proposer = Adjustable(tuple((*prompt, *one.token_ids) for prompt, [one] in greedy), (0, 0, 0))
+    with pytest.MonkeyPatch.context() as patch, drafting(tiny_checkpoint, patch, proposer, num_drafts=5) as llm:
+        yield llm, proposer.told
 
 
 @pytest.mark.parametrize("kind", ["ngram", "suffix", *SHIFTS])
@@ -189,8 +191,9 @@ def test_everything_is_as_without_drafts(
         if kind in own:
             llm = stack.enter_context(drafting(tiny_checkpoint, monkeypatch, own[kind]))
         else:
-            llm, set_shift = request.getfixturevalue("adjustable")
-            set_shift(SHIFTS[kind])
+            llm, shifts = request.getfixturevalue("adjustable")
+            choose_drafts(monkeypatch)
+            shifts[:] = [SHIFTS[kind]] * 3
             llm.reset_prefix_cache()
         [replica] = llm.engine.replicas
         drafted, accepted = replica.num_drafted, replica.num_accepted
@@ -217,27 +220,27 @@ def test_everything_is_as_without_drafts(
 
 
 def test_rows_that_divide_a_few_drafts_say_the_same(
-    tiny_checkpoint: Path, answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
+    adjustable: tuple[LLM, list[int]], answers: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of five drafts a row may have three in such a step, and two on average. Half of the guesses are right."""
-    greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
-    sequences = tuple((*prompt, *one.token_ids) for prompt, [one] in greedy)
-    with drafting(tiny_checkpoint, monkeypatch, Knowing(sequences, (0, 0, 1)), num_drafts=5) as llm:
-        numbers = cycle([3, 3, 5, 0, 3])
+    llm, shifts = adjustable
+    shifts[:] = [0, 0, 1]
+    llm.reset_prefix_cache()
+    numbers = cycle([3, 3, 5, 0, 3])
+    choose_drafts(monkeypatch, lambda _: next(numbers))
+    assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
+    [replica] = llm.engine.replicas
+    replica.num_drafted[:] = replica.num_accepted[:] = 0
+    choose_drafts(monkeypatch, min)
+    replica.take_reports()
+    llm.generate(PROMPTS[:8], replace(GREEDY, max_tokens=40), use_tqdm=False)
+    num_steps = sum(report.num_steps for report in replica.take_reports() if report.num_drafts == 3)
+    assert 0 < replica.num_drafted.sum() <= 16 * num_steps and replica.num_drafted[2] < replica.num_drafted[0]
+    assert not replica.num_drafted[3:].any() and replica.num_accepted[:2].all()
+    with few_pages(llm, 14):
         choose_drafts(monkeypatch, lambda _: next(numbers))
         assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
-        [replica] = llm.engine.replicas
-        replica.num_drafted[:] = replica.num_accepted[:] = 0
-        choose_drafts(monkeypatch, min)
-        replica.take_reports()
-        llm.generate(PROMPTS[:8], replace(GREEDY, max_tokens=40), use_tqdm=False)
-        num_steps = sum(report.num_steps for report in replica.take_reports() if report.num_drafts == 3)
-        assert 0 < replica.num_drafted.sum() <= 16 * num_steps and replica.num_drafted[2] < replica.num_drafted[0]
-        assert not replica.num_drafted[3:].any() and replica.num_accepted[:2].all()
-        with few_pages(llm, 14):
-            choose_drafts(monkeypatch, lambda _: next(numbers))
-            assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
-        assert_idle(llm)
+    assert_idle(llm)
 
 
 def test_without_being_asked_an_engine_drafts_for_rows_that_repeat_themselves(

@@ -17,7 +17,6 @@ from jaxvllm.core.page_pool import Pages
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.run_cache import run_cache
@@ -62,17 +61,6 @@ def choose_drafts(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Collection[
     """Lets `choose` say how many drafts rows may have, of the possible numbers: no clock of this machine decides it."""
     monkeypatch.setattr(DraftPace, "choose", lambda self, num_rows, most: choose(most))
     monkeypatch.setattr(DraftPace, "may_be_blind", lambda self, num_rows: False)
-
-
-@contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compiles with LLVM at -O0, for programs that run for a few steps, and that compare no bits.
-
-    An engine that outlives the context needs `warm_up="full"`, or it would compile in the background later.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0)
-        yield
 
 
 @contextmanager

@@ -5,10 +5,18 @@ from collections.abc import Iterator
 import pytest
 
 from tests.jax_cache import jax_cache
+from tests.quick import quick_compilation
 
 
 @pytest.fixture
 def no_cache() -> Iterator[None]:
     """As in a process where nobody has chosen a cache yet."""
     with jax_cache(None):
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_programs() -> Iterator[None]:
+    """For modules that ask for it: what is compiled there runs once or not at all."""
+    with quick_compilation():
         yield

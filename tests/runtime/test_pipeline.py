@@ -22,6 +22,8 @@ from sharding.placement import make_mesh
 from tests.models.test_spread import DEMO
 from tests.runtime.test_sharded_step import DECODE, MIXED, OF_MIN_TOKENS, SHAPE
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SPEC = replace(DEMO, num_layers=4, layer_rope=(0,) * 4, windows=(None,) * 4)
 # The axes of the mesh over which a collective goes that is no collective-permute.
 OVER = re.compile(r"replica_groups=mesh\[[^\]]*\] (\{[^}]*\})")

@@ -18,6 +18,8 @@ from jaxvllm.runtime.sampler import LOGIT_STAGES, DeviceLogprobs, logprobs, samp
 from jaxvllm.runtime.slot_fields import Rows
 from jaxvllm.runtime.stages import Share, run_stages
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @jax.jit
 def jitted_sample(logits: jax.Array, params: Rows, positions: jax.Array) -> jax.Array:

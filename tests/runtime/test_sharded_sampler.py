@@ -1,7 +1,7 @@
 """The sampler on a vocabulary spread over devices: what one device would have sampled, bit for bit."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import chex
@@ -17,6 +17,8 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from sharding.rules import MODEL
 from tests.runtime.test_sampler import Row, state_of
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 ROWS = [
     Row(temperature=0.0),
@@ -46,7 +48,20 @@ def on_mesh(run: Callable[..., Any], size: int, num_arguments: int) -> Callable[
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=False))
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], [Row(temperature=0.0)] * 5], ids=["mixed", "one", "greedy"])
+def both(logits: jax.Array, params: Any, positions: jax.Array, vocab_size: int, axis: ModelAxis) -> Any:
+    tokens = sample(logits, params, positions, vocab_size, axis)
+    return tokens, logprobs(logits, tokens, params, positions, vocab_size, axis)
+
+
+@cache
+def programs(vocab_size: int, size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What samples on one device, and on a mesh: compiled once for each number of rows."""
+    alone = jax.jit(partial(both, vocab_size=vocab_size, axis=ALONE))
+    return alone, on_mesh(partial(both, vocab_size=vocab_size, axis=ModelAxis(size)), size, 2)
+
+
+# As many greedy rows as there are of all kinds, so that they run in the same program; and rows that no mesh divides.
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], [Row(temperature=0.0)] * len(ROWS)], ids=["mixed", "one", "greedy"])
 @pytest.mark.parametrize(
     ("vocab_size", "size"),
     [pytest.param(50, 8, marks=pytest.mark.slow), (64, 2), pytest.param(3, 4, marks=pytest.mark.slow)],
@@ -58,12 +73,8 @@ def test_as_on_one_device(vocab_size: int, size: int, rows: list[Row]) -> None:
     padded = np.pad(logits, ((0, 0), (0, -vocab_size % size)), constant_values=PADDING)
     params, positions = state_of(rows), np.arange(len(rows), dtype=np.int32)
 
-    def both(logits: jax.Array, params: Any, positions: jax.Array, axis: ModelAxis) -> Any:
-        tokens = sample(logits, params, positions, vocab_size, axis)
-        return tokens, logprobs(logits, tokens, params, positions, vocab_size, axis)
-
-    expected = jax.jit(partial(both, axis=ALONE))(logits, params, positions)
-    got = on_mesh(partial(both, axis=ModelAxis(size)), size, 2)(padded, params, positions)
+    alone, spread = programs(vocab_size, size)
+    expected, got = alone(logits, params, positions), spread(padded, params, positions)
     chex.assert_trees_all_equal(got, expected)
     assert np.asarray(expected[0])[0] <= 1
 

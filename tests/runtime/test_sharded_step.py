@@ -20,6 +20,8 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.test_spread import DEMO
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 # Only where a row has min_tokens: whether masks leave it anything but its stop ids.
 OF_MIN_TOKENS = 1
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(")

@@ -27,6 +27,8 @@ from tests.models.fixture import Fixture
 from tests.runtime.plans import make_plan
 from tests.runtime.test_sampler import Row, kept, processed, softmax
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 type Decode = Callable[..., Any]
 
 VOCAB, PROMPT, NUM_NEW = 6, (0, 3), 3

@@ -15,6 +15,8 @@ from jaxvllm.runtime.slot_fields import DeviceState, Rows
 from jaxvllm.runtime.stages import Share, Stage, run_stages
 from tests.runtime.test_sampler import VOCAB, Row, state_of
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ASKING = {
     "TOKEN_MASK": Row(allowed=(3, 9, 11)),
     "ALLOWED_TOKENS": Row(allowed_token_ids=(3, 9, 11)),

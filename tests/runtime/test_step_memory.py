@@ -28,6 +28,8 @@ from jaxvllm.runtime.step_program import StepCompiler, StepProgram, head_of
 from pallas_kernels.backend import REFERENCE
 from sharding.placement import mesh_of
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 # Chosen so that activations are small beside any matrix of a layer, and those small beside the pages:
 # a copy of either cannot hide. Only shapes: nothing of this is ever allocated.
 SPEC = model_spec(

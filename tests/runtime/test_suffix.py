@@ -16,6 +16,8 @@ from jaxvllm.runtime.state import RECALL_WORDS, new_state, recall, state_bytes
 from jaxvllm.runtime.step_model import append
 from jaxvllm.runtime.suffix_index import INDEX, MOST_ENTRIES, NGRAMS, _hashes, record
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SIZES = SlotSizes(num_slots=5, max_pages=6, page_size=8, vocab_size=6, windows=(None,), has_index=True)
 WIDTH = SIZES.max_tokens
 CHUNK = 7  # tokens that one call records
