@@ -128,6 +128,71 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", {**EVEN, "rms_norm_eps": 1e-6}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **EVEN,
+            "num_hidden_layers": 5,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 20_000.0,
+                    "factor": 4.0,
+                    "attention_factor": 1.2,
+                    "beta_fast": 8.0,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **EVEN,
+            "head_dim": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "glm4": ("Glm4", {**EVEN, "head_dim": 20, "partial_rotary_factor": 0.4, "rms_norm_eps": 1e-3}),
+    "cohere": ("Cohere", {**EVEN, "logit_scale": 0.5, "layer_norm_eps": 1e-3, "rope_theta": 5000.0}),
+    "cohere2": (
+        "Cohere2",
+        {**EVEN, "num_hidden_layers": 5, "sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5},
+    ),
+    "gpt2": (
+        "GPT2",
+        {
+            "vocab_size": 139,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_inner": 100,
+            "n_positions": 128,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    "opt": (
+        "OPT",
+        {
+            "vocab_size": 131,
+            "hidden_size": 84,
+            "ffn_dim": 116,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 7,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
     "smollm3": ("SmolLM3", {**EVEN, "num_hidden_layers": 5, "no_rope_layer_interval": 2}),
     "granite": (
         "Granite",
@@ -149,7 +214,7 @@ def make(name: str) -> None:
     directory = FIXTURES / name
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [f"{family}ForCausalLM"],
+        "architectures": ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"],
         "model_type": "gemma3_text" if family == "Gemma3" else family.lower(),
         **values,
         **NO_SPECIAL,
@@ -194,7 +259,9 @@ def make(name: str) -> None:
 
 def fix_rope(model: Any) -> None:
     """Fixes the rope by MAX_MODEL_LEN, because transformers would otherwise decide for each sequence anew."""
-    rotary = model.model.rotary_emb
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        return  # the model has learned positions
     if rotary.rope_type in ("dynamic", "longrope"):
         make_frequencies = ROPE_INIT_FUNCTIONS[rotary.rope_type]
         rotary.inv_freq, rotary.attention_scaling = make_frequencies(model.config, seq_len=MAX_MODEL_LEN)

@@ -4,7 +4,7 @@ A new kind of attention is a class beside `GroupedQueryAttention`, in a module o
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, Self
@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
-from jaxvllm.models.ops import RmsNorm, biased, project
-from sharding.axis import ModelAxis
+from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.norm import Norm, RmsNorm
+from jaxvllm.models.ops import biased, project
 
 # head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
 QkNorm = Literal["none", "head", "full"]
-# Called with (kv, q, k, v): writes k, v [T, K, D] of this layer to the cache, attends with q [T, H, D], and returns
-# [T, H, D] and the new cache.
-AttendHere = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# The dimensions that rope turns together: i and i + rotary_dim / 2 (halves: Llama), or 2 i and 2 i + 1 (neighbours:
+# Cohere, GLM-4).
+RopePairs = Literal["halves", "neighbours"]
 
 
 class Attention(Protocol):
@@ -41,19 +42,20 @@ class Attention(Protocol):
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes. The sizes must divide already."""
 
-    def apply(
-        self,
-        weights: Mapping[str, Any],
-        x: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        kv: Any,
-        attend: AttendHere,
-        axis: ModelAxis,
-    ) -> tuple[jax.Array, Any]:
-        """Returns the output [T, E] for x [T, E], summed over `axis`, and the cache with this step's keys and values.
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
+        """Returns the output [T, E] for x [T, E], summed over devices, and the cache with this step's KV."""
 
-        `rotation` has cos and sin of the layer's rope, f32[T, rotary_dim / 2].
-        """
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries that grow with their position p: times 1 + beta ln(1 + floor(p / period)) (Llama 4, Ministral 3)."""
+
+    beta: float
+    period: int  # tokens
+
+    def factor(self, positions: jax.Array) -> jax.Array:
+        """Returns the factors f32[T] at `positions` i32[T]."""
+        return 1 + self.beta * jnp.log1p((positions // self.period).astype(jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,12 @@ class GroupedQueryAttention:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    norm: RmsNorm  # of queries and keys, where qk_norm has any
+    norm: Norm  # of queries and keys, where qk_norm has any
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     o_bias: bool = False
+    rope_pairs: RopePairs = "halves"
+    q_growth: QueryGrowth | None = None
 
     @property
     def group_size(self) -> int:
@@ -87,11 +91,11 @@ class GroupedQueryAttention:
         if self.o_bias:
             decls["o_bias"] = ParamDecl((E,), ("embed",), "zeros")
         if self.qk_norm == "head":
-            decls["q_norm"] = decls["k_norm"] = self.norm.declare((D,), (None,))
+            decls |= self.norm.declare("q_norm", (D,), (None,)) | self.norm.declare("k_norm", (D,), (None,))
         elif self.qk_norm == "full":
-            axes = ("kv_heads", None, None)
-            decls["q_norm"] = replace(self.norm.declare((K, G, D), axes), heads=HeadGroups(G, 1, 0))
-            decls["k_norm"] = replace(self.norm.declare((K, 1, D), axes), heads=HeadGroups(G, 0, 1))
+            for name, heads_each, groups in (("q_norm", G, HeadGroups(G, 1, 0)), ("k_norm", 1, HeadGroups(G, 0, 1))):
+                norm = self.norm.declare(name, (K, heads_each, D), ("kv_heads", None, None))
+                decls |= {key: replace(decl, heads=groups) for key, decl in norm.items()}
         return decls
 
     def kv_copies(self, size: int) -> int:
@@ -114,38 +118,49 @@ class GroupedQueryAttention:
     def shard(self, size: int) -> Self:
         return replace(self, num_kv_heads=self.num_kv_heads // size, num_heads=self.num_heads // size)
 
-    def apply(
-        self,
-        weights: Mapping[str, Any],
-        x: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
-        kv: Any,
-        attend: AttendHere,
-        axis: ModelAxis,
-    ) -> tuple[jax.Array, Any]:
-        q, k, v = self._qkv(weights, x, rotation, axis)
-        out, kv = attend(kv, q, k, v)
-        return biased(axis.sum(project(out.reshape(out.shape[0], -1), weights["o"])), weights.get("o_bias")), kv
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
+        q, k, v = self._qkv(weights, x, given)
+        out, kv = given.attend(kv, q, k, v)
+        out = given.axis.sum(project(out.reshape(out.shape[0], -1), weights["o"]))
+        return biased(out, weights.get("o_bias")), kv
 
     def _qkv(
-        self, weights: Mapping[str, Any], x: jax.Array, rotation: tuple[jax.Array, jax.Array], axis: ModelAxis
+        self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated."""
         T, K, G, D = x.shape[0], self.num_kv_heads, self.group_size, self.head_size
         qkv = project(x, weights["qkv"], weights.get("qkv_bias")).reshape(T, K, G + 2, D)
         q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1], qkv[:, :, G + 1]
         if self.qk_norm == "head":
-            q, k = self.norm(q, weights["q_norm"]), self.norm(k, weights["k_norm"])
+            q, k = self.norm.apply(weights, "q_norm", q), self.norm.apply(weights, "k_norm", k)
         elif self.qk_norm == "full":
+            assert isinstance(self.norm, RmsNorm), "no model has another norm over all heads"
             # Where KV heads are copied, each has the same number of copies, so the mean stays the same.
-            over = partial(self.norm, axes=(1, 2, 3), mean=axis.mean)
+            over = partial(self.norm.over, axes=(1, 2, 3), mean=given.axis.mean)
             q, k = over(q, weights["q_norm"]), over(k, weights["k_norm"])
-        return _rotate(q, *rotation).reshape(T, K * G, D), _rotate(k, *rotation).reshape(T, K, D), v
+        rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
+        q, k = rotate(q, *given.rotation).reshape(T, K * G, D), rotate(k, *given.rotation).reshape(T, K, D)
+        if self.q_growth is not None:
+            q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
+        return q, k, v
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Applies RoPE to x [T, heads.., D]: dimension i of the first rotary_dim turns with i + rotary_dim / 2."""
-    half = cos.shape[-1]
+    if not (half := cos.shape[-1]):  # the model has no rope
+        return x
     cos, sin = (table[:, None, None] for table in (cos, sin))
     a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
+
+
+def _rotate_neighbours(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Applies RoPE to x [T, heads.., D]: dimensions 2 i and 2 i + 1 of the first rotary_dim turn together.
+
+    Neighbours come by moving all dimensions by one: to take every second one would give TPUs a last dimension of 2.
+    """
+    cos, sin = (jnp.repeat(table, 2, axis=-1)[:, None, None] for table in (cos, sin))
+    turned, rest = jnp.split(x.astype(jnp.float32), (cos.shape[-1],), axis=-1)
+    is_first = jnp.arange(cos.shape[-1]) % 2 == 0
+    other = jnp.where(is_first, -jnp.roll(turned, -1, axis=-1), jnp.roll(turned, 1, axis=-1))
+    return jnp.concatenate([turned * cos + other * sin, rest], axis=-1).astype(x.dtype)

@@ -1,6 +1,6 @@
 """The decoder: one forward pass over packed tokens, whatever the family and wherever the keys are kept.
 
-The modules `attention` and `ffn` compute those parts of a layer. Norms, RoPE and logits are computed in float32.
+The module `block` computes a layer. Norms, RoPE and logits are computed in float32.
 """
 
 from typing import Protocol
@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxvllm.models.block import Block
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_loops import Scalar, over_layers
 from jaxvllm.models.ops import KernelMatrix, project
 from jaxvllm.models.params import Params
-from jaxvllm.models.spec import LayerSpec, ModelSpec, RopeSpec
+from jaxvllm.models.spec import ModelSpec, RopeSpec
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -49,25 +51,29 @@ def forward[Kv](
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
     after the attention and after the FFN (Megatron-LM, arXiv 1909.08053).
     """
-    x = embed_tokens(params, spec, tokens, axis)
+    x = embed_tokens(params, spec, tokens, positions, axis)
     x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis)
     return final_norm(params, spec, x), kv
 
 
-def embed_tokens(params: Params, spec: ModelSpec, tokens: jax.Array, axis: ModelAxis = ALONE) -> jax.Array:
-    """Returns what the first layer computes with, [T, E], for tokens i32[T]."""
+def embed_tokens(
+    params: Params, spec: ModelSpec, tokens: jax.Array, positions: jax.Array, axis: ModelAxis = ALONE
+) -> jax.Array:
+    """Returns what the first layer computes with, [T, E], for tokens i32[T] at positions i32[T]."""
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, axis)
         if spec.embed_scale != 1:
             # Rounded to the dtype of the weights first, as every checkpoint was trained.
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        if spec.positions is not None:
+            x = x + jnp.take(params["positions"], positions + spec.positions.offset, axis=0, mode="clip")
         return x
 
 
 def final_norm(params: Params, spec: ModelSpec, x: jax.Array) -> jax.Array:
     """Returns the hidden states, of what the last layer returns."""
     with jax.named_scope("final_norm"):
-        return spec.norm(x, params["final_norm"])
+        return spec.norm.apply(params, "final_norm", x)
 
 
 def run_layers[Kv](
@@ -91,7 +97,7 @@ def run_layers[Kv](
     def layer_step(
         carry: tuple[jax.Array, jax.Array, Kv],
         weights: Params,
-        layer: LayerSpec,
+        layer: Block,
         number: Scalar,
         window: Scalar,
         rope: Scalar,
@@ -100,14 +106,7 @@ def run_layers[Kv](
             return attend(kv, number, q, k, v, window)
 
         x, states, kv = carry
-        with jax.named_scope("attention"):
-            h = spec.norm(x, weights["attention_norm"]) if "attention_norm" in weights else x
-            h, kv = layer.attention.apply(weights, h, (cos[rope], sin[rope]), kv, attend_here, axis)
-            x = x + _branch_output(h, weights.get("attention_post_norm"), spec)
-        with jax.named_scope("ffn"):
-            h = spec.norm(x, weights["ffn_norm"]) if "ffn_norm" in weights else x
-            h = layer.ffn.apply(weights, h, axis)
-            x = x + _branch_output(h, weights.get("ffn_post_norm"), spec)
+        x, kv = layer.apply(weights, x, kv, LayerInput(positions, (cos[rope], sin[rope]), attend_here, axis))
         if depths:
             states = states.at[jnp.asarray(places)[number + 1]].set(x, mode="drop")
         return x, states, kv
@@ -142,13 +141,6 @@ def embed(table: jax.Array | KernelMatrix, tokens: jax.Array, axis: ModelAxis) -
     tokens = tokens - axis.first(len(table))
     is_here = (tokens >= 0) & (tokens < len(table))
     return axis.sum(jnp.where(is_here[:, None], jnp.take(table, tokens, axis=0, mode="clip"), 0))
-
-
-def _branch_output(x: jax.Array, post_norm: jax.Array | None, spec: ModelSpec) -> jax.Array:
-    """Returns the values that attention or FFN adds to the residual."""
-    if post_norm is not None:
-        x = spec.norm(x, post_norm)
-    return x if spec.residual_scale == 1 else x * jnp.asarray(spec.residual_scale, x.dtype)
 
 
 def rope_tables(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> tuple[jax.Array, jax.Array]:

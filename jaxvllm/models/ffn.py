@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import jax
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.ops import Activation, biased, project, project_gated
+from jaxvllm.models.ops import Activation, activate, biased, project, project_gated
 from sharding.axis import ModelAxis
 
 
@@ -58,4 +58,35 @@ class GatedFfn:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
         h = project_gated(x, weights["gate_up"], self.activation, weights.get("gate_up_bias"))
+        return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
+
+
+@dataclass(frozen=True)
+class PlainFfn:
+    """Two matrices and no gate: down(activation(up x))."""
+
+    hidden_size: int
+    size: int
+    activation: Activation
+    bias: bool = True
+
+    def declare(self) -> dict[str, ParamDecl]:
+        E, F = self.hidden_size, self.size
+        decls = {
+            "up": ParamDecl((F, E), ("ffn", "embed"), storage="matrix"),
+            "down": ParamDecl((E, F), ("embed", "ffn"), storage="matrix"),
+        }
+        if self.bias:
+            decls["up_bias"] = ParamDecl((F,), ("ffn",), "zeros")
+            decls["down_bias"] = ParamDecl((E,), ("embed",), "zeros")
+        return decls
+
+    def problem(self, size: int) -> str | None:
+        return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None
+
+    def shard(self, size: int) -> Self:
+        return replace(self, size=self.size // size)
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
+        h = activate(project(x, weights["up"], weights.get("up_bias")), self.activation)
         return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))

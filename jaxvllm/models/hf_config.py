@@ -15,6 +15,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
 }
 # Keys that change the computation of a model, and their values that change nothing. A family that supports one of them
 # says so (`Family.understood`).

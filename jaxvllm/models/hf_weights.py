@@ -156,8 +156,11 @@ class StoredWeights:
         prefix = _prefix(family, files)
         weights = cls(
             files,
-            outer_sources(spec, prefix),
-            tuple(family.layer_sources(spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)),
+            outer_sources(spec, prefix, family.names),
+            tuple(
+                family.layer_sources(spec, layer, family.names.layer_prefix(prefix, layer))
+                for layer in range(spec.num_layers)
+            ),
         )
         weights._check_names(family, spec)
         return weights
@@ -167,9 +170,7 @@ class StoredWeights:
         sources = self.outer[name] if layer is None else self.layers[layer][name]
         tiles = []
         for source in sources:
-            rows = self.files.tensor(source.name, source.shape)[source.rows]
-            # A copy would put the whole tensor into the host's memory.
-            view = rows.reshape(source.view, copy=False)
+            view = source.part_of(self.files.tensor(source.name, source.shape))
             tiles.append(Tile(Box(source.at, source.view), copied(view), (0,) * view.ndim))
         return tiled(tiles)
 
@@ -181,7 +182,7 @@ class StoredWeights:
         for name, shape in used.items():
             files.tensor(name, shape)
         # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
-        known = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_embeddings else ()))
+        known = ("rotary_emb.inv_freq", *family.redundant, *(("lm_head.weight",) if spec.tie_embeddings else ()))
         # Layers after the last one that predict further tokens are draft heads: see `models.heads.mtp`.
         ends = "eh_proj.weight"
         starts = tuple(name.removesuffix(ends) for name in files.names if name.endswith(f".{ends}"))
@@ -201,6 +202,6 @@ class StoredWeights:
 def _prefix(family: Family, files: WeightFiles) -> str:
     """Returns the prefix, one of the family's, that tensors have in this checkpoint."""
     for prefix in family.prefixes:
-        if f"{prefix}embed_tokens.weight" in files.names:
+        if f"{prefix}{family.names.embed}" in files.names:
             return prefix
     return family.prefixes[0]

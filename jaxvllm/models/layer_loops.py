@@ -5,7 +5,7 @@ busy machine).
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, groupby
 from typing import Any, Protocol
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.ops import LayerMatrix, LayerSlice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
-from jaxvllm.models.spec import LayerSpec, ModelSpec
+from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
 
 # A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a loop.
@@ -28,13 +29,13 @@ class LayerStep[Carry](Protocol):
     """Computes one layer.
 
     weights: the arrays of the layer, by name
-    layer: the first layer of the run, which has the same attention and FFN as this layer, but maybe not the same window
+    layer: the first layer of the run, which equals this layer, but maybe not in its window and rope
     number: the layer's number
     window, rope: those of this layer, as ints where all layers of the run share them
     """
 
     def __call__(
-        self, carry: Carry, weights: Params, layer: LayerSpec, number: Scalar, window: Scalar, rope: Scalar, /
+        self, carry: Carry, weights: Params, layer: Block, number: Scalar, window: Scalar, rope: Scalar, /
     ) -> Carry: ...
 
 
@@ -58,7 +59,7 @@ class Loop:
         return turns + np.arange(first, first + self.runs[run], dtype=np.int32)
 
 
-def layer_loops(layers: Sequence[LayerSpec]) -> tuple[Loop, ...]:
+def layer_loops(layers: Sequence[Block]) -> tuple[Loop, ...]:
     """Splits `layers` into loops.
 
     The layers of a run are equal, so that windows and ropes are constants for the compiler. If that would take more
@@ -68,7 +69,7 @@ def layer_loops(layers: Sequence[LayerSpec]) -> tuple[Loop, ...]:
     loops = _loops(layers)
     if sum(len(loop.runs) for loop in loops) <= 2 * len(set(layers)):
         return loops
-    return _loops([(layer.attention, layer.ffn) for layer in layers])
+    return _loops([replace(layer, window=None, rope=0) for layer in layers])
 
 
 def _loops(kinds: Sequence[Hashable]) -> tuple[Loop, ...]:
@@ -167,7 +168,7 @@ class _Run:
         return isinstance(self.params, dict)
 
     @cached_property
-    def kind(self) -> LayerSpec:
+    def kind(self) -> Block:
         return self.spec.layers[self.numbers[0, 0]]
 
     @cached_property

@@ -1,9 +1,8 @@
-"""The operations that every kind of layer uses: matmuls with weights in any storage, and norms.
+"""The operations that every kind of layer uses: matmuls with weights in any storage, and activation functions.
 
-They are few and large, because each operation has a cost in XLA on CPU. Norms are computed in float32.
+They are few and large, because each operation has a cost in XLA on CPU.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -12,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxvllm.models.declaration import ParamDecl
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["out_shape"])
@@ -107,7 +105,7 @@ def project(x: jax.Array, weight: Matrix, bias: jax.Array | None = None, dtype: 
 def project_gated(x: jax.Array, weight: Matrix, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
     """Returns activation(gate x) * up x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
     ours = _for_kernel(weight)
-    if ours is not None and bias is None and activation != "gelu":
+    if ours is not None and bias is None and (activation == "silu" or activation == "gelu_tanh"):
         return small_gated_matmul(x, ours.matrices, ours.index, gate=activation, chip=ours.chip)
     gate_up = project(x, weight, bias)  # [T, 2, F]
     return activate(gate_up[:, 0], activation) * gate_up[:, 1]
@@ -117,34 +115,11 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """Applies the activation function of that name to each element."""
     if activation == "silu":
         return jax.nn.silu(x)
+    if activation == "relu":
+        return jax.nn.relu(x)
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Adds `bias` to `x`, if there is one."""
     return x if bias is None else x + bias
-
-
-@dataclass(frozen=True)
-class RmsNorm:
-    """RMS normalisation (arXiv 1910.07467): x / rms(x) * (weight + offset), computed in float32."""
-
-    eps: float
-    offset: float = 0.0  # Gemma stores w and means 1 + w
-
-    def declare(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> ParamDecl:
-        """Declares the weight of this norm."""
-        # The initial weight plus offset is 1 in both cases.
-        return ParamDecl(shape, axes, "zeros" if self.offset else "ones")
-
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        axes: tuple[int, ...] = (-1,),
-        mean: Callable[[jax.Array], jax.Array] = lambda x: x,
-    ) -> jax.Array:
-        """Normalises `x`. The root mean square is taken over `axes` and, by `mean`, over devices."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(mean(jnp.mean(y * y, axis=axes, keepdims=True)) + self.eps)
-        return (y * (weight.astype(jnp.float32) + self.offset)).astype(x.dtype)

@@ -40,24 +40,18 @@ def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
     shape, axes = (spec.vocab_size, spec.hidden_size), ("vocab", "embed")
     decls = {
         "embed": ParamDecl(shape, axes, storage="tied_table" if spec.tie_embeddings else "table"),
-        "final_norm": spec.norm.declare((spec.hidden_size,), ("embed",)),
+        **spec.norm.declare("final_norm", (spec.hidden_size,), ("embed",)),
     }
+    if spec.positions is not None:
+        decls["positions"] = ParamDecl((spec.positions.size, spec.hidden_size), (None, "embed"), storage="table")
     if not spec.tie_embeddings:
         decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
     return decls
 
 
 def declare_layer(spec: ModelSpec, layer: int) -> dict[str, ParamDecl]:
-    """Declares the arrays of one layer: those of its attention, of its FFN, and the norms around them."""
-    attention, ffn = spec.layers[layer].attention.declare(), spec.layers[layer].ffn.declare()
-    norm = spec.norm.declare((spec.hidden_size,), ("embed",))
-    norms = {}
-    if spec.norm_placement in ("pre", "sandwich"):
-        norms["attention_norm"] = norms["ffn_norm"] = norm
-    if spec.norm_placement in ("sandwich", "post"):
-        norms["attention_post_norm"] = norms["ffn_post_norm"] = norm
-    assert len(attention | ffn | norms) == len(attention) + len(ffn) + len(norms), "each array has a name of its own"
-    return attention | ffn | norms
+    """Declares the arrays of one layer."""
+    return spec.layers[layer].declare()
 
 
 def declaration(spec: ModelSpec, name: str, layer: int | None) -> ParamDecl:

@@ -3,14 +3,11 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from jaxvllm.models.attention import Attention, GroupedQueryAttention, QkNorm
+from jaxvllm.models.attention import Attention, GroupedQueryAttention, QkNorm, QueryGrowth, RopePairs
+from jaxvllm.models.block import Block, Placement
 from jaxvllm.models.ffn import Activation, Ffn, GatedFfn
-from jaxvllm.models.ops import RmsNorm
-
-# Norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post: OLMo 2).
-NormPlacement = Literal["pre", "sandwich", "post"]
+from jaxvllm.models.norm import Norm
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,8 @@ class RopeSpec:
     """A rotary embedding with its scaling already applied. `jaxvllm.models.rope` makes such specs.
 
     `inv_freq` is in radians per position, with one number for each pair of rotated dimensions. A layer without
-    positions (SmolLM 3) has zeros there, which rotate nothing. cos and sin are multiplied by `scale`.
+    positions (SmolLM 3) has zeros there, which rotate nothing, and a model without rope has no numbers at all. cos and
+    sin are multiplied by `scale`.
     """
 
     inv_freq: tuple[float, ...]
@@ -36,13 +34,15 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """The computation of one layer. Consecutive equal layers are one loop on the device."""
+class PositionTable:
+    """Learned positions: a table whose row `offset` + p is added to the embedding of a token at position p."""
 
-    attention: Attention
-    ffn: Ffn
-    window: int | None  # the last positions a token sees, itself included; None is all
-    rope: int  # an index into the ropes of the model
+    size: int  # rows, those before the first position included
+    offset: int = 0  # OPT's table begins with two rows that no position has
+
+    @property
+    def num_positions(self) -> int:
+        return self.size - self.offset
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,21 @@ class ModelSpec:
     num_kv_heads: int
     head_size: int
     ffn_size: int
-    norm_eps: float
+    norm: Norm  # that the model uses everywhere
     max_position: int  # tokens that the model can serve, its RoPE scaling included
     attention_scale: float  # multiplies q . k
     windows: tuple[int | None, ...]  # one a layer: the last positions a token sees, itself included; None is all
     ropes: tuple[RopeSpec, ...]
     layer_rope: tuple[int, ...]  # one a layer: an index into ropes
     activation: Activation = "silu"
-    norm_placement: NormPlacement = "pre"
-    norm_offset: float = 0.0  # added to every norm weight: Gemma stores w and means 1 + w
+    placement: Placement = "pre"  # of the norms
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     o_bias: bool = False
     ffn_bias: bool = False
+    rope_pairs: RopePairs = "halves"
+    q_growth: QueryGrowth | None = None
+    positions: PositionTable | None = None  # beside or in the place of ropes
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     embed_scale: float = 1.0
@@ -83,7 +85,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size hidden_size num_layers num_heads num_kv_heads head_size ffn_size norm_eps "
+            "vocab_size hidden_size num_layers num_heads num_kv_heads head_size ffn_size "
             "max_position attention_scale embed_scale residual_scale logit_scale"
         ).split():
             value = getattr(self, name)
@@ -108,6 +110,10 @@ class ModelSpec:
         if not all(0 <= index < len(self.ropes) for index in self.layer_rope):
             raise ValueError(f"layer_rope {self.layer_rope} must index the {len(self.ropes)} ropes")
         rotary_dims = {rope.rotary_dim for rope in self.ropes}
+        if self.positions is not None and self.max_position > self.positions.num_positions:
+            raise ValueError(
+                f"max_position {self.max_position} exceeds the {self.positions.num_positions} learned positions"
+            )
         if len(rotary_dims) != 1 or max(rotary_dims) > self.head_size:
             raise ValueError(
                 f"ropes rotate {sorted(rotary_dims)} dimensions: all must rotate the same number, "
@@ -118,11 +124,6 @@ class ModelSpec:
     def group_size(self) -> int:
         """The number of query heads that share a KV head, G."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def norm(self) -> RmsNorm:
-        """The norm that the model uses everywhere."""
-        return RmsNorm(self.norm_eps, self.norm_offset)
 
     @property
     def usual_attention(self) -> GroupedQueryAttention:
@@ -136,6 +137,8 @@ class ModelSpec:
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
             o_bias=self.o_bias,
+            rope_pairs=self.rope_pairs,
+            q_growth=self.q_growth,
         )
 
     @property
@@ -144,8 +147,11 @@ class ModelSpec:
         return GatedFfn(self.hidden_size, self.ffn_size, self.activation, self.ffn_bias)
 
     @cached_property
-    def layers(self) -> tuple[LayerSpec, ...]:
+    def layers(self) -> tuple[Block, ...]:
         """All layers, in order."""
         attentions = self.attentions or (self.usual_attention,) * self.num_layers
         ffns = self.ffns or (self.usual_ffn,) * self.num_layers
-        return tuple(map(LayerSpec, attentions, ffns, self.windows, self.layer_rope))
+        return tuple(
+            Block(attention, ffn, window, rope, self.hidden_size, self.norm, self.placement, self.residual_scale)
+            for attention, ffn, window, rope in zip(attentions, ffns, self.windows, self.layer_rope, strict=True)
+        )

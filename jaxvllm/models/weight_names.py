@@ -4,7 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.norm import bias_of
 from jaxvllm.models.params import declare, declare_layer
 from jaxvllm.models.spec import ModelSpec
 
@@ -18,6 +21,27 @@ class Source:
     at: tuple[int, ...]  # where that part of our array begins
     view: tuple[int, ...]  # the shape of that part, to which the rows are reshaped
     rows: slice = slice(None)
+    is_turned: bool = False  # the tensor is [in, out], and its columns are our rows
+
+    def part_of(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns that part of the whole tensor, as a view of it."""
+        rows = (tensor.T if self.is_turned else tensor)[self.rows]
+        # A copy would put the whole tensor into the host's memory.
+        return rows.reshape(self.view, copy=False)
+
+
+@dataclass(frozen=True)
+class OuterNames:
+    """The names of the tensors outside the layers, and how the names of a layer's tensors begin, after the prefix."""
+
+    embed: str = "embed_tokens.weight"
+    final_norm: str = "norm"
+    positions: str = ""  # the table of learned positions, where there is one
+    layers: str = "layers"
+
+    def layer_prefix(self, prefix: str, layer: int) -> str:
+        """Returns the beginning of the names of a layer's tensors."""
+        return f"{prefix}{self.layers}.{layer}."
 
 
 # Called with (spec, number of a layer, beginning of the names of its tensors): returns the sources of its arrays.
@@ -30,15 +54,14 @@ def whole(name: str, shape: tuple[int, ...], view: tuple[int, ...] | None = None
     return (Source(name, shape, (0,) * len(view), view),)
 
 
-def outer_sources(spec: ModelSpec, prefix: str) -> dict[str, tuple[Source, ...]]:
+def outer_sources(spec: ModelSpec, prefix: str, names: OuterNames) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of the arrays outside the layers."""
     decls = declare(spec)
-    names = {
-        "embed": f"{prefix}embed_tokens.weight",
-        "final_norm": f"{prefix}norm.weight",
-        "lm_head": "lm_head.weight",
-    }
-    return {key: whole(names[key], decl.shape) for key, decl in decls.items()}
+    sources = named_norms(decls, prefix, {"final_norm": names.final_norm})
+    sources |= _unfused(decls, prefix, {"embed": names.embed, "positions": names.positions})
+    # The LM head stands beside the decoder, which old multimodal checkpoints have within a language_model.
+    beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
+    return sources | _unfused(decls, beside, {"lm_head": "lm_head.weight"})
 
 
 def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
@@ -47,10 +70,12 @@ def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, 
     return {key: sources for part in parts for key, sources in part(spec, layer, prefix).items()}
 
 
-def attention_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+def attention_sources(
+    spec: ModelSpec, layer: int, prefix: str, output: str = "self_attn.o_proj"
+) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of grouped-query attention whose q, k and v are separate tensors."""
     decls = declare_layer(spec, layer)
-    sources = _unfused(decls, prefix, {"o": "self_attn.o_proj.weight", "o_bias": "self_attn.o_proj.bias"})
+    sources = with_biases(decls, prefix, {"o": output})
     for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
         if key in decls:
             K, G, D = _heads(decls[key])
@@ -70,7 +95,7 @@ def attention_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tup
 def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of a gated FFN whose gate and up are separate tensors."""
     decls = declare_layer(spec, layer)
-    sources = _unfused(decls, prefix, {"down": "mlp.down_proj.weight", "down_bias": "mlp.down_proj.bias"})
+    sources = with_biases(decls, prefix, {"down": "mlp.down_proj"})
     for key, kind in (("gate_up", "weight"), ("gate_up_bias", "bias")):
         if key in decls:
             _, *shape = decls[key].shape
@@ -84,39 +109,74 @@ def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tup
 def fused_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of a layer with q, k and v stacked in one tensor, and gate and up in another (Phi-3)."""
     decls = declare_layer(spec, layer)
-    (K, G, D), E = _heads(decls["qkv"]), spec.hidden_size
-    H, F = K * G, decls["gate_up"].shape[1]
-    name, shape = f"{prefix}self_attn.qkv_proj.weight", ((H + 2 * K) * D, E)
+    sources = norm_sources(spec, layer, prefix)
+    sources |= with_biases(decls, prefix, {"o": "self_attn.o_proj", "down": "mlp.down_proj"})
+    sources["qkv"] = fused_qkv(decls["qkv"], f"{prefix}self_attn.qkv_proj.weight")
+    sources["gate_up"] = fused_gate_up(decls["gate_up"], f"{prefix}mlp.gate_up_proj.weight")
+    return sources
+
+
+def fused_qkv(qkv: ParamDecl, name: str, is_turned: bool = False) -> tuple[Source, ...]:
+    """Returns the sources of queries, keys and values, or their biases, that one tensor has in this order."""
+    K, G, D = _heads(qkv)
+    H, tail = K * G, qkv.shape[2:]
+    shape = ((H + 2 * K) * D, *tail)
     parts = (
         (slice(0, H * D), slice(0, G * D)),
         (slice(H * D, (H + K) * D), slice(G * D, (G + 1) * D)),
         (slice((H + K) * D, (H + 2 * K) * D), slice((G + 1) * D, (G + 2) * D)),
     )
-    unfused = {"o": "self_attn.o_proj.weight", "down": "mlp.down_proj.weight"}
-    sources = norm_sources(spec, layer, prefix) | _unfused(decls, prefix, unfused)
-    sources["qkv"] = tuple(
-        Source(name, shape, (0, at.start, 0), (K, at.stop - at.start, E), rows) for rows, at in parts
+    return tuple(
+        Source(
+            name,
+            shape[::-1] if is_turned else shape,
+            (0, at.start, *(0 for _ in tail)),
+            (K, at.stop - at.start, *tail),
+            rows,
+            is_turned,
+        )
+        for rows, at in parts
     )
-    sources["gate_up"] = whole(f"{prefix}mlp.gate_up_proj.weight", (2 * F, E), (2, F, E))
-    return sources
+
+
+def fused_gate_up(gate_up: ParamDecl, name: str) -> tuple[Source, ...]:
+    """Returns the source of gate and up where one tensor has both."""
+    _, F, E = gate_up.shape
+    return whole(name, (2 * F, E), (2, F, E))
+
+
+def turned(name: str, decl: ParamDecl) -> tuple[Source, ...]:
+    """Returns the source of a matrix that the checkpoint stores as [in, out]."""
+    return (Source(name, decl.shape[::-1], (0, 0), decl.shape, is_turned=True),)
 
 
 def norm_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of the norms, whose names in a checkpoint depend on their placement."""
     names = {
-        "attention_norm": "input_layernorm.weight",
-        "attention_post_norm": "post_attention_layernorm.weight",
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
         # In a model without norms after the branches, this name means the norm before the FFN.
-        "ffn_norm": "post_attention_layernorm.weight"
-        if spec.norm_placement == "pre"
-        else "pre_feedforward_layernorm.weight",
-        "ffn_post_norm": "post_feedforward_layernorm.weight",
-        "q_norm": "self_attn.q_norm.weight",
-        "k_norm": "self_attn.k_norm.weight",
+        "ffn_norm": "post_attention_layernorm" if spec.placement == "pre" else "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
     }
-    decls = declare_layer(spec, layer)
-    shapes = {key: decls[key].shape for key in names if key in decls}
-    return {key: whole(prefix + names[key], (math.prod(shape),), shape) for key, shape in shapes.items()}
+    return named_norms(declare_layer(spec, layer), prefix, names)
+
+
+def named_norms(decls: Mapping[str, ParamDecl], prefix: str, names: Mapping[str, str]) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of the norms in `names` that are declared, with their biases. Checkpoints store them flat."""
+    kinds = {key: f"{prefix}{name}.weight" for key, name in names.items()}
+    kinds |= {bias_of(key): f"{prefix}{name}.bias" for key, name in names.items()}
+    shapes = {key: decls[key].shape for key in kinds if key in decls}
+    return {key: whole(kinds[key], (math.prod(shape),), shape) for key, shape in shapes.items()}
+
+
+def with_biases(decls: Mapping[str, ParamDecl], prefix: str, names: Mapping[str, str]) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of the matrices in `names`, and of their biases, that the layer has."""
+    tensors = {key: f"{name}.weight" for key, name in names.items()}
+    tensors |= {bias_of(key): f"{name}.bias" for key, name in names.items()}
+    return _unfused(decls, prefix, tensors)
 
 
 def _unfused(decls: Mapping[str, ParamDecl], prefix: str, names: Mapping[str, str]) -> dict[str, tuple[Source, ...]]:

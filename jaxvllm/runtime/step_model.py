@@ -83,7 +83,8 @@ def compute(
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
     run = partial(_run_layers, params, model, depths)
-    x, with_tables = embed_tokens(params, shard, token_ids, model.axis), replace(rows, page_table=tables)
+    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis)
+    with_tables = replace(rows, page_table=tables)
     if model.pipeline.stages.size == 1:
         x, states, own_pages = run(x, with_tables, own_pages)
     else:

@@ -18,11 +18,14 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int, norm_offset: float) ->
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     stream = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:8], "little")))
     values = stream.standard_normal(shape, dtype=np.float32)
-    if "norm" in name:
+    is_norm = "norm" in name or ".ln_" in name
+    if is_norm and name.endswith("bias"):
+        return np.float32(0.1) * values
+    if is_norm:
         return np.float32(1 - norm_offset) + np.float32(0.2) * values
     if name.endswith("bias"):
         return np.float32(0.3) * values
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or name.endswith(("wte.weight", "wpe.weight")):
         return np.float32(0.1) * values
     # Twice the usual: attention and FFN then outweigh the embedding, and greedy tokens do not just repeat.
     return np.float32(2 * shape[-1] ** -0.5) * values

@@ -19,7 +19,25 @@ from jaxvllm.models.params import Layout
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "olmo3",
+    "ministral3",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "gpt2",
+    "opt",
+)
 
 
 def load(fixture: Fixture, directory: Path, layout: Layout) -> tuple[Any, Any]:
@@ -86,6 +104,36 @@ def test_gemma3_inside_the_multimodal_checkpoint(prefix: str, tmp_path: Path) ->
     chex.assert_trees_all_close(np.asarray(logits), plain.logits[2], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "beside"), [("model.language_model.", ""), ("language_model.model.", "language_model.")]
+)
+def test_ministral3_inside_the_multimodal_checkpoint(prefix: str, beside: str, tmp_path: Path) -> None:
+    """Its LM head, which is no embedding, has a name of its own."""
+    plain = Fixture.load("ministral3")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    names = {"lm_head.weight": f"{beside}lm_head.weight"}
+    weights = {names.get(name, name.replace("model.", prefix, 1)): value for name, value in plain.weights().items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+    # That of Mistral Small 3.1 is an older Mistral.
+    older = model_spec(config | {"text_config": text | {"model_type": "mistral", "sliding_window": None}})
+    assert older.q_growth is None and older.windows == (None,) * older.num_layers
+
+
+def test_the_first_checkpoints_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) -> None:
+    plain = Fixture.load("gpt2")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    weights = {name.removeprefix("transformer."): value for name, value in plain.weights().items()}
+    weights |= {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32), "h.0.attn.masked_bias": np.zeros(1, np.float32)}
+    (tmp_path / "config.json").write_text(json.dumps(plain.config))
+    save_file(weights, tmp_path / "model.safetensors")
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+
+
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
@@ -111,9 +159,9 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are LlamaForCausalLM,"),
+        ("llama", {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*supported are LlamaForCausalLM,"),
         ("llama", {"architectures": None}, "architecture None is not supported"),
-        ("llama", {"hidden_act": "relu"}, "hidden_act must be one of silu.*not 'relu'"),
+        ("llama", {"hidden_act": "tanh"}, "hidden_act must be one of silu.*not 'tanh'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config.*not supported"),
         ("llama", {"rope_scaling": {"rope_type": "magic"}}, "rope type 'magic' is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope factor must be a positive number, not None"),
@@ -130,6 +178,12 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("gemma3", {"layer_types": ["chunked_attention"] * 7}, "layer_types must be a list of 7"),
         ("phi3-longrope", {"rope_scaling": {"type": "longrope"}}, "long_factor must list 6 numbers"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 5 of 0 and 1"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),
+        ("opt", {"word_embed_proj_dim": 42}, "word_embed_proj_dim = 42 is not supported"),
+        ("opt", {"num_attention_heads": 5}, "hidden_size 84 must be a multiple of num_attention_heads 5"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),
     ],
 )
 def test_what_is_not_understood_is_refused(name: str, change: dict[str, Any], message: str) -> None:

@@ -30,14 +30,17 @@ INDEX = "model.safetensors.index.json"
 def divisible(name: str) -> Fixture:
     """The fixture with an FFN that divides over 8 devices."""
     fixture = Fixture.load(name)
-    size = fixture.config["intermediate_size"]
+    [key] = {"intermediate_size", "n_inner", "ffn_dim"} & set(fixture.config)
+    size = fixture.config[key]
     wider = -(-size // 8) * 8
     sizes = {size: wider, 2 * size: 2 * wider}
     shapes = {
-        tensor: [sizes.get(n, n) for n in shape] if ".mlp." in tensor else shape
+        tensor: [sizes.get(n, n) for n in shape]
+        if any(part in tensor for part in (".mlp.", ".fc1.", ".fc2."))
+        else shape
         for tensor, shape in fixture.shapes.items()
     }
-    return replace(fixture, config=fixture.config | {"intermediate_size": wider}, shapes=shapes)
+    return replace(fixture, config=fixture.config | {key: wider}, shapes=shapes)
 
 
 def spread_by_hand(name: str, array: np.ndarray, spec: ModelSpec, size: int) -> np.ndarray:
@@ -68,7 +71,18 @@ def spread_by_hand(name: str, array: np.ndarray, spec: ModelSpec, size: int) -> 
 
 
 # Which dimension of an array is split; of the others every device has all.
-SPLIT = {"embed": 0, "lm_head": 0, "qkv": 0, "qkv_bias": 0, "o": 1, "gate_up": 1, "gate_up_bias": 1, "down": 1}
+SPLIT = {
+    "embed": 0,
+    "lm_head": 0,
+    "qkv": 0,
+    "qkv_bias": 0,
+    "o": 1,
+    "gate_up": 1,
+    "gate_up_bias": 1,
+    "down": 1,
+    "up": 0,
+    "up_bias": 0,
+}
 
 
 def layers_of(params: Params, num_layers: int) -> list[dict[str, jax.Array]]:

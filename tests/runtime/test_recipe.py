@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.ops import InOut, biased, project
 from jaxvllm.runtime import recipe
 from jaxvllm.runtime.recipe import TRACED_PACKAGES, NoName, Recipe
@@ -80,7 +81,7 @@ def test_whatever_differs_gives_another_name() -> None:
         step(),
         step(sampling=SamplerOptions(max_logprobs=21)),
         step(shape=replace(SHAPE, page_size=SHAPE.page_size * 2)),
-        step(spec=replace(spec, norm_eps=1e-3)),
+        step(spec=replace(spec, norm=RmsNorm(1e-3))),
         step(spec=replace(spec, activation="gelu")),
     ]
     names = [one.name() for one in recipes]

@@ -4,13 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvllm.models.families import (
+    cohere,
     gemma2,
     gemma3,
+    glm4,
+    gpt2,
     granite,
     llama,
     mimo,
+    ministral3,
     mistral,
     olmo2,
+    olmo3,
+    opt,
     phi3,
     qwen2,
     qwen3,
@@ -32,6 +38,12 @@ FAMILIES: tuple[Family, ...] = (
     smollm3.FAMILY,
     granite.FAMILY,
     mimo.FAMILY,
+    olmo3.FAMILY,
+    *ministral3.FAMILIES,
+    glm4.FAMILY,
+    *cohere.FAMILIES,
+    gpt2.FAMILY,
+    opt.FAMILY,
 )
 
 

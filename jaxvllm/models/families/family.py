@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import LayerSources, separate_projections
+from jaxvllm.models.weight_names import LayerSources, OuterNames, separate_projections
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,13 @@ class Family:
     architecture: str
     spec: Callable[[HfConfig], ModelSpec]
     layer_sources: LayerSources = separate_projections
+    names: OuterNames = OuterNames()  # of the tensors outside the layers
     # The names of the decoder's tensors begin with one of these. The newest is first, and the checkpoint decides.
     prefixes: tuple[str, ...] = ("model.",)
     # Beginnings of the names of tensors that are not the decoder's, such as a vision tower's.
     foreign: tuple[str, ...] = ()
+    # Ends of the names of tensors that say nothing, such as masks in old checkpoints.
+    redundant: tuple[str, ...] = ()
     # Keys of `UNSUPPORTED` in hf_config that its spec takes into account.
     understood: tuple[str, ...] = ()
     # The key under which the decoder's config is nested.

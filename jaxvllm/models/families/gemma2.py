@@ -2,6 +2,7 @@
 
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
 
 
@@ -21,7 +22,7 @@ def gemma2_spec(config: HfConfig) -> ModelSpec:
         num_kv_heads=config.integer("num_key_value_heads", 4),
         head_size=head_size,
         ffn_size=config.integer("intermediate_size", 9216),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm=RmsNorm(config.number("rms_norm_eps", 1e-6), offset=1.0),
         max_position=config.served_positions(config.rope_parameters(), max_position),
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         windows=config.windows(config.layer_types(kinds), config.optional_integer("sliding_window", 4096)),
@@ -29,8 +30,7 @@ def gemma2_spec(config: HfConfig) -> ModelSpec:
         layer_rope=(0,) * num_layers,
         # hidden_act, which some configs also have, was never used.
         activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
-        norm_placement="sandwich",
-        norm_offset=1.0,
+        placement="sandwich",
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         attention_soft_cap=config.optional_number("attn_logit_softcapping", 50.0),

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
 
 
@@ -28,7 +29,7 @@ def gemma3_spec(config: HfConfig) -> ModelSpec:
         num_kv_heads=config.integer("num_key_value_heads", 4),
         head_size=head_size,
         ffn_size=config.integer("intermediate_size", 9216),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm=RmsNorm(config.number("rms_norm_eps", 1e-6), offset=1.0),
         # Gemma was trained with its linear factor, so max_position_embeddings includes it already.
         max_position=max_position,
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
@@ -39,8 +40,7 @@ def gemma3_spec(config: HfConfig) -> ModelSpec:
         ),
         layer_rope=tuple(int(kind == "sliding_attention") for kind in kinds),
         activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
-        norm_placement="sandwich",
-        norm_offset=1.0,
+        placement="sandwich",
         qk_norm="head",
         qkv_bias=attention_bias,
         o_bias=attention_bias,

@@ -2,6 +2,7 @@
 
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
 
 
@@ -32,7 +33,7 @@ def llama_spec(
         num_kv_heads=config.integer("num_key_value_heads", num_kv_heads or num_heads),
         head_size=head_size,
         ffn_size=config.integer("intermediate_size"),
-        norm_eps=config.number("rms_norm_eps", eps),
+        norm=RmsNorm(config.number("rms_norm_eps", eps)),
         max_position=config.served_positions(config.rope_parameters(), max_position),
         attention_scale=head_size**-0.5,
         windows=(None,) * num_layers,

@@ -9,7 +9,7 @@ from jaxvllm.models.spec import ModelSpec
 
 
 def olmo2_spec(config: HfConfig) -> ModelSpec:
-    return replace(llama_spec(config, eps=1e-5), norm_placement="post", qk_norm="full")
+    return replace(llama_spec(config, eps=1e-5), placement="post", qk_norm="full")
 
 
 FAMILY = Family("Olmo2ForCausalLM", olmo2_spec)

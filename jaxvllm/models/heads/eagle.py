@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxvllm.models.decoder import Attend, embed, project_logits, rope_tables
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.vocabulary import in_columns, share_of
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -53,7 +54,7 @@ class EagleHead:
         own = params[DRAFT]
         x = project(jnp.concatenate([embedded(params, token_ids, axis), features], 1), own["fc"], own.get("fc_bias"))
         for number, layer in enumerate(own["layers"]):
-            h = self.spec.norm(x, layer["attention_norm"]) if number else x
+            h = self.spec.norm.apply(layer, "attention_norm", x) if number else x
             x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
         return x, x, kv
 
@@ -81,10 +82,10 @@ class Eagle3Head:
     def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
         own = params[DRAFT]
         if "fc_norms" in own:
-            states = self.spec.norm(states, own["fc_norms"][:, None])
+            states = self.spec.norm.apply({"fc_norms": own["fc_norms"][:, None]}, "fc_norms", states)
         x = jnp.moveaxis(states, 0, 1).reshape(states.shape[1], -1)
         if "input_norm" in own:
-            x = self.spec.norm(x, own["input_norm"])
+            x = self.spec.norm.apply(own, "input_norm", x)
         return project(x, own["fc"])
 
     def apply(
@@ -101,14 +102,14 @@ class Eagle3Head:
         x = features
         for number, layer in enumerate(own["layers"]):
             if number == 0:
-                embedding = norm(embedded(params, token_ids, axis), layer["attention_norm"])
-                h = norm(x, layer["feature_norm"])
+                embedding = norm.apply(layer, "attention_norm", embedded(params, token_ids, axis))
+                h = norm.apply(layer, "feature_norm", x)
                 x = h if self.norm_before_residual else x
                 h = jnp.concatenate([embedding, h], axis=1)
             else:
-                h = norm(x, layer["attention_norm"])
+                h = norm.apply(layer, "attention_norm", x)
             x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
-        hidden = norm(x, own["final_norm"])
+        hidden = norm.apply(own, "final_norm", x)
         return hidden, hidden if self.norm_output else x, kv
 
     def logits(
@@ -141,6 +142,7 @@ def decoder_layer(
     def attend_here(kv: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         return attend(kv, number, q, k, v, NO_WINDOW)
 
-    h, kv = spec.usual_attention.apply(weights, h, (cos[0], sin[0]), kv, attend_here, ALONE)
+    given = LayerInput(positions, (cos[0], sin[0]), attend_here, ALONE)
+    h, kv = spec.usual_attention.apply(weights, h, kv, given)
     x = x + h
-    return x + spec.usual_ffn.apply(weights, spec.norm(x, weights["ffn_norm"]), ALONE), kv
+    return x + spec.usual_ffn.apply(weights, spec.norm.apply(weights, "ffn_norm", x), ALONE), kv

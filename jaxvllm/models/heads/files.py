@@ -56,7 +56,7 @@ class _Tensors:
         """Returns the arrays of a layer, of which `sources` tells the parts."""
         layer: Params = {}
         for name, parts in sources.items():
-            taken = [self.take(part.name, *part.shape)[part.rows].reshape(part.view) for part in parts]
+            taken = [part.part_of(self.take(part.name, *part.shape)) for part in parts]
             stops = [[at + size for at, size in zip(part.at, part.view, strict=True)] for part in parts]
             layer[name] = np.empty(np.max(stops, axis=0), taken[0].dtype)
             for part, stop, array in zip(parts, stops, taken, strict=True):
@@ -219,7 +219,8 @@ def read_mtp(
             raise ValueError(
                 "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
             )
-        if target.norm_placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
+        # The layer of a head is computed by `decoder_layer`, which knows no other block.
+        if target.placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
             raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
         if (directory / TREE).is_dir():
             raise ValueError("a converted model has no MTP layer, which is no part of the decoder: give the original")

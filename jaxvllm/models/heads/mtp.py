@@ -49,12 +49,12 @@ class MtpHead:
         # Trained with zeros in the place of the first embedding that stands beside a feature. It is token 1's for the
         # first head, and each other head begins one token later than the one before it.
         embedding = jnp.where(positions[:, None] > 1 + self.number, embedded(params, token_ids, axis), 0)
-        parts = [norm(embedding, own["embedding_norm"]), norm(features, own["feature_norm"])]
+        parts = [norm.apply(own, "embedding_norm", embedding), norm.apply(own, "feature_norm", features)]
         x = project(jnp.concatenate(parts, axis=1), own["fc"])
         [layer] = own["layers"]
-        h = norm(x, layer["attention_norm"])
+        h = norm.apply(layer, "attention_norm", x)
         x, kv = decoder_layer(self.spec, layer, self.number, x, h, positions, kv, attend)
-        hidden = norm(x, own["final_norm"])
+        hidden = norm.apply(own, "final_norm", x)
         return hidden, hidden, kv
 
     def logits(

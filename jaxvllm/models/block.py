@@ -1,0 +1,66 @@
+"""`Block`: one layer of a decoder, which is its attention and its FFN, and the norms and sums around them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.attention import Attention
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.ffn import Ffn
+from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.norm import Norm
+
+# The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
+# OLMo 2). In a parallel block both read the hidden state through one norm, and their outputs are added to it together
+# (Cohere).
+Placement = Literal["pre", "sandwich", "post", "parallel"]
+_NORMS: Mapping[Placement, tuple[str, ...]] = {
+    "pre": ("attention_norm", "ffn_norm"),
+    "sandwich": ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"),
+    "post": ("attention_post_norm", "ffn_post_norm"),
+    "parallel": ("attention_norm",),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """The computation of one layer. Consecutive equal blocks are one loop on the device."""
+
+    attention: Attention
+    ffn: Ffn
+    window: int | None  # the last positions a token sees, itself included; None is all
+    rope: int  # an index into the ropes of the model
+    hidden_size: int
+    norm: Norm
+    placement: Placement = "pre"
+    residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
+
+    def declare(self) -> dict[str, ParamDecl]:
+        """Returns all arrays of the layer by name."""
+        parts = [self.attention.declare(), self.ffn.declare()]
+        parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in _NORMS[self.placement]]
+        decls = {name: decl for part in parts for name, decl in part.items()}
+        assert len(decls) == sum(map(len, parts)), "each array has a name of its own"
+        return decls
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
+        """Returns x [T, E] after the layer, and the cache with this step's keys and values."""
+        with jax.named_scope("attention"):
+            h = self._normed(weights, "attention_norm", x)
+            attended, kv = self.attention.apply(weights, h, kv, given)
+            x = x + self._added(weights, "attention_post_norm", attended)
+        with jax.named_scope("ffn"):
+            h = h if self.placement == "parallel" else self._normed(weights, "ffn_norm", x)
+            x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given.axis))
+        return x, kv
+
+    def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
+        return self.norm.apply(weights, name, x) if name in _NORMS[self.placement] else x
+
+    def _added(self, weights: Mapping[str, Any], post_norm: str, x: jax.Array) -> jax.Array:
+        """Returns the values that attention or FFN adds to the hidden state."""
+        x = self._normed(weights, post_norm, x)
+        return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)

@@ -1,0 +1,72 @@
+"""OPT: LayerNorm, learned positions whose table begins with two unused rows, ReLU, and biases everywhere."""
+
+from collections.abc import Mapping
+
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.ffn import PlainFfn
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import LayerNorm
+from jaxvllm.models.params import declare_layer
+from jaxvllm.models.spec import ModelSpec, PositionTable, RopeSpec
+from jaxvllm.models.weight_names import OuterNames, Source, attention_sources, named_norms, with_biases
+
+OFFSET = 2
+
+
+def opt_spec(config: HfConfig) -> ModelSpec:
+    hidden_size = config.integer("hidden_size", 768)
+    # OPT-350m alone norms after the sums, and has embeddings of another size.
+    neutral = {
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+        "word_embed_proj_dim": hidden_size,
+    }
+    for key, value in neutral.items():
+        if (given := config.values.get(key)) not in (None, value):
+            raise ValueError(f"config {key} = {given!r} is not supported: it changes the model")
+    num_layers, num_heads = config.integer("num_hidden_layers", 12), config.integer("num_attention_heads", 12)
+    num_positions, ffn_size = config.integer("max_position_embeddings", 2048), config.integer("ffn_dim", 3072)
+    has_bias, activation = config.flag("enable_bias", True), config.activation("activation_function", "relu")
+    if hidden_size % num_heads:
+        raise ValueError(f"config hidden_size {hidden_size} must be a multiple of num_attention_heads {num_heads}")
+    head_size = hidden_size // num_heads
+    return ModelSpec(
+        vocab_size=config.integer("vocab_size", 50_272),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        ffn_size=ffn_size,
+        norm=LayerNorm(1e-5),
+        max_position=num_positions,
+        attention_scale=head_size**-0.5,
+        windows=(None,) * num_layers,
+        ropes=(RopeSpec(()),),
+        layer_rope=(0,) * num_layers,
+        positions=PositionTable(num_positions + OFFSET, OFFSET),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        ffns=(PlainFfn(hidden_size, ffn_size, activation, has_bias),) * num_layers,
+        tie_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
+    """Returns the sources of a layer, where `final_layer_norm` is the norm before the FFN."""
+    decls = declare_layer(spec, layer)
+    return (
+        named_norms(decls, prefix, {"attention_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm"})
+        | attention_sources(spec, layer, prefix, output="self_attn.out_proj")
+        | with_biases(decls, prefix, {"up": "fc1", "down": "fc2"})
+    )
+
+
+FAMILY = Family(
+    "OPTForCausalLM",
+    opt_spec,
+    layer_sources=sources,
+    names=OuterNames(final_norm="final_layer_norm", positions="embed_positions.weight"),
+    prefixes=("model.decoder.", "decoder."),
+)
