@@ -190,16 +190,15 @@ def test_a_copy_to_vmem_is_found() -> None:
         assert "512,512] in VMEM reaches 4194304 bytes: pages or a weight are copied" in copied.message
 
 
-# A small set of what `make aot` compiles, for the compilers that differ most. A burst is decode steps in a loop, and
-# its kernel is that of decode-gqa.
+# A small set of what `make aot` compiles, for the compilers that differ most. A burst is decode steps in a loop.
 @pytest.mark.slow
 @pytest.mark.usefixtures("compilers")
 @pytest.mark.parametrize(
     ("chip", "kind", "programs"),
     [
-        ("v5e", "attention", ["attention/mixed-sinks/tpu"]),
-        ("v7x", "attention", ["attention/mixed-sinks/tpu"]),
-        ("h200", "attention", ["attention/mixed-sinks/gpu"]),
+        ("v5e", "attention", ["attention/decode-gqa/tpu", "attention/mixed-sinks/tpu"]),
+        ("v7x", "attention", ["attention/decode-gqa/tpu", "attention/mixed-sinks/tpu"]),
+        ("h200", "attention", ["attention/decode-gqa/gpu", "attention/mixed-sinks/gpu"]),
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/decode/reference"]),
         ("v5e", "step", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
@@ -212,8 +211,8 @@ def test_compiles_in_place(chip: str, kind: Kind, programs: Sequence[str]) -> No
     assert [outcome.program for outcome in outcomes] == programs
     for outcome in outcomes:
         assert outcome.status == "ok", outcome.row()
-        has_kernels = "/sample/" not in outcome.program and not outcome.program.endswith("/reference")
-        assert bool(outcome.kernels) == has_kernels, outcome
+        if kind == "attention":
+            assert outcome.kernels, outcome
         for kernel in outcome.kernels:
             facts = CHIPS[chip]
             if isinstance(facts, TpuChip):
