@@ -1,11 +1,12 @@
 """Makes the parts of an engine from its config: tokenizer, and each replica's weights, pages, scheduler and runner."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -69,6 +70,9 @@ class EngineParts:
     runners: tuple[Runner, ...]  # one a replica, all alike
     connector: KVConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
+    # Returns weights for every replica, of arrays by their names in a checkpoint. Raises ValueError for others than the
+    # model has.
+    read_weights: Callable[[Mapping[str, Any]], list[Params]]
     # How pages travel. It waits until all weights were read to name them. Raises NotImplementedError where none can.
     page_format: Callable[[], PageFormat]
     spec: ModelSpec
@@ -137,7 +141,8 @@ def build(
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once
     with clock.stage("weights"):
-        replicas = _load(config, directory, resolved, meshes, backend)
+        load = partial(_load, config, directory, resolved, meshes, backend)
+        replicas = load()
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh, backend)) is not None:
                 params[DRAFT] = draft
@@ -213,6 +218,7 @@ def build(
         runners=runners,
         connector=connector,
         traffic=traffic,
+        read_weights=load,
         page_format=page_form,
         spec=spec,
         max_model_len=resolved.max_model_len,
@@ -251,9 +257,14 @@ def _log_costs(spread: Spread) -> None:
 
 
 def _load(
-    config: EngineConfig, directory: Path, resolved: ResolvedConfig, meshes: Sequence[Mesh], backend: Backend
+    config: EngineConfig,
+    directory: Path,
+    resolved: ResolvedConfig,
+    meshes: Sequence[Mesh],
+    backend: Backend,
+    tensors: Mapping[str, Any] | None = None,
 ) -> list[Params]:
-    """Returns the weights on each of `meshes`: read once, and copied from device to device."""
+    """Returns the weights on each of `meshes`: read once, from `directory` or `tensors`, and copied between devices."""
     params = checkpoint.load(
         directory,
         resolved.spec,
@@ -263,6 +274,7 @@ def _load(
         seed=config.seed,
         mesh=meshes[0],
         hf_config=resolved.hf_config,
+        tensors=tensors,
     )
     if isinstance(backend.chip, CpuChip) and resolved.layout == "separate":
         params = with_kernel(params, resolved.spec, backend.chip)

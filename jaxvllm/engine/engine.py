@@ -3,11 +3,11 @@
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.multihost import lead
+from jaxvllm.engine.new_weights import new_weights
 from jaxvllm.engine.output_processor import OutputProcessor, is_watched
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
@@ -34,6 +35,8 @@ from jaxvllm.engine.startup import StartupReport
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
+from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
@@ -76,6 +79,8 @@ class Engine:
         self.defaults = parts.defaults
         self._connector = parts.connector
         self._page_format = parts.page_format
+        self._read_weights = parts.read_weights
+        self._has_first_weights = True  # which are those that `_page_format` names
         publishers = self._publishers or (None,) * len(parts.runners)
         depth = DEPTH if config.async_scheduling else DEPTH_IN_TURNS
         of_replicas = zip(parts.runners, parts.traffic, publishers, strict=True)
@@ -267,7 +272,7 @@ class Engine:
         NotImplementedError for an engine of several processes.
         """
         self._ready()
-        form = self._page_format()
+        form = self._moving_format()
         model = form.fingerprint  # it may have to wait for the name, or fail: nothing has ended yet
         if request_id not in self.outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
@@ -292,7 +297,7 @@ class Engine:
         Raises ValueError for a request that this engine cannot go on with, or whose id is in use.
         """
         self._ready()
-        form = self._page_format()
+        form = self._moving_format()
         if exported.model != form.fingerprint:
             raise ValueError("the request was exported by an engine with another model, dtype or page: use one like it")
         request = exported.request
@@ -314,6 +319,12 @@ class Engine:
             self.abort(request.request_id)
             raise
         return request.request_id
+
+    def _moving_format(self) -> PageFormat:
+        """Returns how pages travel with requests. Raises NotImplementedError for pages of weights without a name."""
+        if not self._has_first_weights:
+            raise NotImplementedError("requests of an engine whose weights were replaced cannot move to another one")
+        return self._page_format()
 
     def startup(self) -> StartupReport:
         """Returns where the time of the start went."""
@@ -372,6 +383,33 @@ class Engine:
         if reset_connector and self._connector is not None:
             self._connector.reset()
         return True
+
+    @property
+    def weights(self) -> Params:
+        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
+        return self.replicas[0].runner.params
+
+    def update_weights(self, weights: Mapping[str, Any]) -> None:
+        """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
+
+        `weights` are arrays by their names in a checkpoint, or a tree like `Engine.weights`, whose arrays are used as
+        they are where they are in place. The whole model must fit a second time. Cached prefixes are forgotten, and
+        requests that run compute all their tokens again.
+        Raises ValueError for weights that are missing, unexpected, or of another shape or dtype, and
+        NotImplementedError where KV pages leave the engine, whose name says with which weights they were computed.
+        """
+        self._ready()
+        transfer = self.config.kv_transfer
+        if transfer is not None and transfer.leaves_engine:
+            raise NotImplementedError(
+                f"kv_connector {transfer.kv_connector} keeps pages of other weights: update weights without it"
+            )
+        runners = [replica.runner for replica in self.replicas]
+        new = new_weights(weights, [runner.params for runner in runners], self._read_weights)
+        for runner, params in zip(runners, new, strict=True):
+            runner.replace_params(params)
+        self._has_first_weights = False
+        self.reset_prefix_cache(reset_running_requests=True, reset_connector=self._connector is not None)
 
     def wait_until_compiled(self) -> None:
         """Waits until every bucket of every replica is compiled. Nothing compiles afterwards."""

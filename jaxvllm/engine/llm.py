@@ -15,6 +15,7 @@ from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jaxvllm.engine.page_view import PoolView
+from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.prompts import PromptLike
 from jaxvllm.text.tokenizer import Tokenizer
@@ -167,6 +168,20 @@ class LLM:
         `reset_running_requests`, requests that run compute all their tokens again.
         """
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    @property
+    def weights(self) -> Params:
+        """The weights as they are on the devices of the first replica: nested dicts and lists of arrays."""
+        return self.engine.weights
+
+    def update_weights(self, weights: Mapping[str, Any]) -> None:
+        """Replaces the weights, as a trainer does between two rounds of generation. Nothing is compiled again.
+
+        `weights` are arrays of NumPy or jax by the names that a checkpoint of this model has, such as
+        `model.layers.0.mlp.down_proj.weight`, or a tree like `LLM.weights`. All are checked first: after an error the
+        old ones are in place. Cached prefixes are forgotten. For the rest see `Engine.update_weights`.
+        """
+        self.engine.update_weights(weights)
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""

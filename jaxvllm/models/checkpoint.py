@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models import orbax_tree
 from jaxvllm.models.families import find_family, model_spec
+from jaxvllm.models.held_tensors import HeldTensors
 from jaxvllm.models.hf_weights import INDEX, StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
@@ -74,13 +75,14 @@ def load(
     seed: int = 0,
     mesh: Mesh | None = None,
     hf_config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
 ) -> Params:
     """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
     Each device's shard is read straight from the files, safetensors or the tree that `jaxvllm convert` wrote, by the
     process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
     needed: they are made from `seed`, the same on every mesh. `hf_config` replaces the config.json of the
-    directory, which names the family.
+    directory, which names the family, and `tensors` replace its weights: arrays by the names in safetensors.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
     if load_format not in get_args(LoadFormat):
@@ -93,7 +95,9 @@ def load(
         # orbax lets all processes wait for each other in every read, and those of other stages have fewer layers.
         raise NotImplementedError(f"{path / TREE} cannot be read in stages by several processes: give the safetensors")
     weights: OrbaxTree | StoredWeights | None = None
-    if load_format == "auto":
+    if tensors is not None:
+        weights = StoredWeights.of(HeldTensors(tensors), find_family(hf_config or read_config(path)), spec)
+    elif load_format == "auto":
         weights = (
             OrbaxTree.open(path / TREE, spec)
             if (path / TREE).is_dir()

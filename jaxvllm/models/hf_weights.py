@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import ml_dtypes
 import numpy as np
@@ -73,11 +73,15 @@ class WeightFiles:
     def names(self) -> set[str]:
         return set(self.file_of)
 
+    def where(self, name: str) -> str:
+        """Returns the file of a tensor."""
+        return str(self.directory / self.file_of[name])
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the tensor, still in its file. Raises ValueError if it is missing, or has another shape or dtype."""
         if name not in self.file_of:
             raise ValueError(f"{self.directory} lacks the tensor {name}, which should have shape {shape}")
-        where = f"{self.directory / self.file_of[name]}: tensor {name}"
+        where = f"{self.where(name)}: tensor {name}"
         file = self.files[self.file_of[name]]
         tensor = file.tensors[name]
         if tensor.shape != shape:
@@ -138,24 +142,41 @@ def _find(directory: Path, other: str | None) -> tuple[list[str], dict[str, str]
     return files, file_of
 
 
+class Tensors(Protocol):
+    """The tensors of a checkpoint, by their names, wherever they are."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def where(self, name: str) -> str:
+        """Returns the place of a tensor, for errors."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the tensor, which is read when it is copied. Raises ValueError if it is missing or another one."""
+
+
 @dataclass(frozen=True)
 class StoredWeights:
-    """Every array that a model needs, with the places of its parts in the files."""
+    """Every array that a model needs, with the tensors that its parts come from."""
 
-    files: WeightFiles
+    tensors: Tensors
     outer: Mapping[str, tuple[Source, ...]]
     layers: tuple[Mapping[str, tuple[Source, ...]], ...]
 
     @classmethod
     def open(cls, directory: Path, family: Family, spec: ModelSpec) -> "StoredWeights":
-        """Opens the weights and checks every tensor.
+        """Opens the weights of a directory and checks every tensor.
 
         Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
         """
-        files = open_weights(directory)
-        prefix = _prefix(family, files)
+        return cls.of(open_weights(directory), family, spec)
+
+    @classmethod
+    def of(cls, tensors: Tensors, family: Family, spec: ModelSpec) -> "StoredWeights":
+        """Checks every tensor, as `open` does."""
+        prefix = _prefix(family, tensors)
         weights = cls(
-            files,
+            tensors,
             outer_sources(spec, prefix, family.names),
             tuple(
                 family.layer_sources(spec, layer, family.names.layer_prefix(prefix, layer))
@@ -170,38 +191,38 @@ class StoredWeights:
         sources = self.outer[name] if layer is None else self.layers[layer][name]
         tiles = []
         for source in sources:
-            view = source.part_of(self.files.tensor(source.name, source.shape))
+            view = source.part_of(self.tensors.tensor(source.name, source.shape))
             tiles.append(Tile(Box(source.at, source.view), copied(view), (0,) * view.ndim))
         return tiled(tiles)
 
     def _check_names(self, family: Family, spec: ModelSpec) -> None:
         """Checks that every needed tensor is there with its shape, and that there is no unknown one."""
-        files = self.files
+        tensors = self.tensors
         groups = (group for part in (self.outer, *self.layers) for group in part.values())
         used = {source.name: source.shape for group in groups for source in group}
         for name, shape in used.items():
-            files.tensor(name, shape)
+            tensors.tensor(name, shape)
         # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
         known = ("rotary_emb.inv_freq", *family.redundant, *(("lm_head.weight",) if spec.tie_embeddings else ()))
         # Layers after the last one that predict further tokens are draft heads: see `models.heads.mtp`.
         ends = "eh_proj.weight"
-        starts = tuple(name.removesuffix(ends) for name in files.names if name.endswith(f".{ends}"))
+        starts = tuple(name.removesuffix(ends) for name in tensors.names if name.endswith(f".{ends}"))
         foreign = (*family.foreign, *(start for start in starts if not any(name.startswith(start) for name in used)))
         unexpected = sorted(
-            name for name in files.names - set(used) if not name.endswith(known) and not name.startswith(foreign)
+            name for name in tensors.names - set(used) if not name.endswith(known) and not name.startswith(foreign)
         )
         if unexpected:
             name = unexpected[0]
             raise ValueError(
-                f"{files.directory / files.file_of[name]}: unexpected tensor {name}"
+                f"{tensors.where(name)}: unexpected tensor {name}"
                 f"{f' and {len(unexpected) - 1} more' if unexpected[1:] else ''}: {family.architecture} has none "
                 "of that name with this config, and ignoring it would change the model"
             )
 
 
-def _prefix(family: Family, files: WeightFiles) -> str:
+def _prefix(family: Family, tensors: Tensors) -> str:
     """Returns the prefix, one of the family's, that tensors have in this checkpoint."""
     for prefix in family.prefixes:
-        if f"{prefix}{family.names.embed}" in files.names:
+        if f"{prefix}{family.names.embed}" in tensors.names:
             return prefix
     return family.prefixes[0]

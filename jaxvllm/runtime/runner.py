@@ -304,6 +304,20 @@ class Runner:
         """The shape and dtype of one page on the devices, [L, K, S, W] of each array of the cache."""
         return tuple(map(_without_first_axis, self.contents_like))
 
+    @property
+    def params(self) -> Params:
+        """The parameters, which no step changes."""
+        return self._params
+
+    def replace_params(self, params: Params) -> None:
+        """Computes with `params` after all steps that were dispatched. They are as those before in shapes and places.
+
+        Raises NotImplementedError where other processes have devices of the mesh.
+        """
+        if self._leader is not None:
+            raise NotImplementedError("weights on devices of several processes cannot be replaced: use one process")
+        self._params = params
+
     def memory_use(self) -> MemoryUse:
         """Returns what this runner takes of each device."""
         return MemoryUse(

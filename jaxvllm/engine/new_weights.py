@@ -1,0 +1,51 @@
+"""Reads the weights that replace those of a running engine, and checks all of them before any takes its place."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.params import Params
+
+
+def new_weights(
+    given: Mapping[str, Any], before: Sequence[Params], read: Callable[[Mapping[str, Any]], list[Params]]
+) -> list[Params]:
+    """Returns the weights of every replica, with the drafts of those `before`, which have one entry a replica.
+
+    `given` are arrays by their names in a checkpoint, which `read` makes weights of, or a tree as the engine holds it.
+    Arrays of such a tree that are in place already are used as they are.
+    Raises ValueError for a tensor or an array that is missing, unexpected, or of another shape or dtype.
+    """
+    drafts = [{DRAFT: params[DRAFT]} if DRAFT in params else {} for params in before]
+    if not _is_tree(given):
+        return [params | draft for params, draft in zip(read(given), drafts, strict=True)]
+    own = {name: value for name, value in given.items() if name != DRAFT}
+    return [
+        _placed(own, {name: value for name, value in params.items() if name != DRAFT}) | draft
+        for params, draft in zip(before, drafts, strict=True)
+    ]
+
+
+def _is_tree(given: Mapping[str, Any]) -> bool:
+    """Returns whether the weights are a tree. A checkpoint's tensors are arrays, and none is called `layers`."""
+    return isinstance(given.get("layers"), dict | list)
+
+
+def _placed(given: Params, like: Params) -> Params:
+    """Returns the arrays of `given` where those of `like` are."""
+    wanted, structure = jax.tree.flatten_with_path(like)
+    arrays, found = jax.tree.flatten(given)
+    if found != structure:
+        raise ValueError("the given tree of weights has other arrays than the engine's: give one like llm.weights")
+    placed = []
+    for array, (path, old) in zip(arrays, wanted, strict=True):
+        if array.shape != old.shape or array.dtype != old.dtype:
+            raise ValueError(
+                f"the given weight {jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, and the engine's "
+                f"is {old.dtype}{list(old.shape)}"
+            )
+        placed.append(jax.device_put(array, old.sharding))
+    tree: Params = jax.tree.unflatten(structure, placed)
+    return tree

@@ -1,0 +1,36 @@
+"""`HeldTensors`: the tensors of a checkpoint that are in memory, by the names that they would have in its files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """Arrays of NumPy or jax, such as those of a trainer. One on a device is copied to the host when it is read."""
+
+    arrays: Mapping[str, Any]
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.arrays)
+
+    def where(self, name: str) -> str:
+        """Returns the place of a tensor, for errors."""
+        return "the given weights"
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the tensor. Raises ValueError if it is missing, has another shape, or has no floating-point numbers."""
+        if name not in self.arrays:
+            raise ValueError(f"the given weights lack the tensor {name}, which should have shape {shape}")
+        array = self.arrays[name]
+        if getattr(array, "shape", None) != shape:
+            found = getattr(array, "shape", type(array).__name__)
+            raise ValueError(f"the given tensor {name} has shape {found}, and the config makes it {shape}")
+        host = np.asarray(array)
+        # bfloat16 is no floating-point number to NumPy.
+        if host.dtype.kind != "f" and host.dtype.name != "bfloat16":
+            raise ValueError(f"the given tensor {name} has dtype {host.dtype}: give floating-point numbers")
+        return host
