@@ -52,6 +52,8 @@ GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 20, "hid
 LONG = [1.0, 1.3, 1.9, 2.6, 3.9, 5.2]
 SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
+MODEL_TYPES = {"Gemma3": "gemma3_text", "SeedOss": "seed_oss", "GPTNeoX": "gpt_neox"}
+
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
@@ -193,6 +195,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "exaone4": (
+        "Exaone4",
+        {**EVEN, "num_hidden_layers": 5, "sliding_window": 24, "sliding_window_pattern": 2, "rms_norm_eps": 1e-3},
+    ),
+    "seed_oss": ("SeedOss", {**EVEN, "head_dim": 20, "attention_out_bias": True}),
+    "starcoder2": ("Starcoder2", {**EVEN, "sliding_window": 24, "norm_epsilon": 1e-3}),
+    "ernie4_5": ("Ernie4_5", {**EVEN, "head_dim": 20, "use_bias": True, "rope_theta": 5000.0}),
+    "gpt_neox": (
+        "GPTNeoX",
+        {
+            **{key: value for key, value in EVEN.items() if key != "num_key_value_heads"},
+            "hidden_size": 64,
+            "rotary_pct": 0.5,
+            "layer_norm_eps": 1e-3,
+        },
+    ),
     "smollm3": ("SmolLM3", {**EVEN, "num_hidden_layers": 5, "no_rope_layer_interval": 2}),
     "granite": (
         "Granite",
@@ -215,7 +233,7 @@ def make(name: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"],
-        "model_type": "gemma3_text" if family == "Gemma3" else family.lower(),
+        "model_type": MODEL_TYPES.get(family, family.lower()),
         **values,
         **NO_SPECIAL,
     }

@@ -35,12 +35,11 @@ def _is_tree(given: Mapping[str, Any]) -> bool:
 
 def _placed(given: Params, like: Params) -> Params:
     """Returns the arrays of `given` where those of `like` are."""
-    wanted, structure = jax.tree.flatten_with_path(like)
-    arrays, found = jax.tree.flatten(given)
-    if found != structure:
+    structure: Any = jax.tree.structure(like)
+    if jax.tree.structure(given) != structure:
         raise ValueError("the given tree of weights has other arrays than the engine's: give one like llm.weights")
     placed = []
-    for array, (path, old) in zip(arrays, wanted, strict=True):
+    for array, (path, old) in zip(jax.tree.leaves(given), jax.tree.leaves_with_path(like), strict=True):
         if array.shape != old.shape or array.dtype != old.dtype:
             raise ValueError(
                 f"the given weight {jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, and the engine's "

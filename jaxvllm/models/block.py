@@ -15,13 +15,14 @@ from jaxvllm.models.norm import Norm
 
 # The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
 # OLMo 2). In a parallel block both read the hidden state through one norm, and their outputs are added to it together
-# (Cohere).
-Placement = Literal["pre", "sandwich", "post", "parallel"]
+# (Cohere); in a twin block each has a norm of its own (GPT-NeoX).
+Placement = Literal["pre", "sandwich", "post", "parallel", "twin"]
 _NORMS: Mapping[Placement, tuple[str, ...]] = {
     "pre": ("attention_norm", "ffn_norm"),
     "sandwich": ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"),
     "post": ("attention_post_norm", "ffn_post_norm"),
     "parallel": ("attention_norm",),
+    "twin": ("attention_norm", "ffn_norm"),
 }
 
 
@@ -48,12 +49,14 @@ class Block:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         """Returns x [T, E] after the layer, and the cache with this step's keys and values."""
+        before = x
         with jax.named_scope("attention"):
             h = self._normed(weights, "attention_norm", x)
             attended, kv = self.attention.apply(weights, h, kv, given)
             x = x + self._added(weights, "attention_post_norm", attended)
         with jax.named_scope("ffn"):
-            h = h if self.placement == "parallel" else self._normed(weights, "ffn_norm", x)
+            if self.placement != "parallel":
+                h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
             x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given.axis))
         return x, kv
 

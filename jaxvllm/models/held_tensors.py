@@ -22,7 +22,7 @@ class HeldTensors:
         return "the given weights"
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the tensor. Raises ValueError if it is missing, has another shape, or has no floating-point numbers."""
+        """Returns the tensor. Raises ValueError if it is missing, or has another shape or no floating-point numbers."""
         if name not in self.arrays:
             raise ValueError(f"the given weights lack the tensor {name}, which should have shape {shape}")
         array = self.arrays[name]

@@ -5,7 +5,7 @@ Tensors lie in one safetensors file or many. No other file is read, and nothing 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.tiling import Box, Fill, Tile, copied, tiled
-from jaxvllm.models.weight_names import Source, outer_sources
+from jaxvllm.models.weight_names import OuterNames, Source, outer_sources
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -177,7 +177,7 @@ class StoredWeights:
         prefix = _prefix(family, tensors)
         weights = cls(
             tensors,
-            outer_sources(spec, prefix, family.names),
+            outer_sources(spec, prefix, _names(family, tensors)),
             tuple(
                 family.layer_sources(spec, layer, family.names.layer_prefix(prefix, layer))
                 for layer in range(spec.num_layers)
@@ -218,6 +218,14 @@ class StoredWeights:
                 f"{f' and {len(unexpected) - 1} more' if unexpected[1:] else ''}: {family.architecture} has none "
                 "of that name with this config, and ignoring it would change the model"
             )
+
+
+def _names(family: Family, tensors: Tensors) -> OuterNames:
+    """Returns the names outside the layers. The LM head has its usual name where the family's is not there."""
+    usual = OuterNames().lm_head
+    if family.names.lm_head in tensors.names or usual not in tensors.names:
+        return family.names
+    return replace(family.names, lm_head=usual)
 
 
 def _prefix(family: Family, tensors: Tensors) -> str:

@@ -38,6 +38,7 @@ class OuterNames:
     final_norm: str = "norm"
     positions: str = ""  # the table of learned positions, where there is one
     layers: str = "layers"
+    lm_head: str = "lm_head.weight"  # it stands beside the decoder
 
     def layer_prefix(self, prefix: str, layer: int) -> str:
         """Returns the beginning of the names of a layer's tensors."""
@@ -59,9 +60,9 @@ def outer_sources(spec: ModelSpec, prefix: str, names: OuterNames) -> dict[str, 
     decls = declare(spec)
     sources = named_norms(decls, prefix, {"final_norm": names.final_norm})
     sources |= _unfused(decls, prefix, {"embed": names.embed, "positions": names.positions})
-    # The LM head stands beside the decoder, which old multimodal checkpoints have within a language_model.
+    # Old multimodal checkpoints have the decoder and its LM head within a language_model.
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
-    return sources | _unfused(decls, beside, {"lm_head": "lm_head.weight"})
+    return sources | _unfused(decls, beside, {"lm_head": names.lm_head})
 
 
 def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
@@ -156,7 +157,7 @@ def norm_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[So
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_attention_layernorm",
         # In a model without norms after the branches, this name means the norm before the FFN.
-        "ffn_norm": "post_attention_layernorm" if spec.placement == "pre" else "pre_feedforward_layernorm",
+        "ffn_norm": "post_attention_layernorm" if spec.placement in ("pre", "twin") else "pre_feedforward_layernorm",
         "ffn_post_norm": "post_feedforward_layernorm",
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",

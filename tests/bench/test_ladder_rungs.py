@@ -30,7 +30,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.engine import Engine
-from tests.engine.tiny import quick_compilation
+from tests.quick import quick_compilation
 
 OPTIONS = LadderOptions(requests=3, arrivals=0.05, rounds=1)
 BY_NAME = {rung.name: rung for rung in RUNGS}

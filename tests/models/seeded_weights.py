@@ -25,7 +25,7 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int, norm_offset: float) ->
         return np.float32(1 - norm_offset) + np.float32(0.2) * values
     if name.endswith("bias"):
         return np.float32(0.3) * values
-    if "embed_tokens" in name or name.endswith(("wte.weight", "wpe.weight")):
+    if "embed_tokens" in name or name.endswith(("wte.weight", "wpe.weight", "embed_in.weight")):
         return np.float32(0.1) * values
     # Twice the usual: attention and FFN then outweigh the embedding, and greedy tokens do not just repeat.
     return np.float32(2 * shape[-1] ** -0.5) * values

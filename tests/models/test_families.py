@@ -37,6 +37,11 @@ FAMILIES = (
     "cohere2",
     "gpt2",
     "opt",
+    "exaone4",
+    "seed_oss",
+    "starcoder2",
+    "ernie4_5",
+    "gpt_neox",
 )
 
 
@@ -129,6 +134,16 @@ def test_the_first_checkpoints_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) 
     expected, spec = load(plain, tmp_path / "plain", "separate")
     weights = {name.removeprefix("transformer."): value for name, value in plain.weights().items()}
     weights |= {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32), "h.0.attn.masked_bias": np.zeros(1, np.float32)}
+    (tmp_path / "config.json").write_text(json.dumps(plain.config))
+    save_file(weights, tmp_path / "model.safetensors")
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+
+
+def test_the_first_checkpoints_of_gpt_neox_name_the_lm_head_otherwise(tmp_path: Path) -> None:
+    plain = Fixture.load("gpt_neox")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    weights = {name.replace("lm_head", "embed_out"): value for name, value in plain.weights().items()}
+    weights |= {"gpt_neox.layers.0.attention.masked_bias": np.zeros(1, np.float32)}
     (tmp_path / "config.json").write_text(json.dumps(plain.config))
     save_file(weights, tmp_path / "model.safetensors")
     chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)

@@ -5,10 +5,13 @@ from typing import Any
 
 from jaxvllm.models.families import (
     cohere,
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
     glm4,
     gpt2,
+    gpt_neox,
     granite,
     llama,
     mimo,
@@ -20,7 +23,9 @@ from jaxvllm.models.families import (
     phi3,
     qwen2,
     qwen3,
+    seed_oss,
     smollm3,
+    starcoder2,
 )
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
@@ -44,6 +49,11 @@ FAMILIES: tuple[Family, ...] = (
     *cohere.FAMILIES,
     gpt2.FAMILY,
     opt.FAMILY,
+    exaone4.FAMILY,
+    seed_oss.FAMILY,
+    starcoder2.FAMILY,
+    ernie4_5.FAMILY,
+    gpt_neox.FAMILY,
 )
 
 

@@ -36,7 +36,7 @@ def cohere2_spec(config: HfConfig) -> ModelSpec:
         spec,
         windows=config.windows(kinds, config.optional_integer("sliding_window", 4096)),
         # Only layers with a window have positions.
-        ropes=(rope, replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), scale=1.0)),
+        ropes=(rope, rope.still()),
         layer_rope=tuple(ROPE if kind == "sliding_attention" else NO_ROPE for kind in kinds),
     )
 

@@ -1,0 +1,53 @@
+"""GPT-NeoX and Pythia: attention and FFN beside each other, each after a LayerNorm of its own, and a partial rope."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.ffn import PlainFfn
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import LayerNorm
+from jaxvllm.models.params import declare_layer
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.weight_names import OuterNames, Source, norm_sources, whole, with_biases
+
+
+def gpt_neox_spec(config: HfConfig) -> ModelSpec:
+    # Older configs call the base and the part of a head that turns otherwise.
+    values = {"hidden_act": "gelu", "partial_rotary_factor": config.number("rotary_pct", 0.25)}
+    values["rope_theta"] = config.number("rotary_emb_base", 10_000.0)
+    values |= {key: value for key, value in config.values.items() if value is not None}
+    has_bias = config.flag("attention_bias", True)
+    spec = llama_spec(replace(config, values=values))
+    ffn = PlainFfn(spec.hidden_size, spec.ffn_size, replace(config, values=values).activation("hidden_act"))
+    return replace(
+        spec,
+        norm=LayerNorm(config.number("layer_norm_eps", 1e-5)),
+        placement="twin" if config.flag("use_parallel_residual", True) else "pre",
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        ffns=(ffn,) * spec.num_layers,
+    )
+
+
+def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
+    """Returns the sources of a layer, which stores each head's query, key and value together, as we do."""
+    decls = declare_layer(spec, layer)
+    names = {"o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+    found = norm_sources(spec, layer, prefix) | with_biases(decls, prefix, names)
+    for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
+        if key in decls:
+            heads, rows, *tail = shape = decls[key].shape
+            found[key] = whole(f"{prefix}attention.query_key_value.{kind}", (heads * rows, *tail), shape)
+    return found
+
+
+FAMILY = Family(
+    "GPTNeoXForCausalLM",
+    gpt_neox_spec,
+    layer_sources=sources,
+    names=OuterNames(embed="embed_in.weight", final_norm="final_layer_norm", lm_head="embed_out.weight"),
+    prefixes=("gpt_neox.",),
+    redundant=(".attention.bias", ".attention.masked_bias"),
+)
