@@ -4,9 +4,9 @@
 # .suites.
 
 PY := .venv/bin/python
-# Tests run in this many processes, one test file at a time in each. CI has two cores, and the third process has work
-# while another one waits for servers, clusters and browsers: a tenth of the time.
-JOBS ?= 3
+# Tests run in this many processes, one test file at a time in each. Two cores are what CI has, and a third process made
+# the whole suite slower (docs/log.md, 2026-11-24).
+JOBS ?= 2
 # Arguments for pytest, e.g. `make test ARGS="-m 'not slow' tests/core"`.
 ARGS ?=
 # uv from the path, or else one of our own. It finds a Python 3.12 wherever one is (pyenv's too) while
