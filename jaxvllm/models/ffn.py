@@ -31,62 +31,60 @@ class Ffn(Protocol):
 
 
 @dataclass(frozen=True)
-class GatedFfn:
-    """A gated linear unit (arXiv 2002.05202): down(activation(gate x) * up x)."""
+class _SplitFfn:
+    """An FFN whose inner features are shared out among devices, each of which adds its part to the output."""
 
     hidden_size: int
     size: int
+
+    def problem(self, size: int) -> str | None:
+        return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None
+
+    def shard(self, size: int) -> Self:
+        return replace(self, size=self.size // size)
+
+    def _down_decls(self, has_bias: bool) -> dict[str, ParamDecl]:
+        decls = {"down": ParamDecl((self.hidden_size, self.size), ("embed", "ffn"), storage="matrix")}
+        bias = {"down_bias": ParamDecl((self.hidden_size,), ("embed",), "zeros")}
+        return decls | bias if has_bias else decls
+
+    def _down(self, weights: Mapping[str, Any], h: jax.Array, axis: ModelAxis) -> jax.Array:
+        return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
+
+
+@dataclass(frozen=True)
+class GatedFfn(_SplitFfn):
+    """A gated linear unit (arXiv 2002.05202): down(activation(gate x) * up x)."""
+
     activation: Activation = "silu"
     bias: bool = False
 
     def declare(self) -> dict[str, ParamDecl]:
         E, F = self.hidden_size, self.size
-        decls = {
-            "gate_up": ParamDecl((2, F, E), (None, "ffn", "embed"), storage="matrix"),
-            "down": ParamDecl((E, F), ("embed", "ffn"), storage="matrix"),
-        }
+        decls = {"gate_up": ParamDecl((2, F, E), (None, "ffn", "embed"), storage="matrix")}
         if self.bias:
             decls["gate_up_bias"] = ParamDecl((2, F), (None, "ffn"), "zeros")
-            decls["down_bias"] = ParamDecl((E,), ("embed",), "zeros")
-        return decls
-
-    def problem(self, size: int) -> str | None:
-        return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None
-
-    def shard(self, size: int) -> Self:
-        return replace(self, size=self.size // size)
+        return decls | self._down_decls(self.bias)
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
         h = project_gated(x, weights["gate_up"], self.activation, weights.get("gate_up_bias"))
-        return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
+        return self._down(weights, h, axis)
 
 
 @dataclass(frozen=True)
-class PlainFfn:
+class PlainFfn(_SplitFfn):
     """Two matrices and no gate: down(activation(up x))."""
 
-    hidden_size: int
-    size: int
     activation: Activation
     bias: bool = True
 
     def declare(self) -> dict[str, ParamDecl]:
         E, F = self.hidden_size, self.size
-        decls = {
-            "up": ParamDecl((F, E), ("ffn", "embed"), storage="matrix"),
-            "down": ParamDecl((E, F), ("embed", "ffn"), storage="matrix"),
-        }
+        decls = {"up": ParamDecl((F, E), ("ffn", "embed"), storage="matrix")}
         if self.bias:
             decls["up_bias"] = ParamDecl((F,), ("ffn",), "zeros")
-            decls["down_bias"] = ParamDecl((E,), ("embed",), "zeros")
-        return decls
-
-    def problem(self, size: int) -> str | None:
-        return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None
-
-    def shard(self, size: int) -> Self:
-        return replace(self, size=self.size // size)
+        return decls | self._down_decls(self.bias)
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
         h = activate(project(x, weights["up"], weights.get("up_bias")), self.activation)
-        return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
+        return self._down(weights, h, axis)

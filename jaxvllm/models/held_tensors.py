@@ -21,16 +21,19 @@ class HeldTensors:
         """Returns the place of a tensor, for errors."""
         return "the given weights"
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the tensor. Raises ValueError if it is missing, or has another shape or no floating-point numbers."""
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError if the tensor is missing, or has another shape or no floating-point numbers."""
         if name not in self.arrays:
             raise ValueError(f"the given weights lack the tensor {name}, which should have shape {shape}")
         array = self.arrays[name]
         if getattr(array, "shape", None) != shape:
             found = getattr(array, "shape", type(array).__name__)
             raise ValueError(f"the given tensor {name} has shape {found}, and the config makes it {shape}")
-        host = np.asarray(array)
         # bfloat16 is no floating-point number to NumPy.
-        if host.dtype.kind != "f" and host.dtype.name != "bfloat16":
-            raise ValueError(f"the given tensor {name} has dtype {host.dtype}: give floating-point numbers")
-        return host
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            raise ValueError(f"the given tensor {name} has dtype {array.dtype}: give floating-point numbers")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the tensor on the host. Raises ValueError as `check` does."""
+        self.check(name, shape)
+        return np.asarray(self.arrays[name])

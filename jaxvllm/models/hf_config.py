@@ -40,8 +40,12 @@ class HfConfig:
     understood: tuple[str, ...] = ()  # keys of UNSUPPORTED that the family knows
 
     def __post_init__(self) -> None:
-        for key, neutral in UNSUPPORTED.items():
-            if key not in self.understood and self.values.get(key) not in neutral:
+        self.refuse({key: neutral for key, neutral in UNSUPPORTED.items() if key not in self.understood})
+
+    def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raises ValueError if a key has another value than those that change nothing."""
+        for key, values in neutral.items():
+            if self.values.get(key) not in values:
                 raise ValueError(f"config {key} = {self.values[key]!r} is not supported: it changes the model")
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -83,6 +87,12 @@ class HfConfig:
         if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
             self._reject("layer_types", f"a list of {len(default)} of {' and '.join(known)}", value)
         return value
+
+    def layer_types_by_period(self, num_layers: int, period: int) -> list[str]:
+        """Returns the types of the layers, of which by default every one in `period`, the last, sees all positions."""
+        return self.layer_types(
+            ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
+        )
 
     def windows(self, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
         """Returns the window of each layer: `window` for layers of sliding attention, and None for the others."""

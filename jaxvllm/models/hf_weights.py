@@ -77,6 +77,10 @@ class WeightFiles:
         """Returns the file of a tensor."""
         return str(self.directory / self.file_of[name])
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError as `tensor` does, which reads nothing yet."""
+        self.tensor(name, shape)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the tensor, still in its file. Raises ValueError if it is missing, or has another shape or dtype."""
         if name not in self.file_of:
@@ -151,6 +155,9 @@ class Tensors(Protocol):
     def where(self, name: str) -> str:
         """Returns the place of a tensor, for errors."""
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError if the tensor is missing, or another one. Nothing of it is read."""
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the tensor, which is read when it is copied. Raises ValueError if it is missing or another one."""
 
@@ -201,7 +208,7 @@ class StoredWeights:
         groups = (group for part in (self.outer, *self.layers) for group in part.values())
         used = {source.name: source.shape for group in groups for source in group}
         for name, shape in used.items():
-            tensors.tensor(name, shape)
+            tensors.check(name, shape)
         # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
         known = ("rotary_emb.inv_freq", *family.redundant, *(("lm_head.weight",) if spec.tie_embeddings else ()))
         # Layers after the last one that predict further tokens are draft heads: see `models.heads.mtp`.

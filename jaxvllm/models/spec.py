@@ -32,10 +32,6 @@ class RopeSpec:
     def rotary_dim(self) -> int:
         return 2 * len(self.inv_freq)
 
-    def still(self) -> "RopeSpec":
-        """Returns a rope as wide as this one that turns nothing, for layers without positions."""
-        return RopeSpec((0.0,) * len(self.inv_freq))
-
 
 @dataclass(frozen=True)
 class PositionTable:

@@ -6,6 +6,7 @@ from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
+from jaxvllm.models.rope import no_rope
 from jaxvllm.models.spec import ModelSpec
 
 ROPE, NO_ROPE = 0, 1
@@ -27,17 +28,18 @@ def cohere_spec(config: HfConfig) -> ModelSpec:
 
 def cohere2_spec(config: HfConfig) -> ModelSpec:
     spec = cohere_spec(config)
-    period = config.integer("sliding_window_pattern", 4)
-    kinds = config.layer_types(
-        ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(spec.num_layers)]
-    )
+    kinds = config.layer_types_by_period(spec.num_layers, config.integer("sliding_window_pattern", 4))
+    return with_positions_in_windows(spec, config.windows(kinds, config.optional_integer("sliding_window", 4096)))
+
+
+def with_positions_in_windows(spec: ModelSpec, windows: tuple[int | None, ...]) -> ModelSpec:
+    """Returns the spec with these windows, in which layers that see everything have no positions."""
     [rope] = spec.ropes
     return replace(
         spec,
-        windows=config.windows(kinds, config.optional_integer("sliding_window", 4096)),
-        # Only layers with a window have positions.
-        ropes=(rope, rope.still()),
-        layer_rope=tuple(ROPE if kind == "sliding_attention" else NO_ROPE for kind in kinds),
+        windows=windows,
+        ropes=(rope, no_rope(rope.rotary_dim)),
+        layer_rope=tuple(NO_ROPE if window is None else ROPE for window in windows),
     )
 
 

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
+from jaxvllm.models.families.cohere import with_positions_in_windows
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.spec import ModelSpec
-
-ROPE, NO_ROPE = 0, 1
 
 
 def exaone4_spec(config: HfConfig) -> ModelSpec:
@@ -18,16 +17,8 @@ def exaone4_spec(config: HfConfig) -> ModelSpec:
     period = 4
     if config.values.get("layer_types") is None:  # otherwise the pattern may be a text, such as LLLG
         period = config.integer("sliding_window_pattern", 4)
-    kinds = config.layer_types(
-        ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(spec.num_layers)]
-    )
-    [rope] = spec.ropes
-    return replace(
-        spec,
-        windows=config.windows(kinds, window),
-        ropes=(rope, rope.still()),
-        layer_rope=tuple(ROPE if kind == "sliding_attention" else NO_ROPE for kind in kinds),
-    )
+    kinds = config.layer_types_by_period(spec.num_layers, period)
+    return with_positions_in_windows(spec, config.windows(kinds, window))
 
 
 FAMILY = Family("Exaone4ForCausalLM", exaone4_spec)

@@ -38,3 +38,14 @@ class Family:
         # Keys that concern the whole checkpoint stand outside that part.
         outer = ("tie_word_embeddings", "quantization_config")
         return {key: config[key] for key in outer if key in config} | inner
+
+
+def beside_vision(architecture: str, spec: Callable[[HfConfig], ModelSpec]) -> Family:
+    """Returns the family of the decoder in a multimodal checkpoint, whose vision tower is not read."""
+    return Family(
+        architecture,
+        spec,
+        prefixes=("model.language_model.", "language_model.model."),
+        foreign=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+        nested_in="text_config",
+    )

@@ -4,7 +4,7 @@ It has five windowed layers to a full one, each kind with its own rope, and a no
 
 from typing import Any
 
-from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.family import Family, beside_vision
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
@@ -16,9 +16,7 @@ def gemma3_spec(config: HfConfig) -> ModelSpec:
     head_size = config.integer("head_dim", 256)
     max_position = config.integer("max_position_embeddings", 131_072)
     period = config.integer("sliding_window_pattern", 6)
-    kinds = config.layer_types(
-        ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
-    )
+    kinds = config.layer_types_by_period(num_layers, period)
     full, sliding = rope_entries(config)
     attention_bias = config.flag("attention_bias", False)
     return ModelSpec(
@@ -65,16 +63,5 @@ def rope_entries(config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 FAMILIES = (
     Family("Gemma3ForCausalLM", gemma3_spec),
-    Family(
-        "Gemma3ForConditionalGeneration",
-        gemma3_spec,
-        prefixes=("model.language_model.", "language_model.model."),
-        foreign=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
-        nested_in="text_config",
-    ),
+    beside_vision("Gemma3ForConditionalGeneration", gemma3_spec),
 )

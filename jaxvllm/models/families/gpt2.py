@@ -12,16 +12,14 @@ from jaxvllm.models.weight_names import OuterNames, Source, fused_qkv, named_nor
 
 # Values of these keys that change nothing. Others are refused.
 NEUTRAL = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "add_cross_attention": (None, False),
 }
 
 
 def gpt2_spec(config: HfConfig) -> ModelSpec:
-    for key, neutral in NEUTRAL.items():
-        if config.flag(key, neutral) != neutral:
-            raise ValueError(f"config {key} = {config.values[key]!r} is not supported: it changes the model")
+    config.refuse(NEUTRAL)
     num_layers, num_heads = config.integer("n_layer", 12), config.integer("n_head", 12)
     hidden_size, num_positions = config.integer("n_embd", 768), config.integer("n_positions", 1024)
     if hidden_size % num_heads:

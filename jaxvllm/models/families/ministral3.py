@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxvllm.models.attention import QueryGrowth
-from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.family import Family, beside_vision
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.families.mistral import mistral_spec
 from jaxvllm.models.hf_config import HfConfig
@@ -34,16 +34,5 @@ def mistral3_spec(config: HfConfig) -> ModelSpec:
 
 FAMILIES = (
     Family("Ministral3ForCausalLM", ministral3_spec),
-    Family(
-        "Mistral3ForConditionalGeneration",
-        mistral3_spec,
-        prefixes=("model.language_model.", "language_model.model."),
-        foreign=(
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-            "vision_tower.",
-            "multi_modal_projector.",
-        ),
-        nested_in="text_config",
-    ),
+    beside_vision("Mistral3ForConditionalGeneration", mistral3_spec),
 )

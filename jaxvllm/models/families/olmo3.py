@@ -15,9 +15,7 @@ def olmo3_spec(config: HfConfig) -> ModelSpec:
     # The scaling of the whole config is that of the layers of full attention.
     plain = replace(config, values=dict(config.values) | {"rope_parameters": full, "rope_scaling": None})
     spec = olmo2_spec(plain)
-    kinds = config.layer_types(
-        ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(spec.num_layers)]
-    )
+    kinds = config.layer_types_by_period(spec.num_layers, 4)
     return replace(
         spec,
         windows=config.windows(kinds, config.optional_integer("sliding_window", 4096)),

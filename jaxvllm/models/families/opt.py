@@ -16,15 +16,14 @@ OFFSET = 2
 def opt_spec(config: HfConfig) -> ModelSpec:
     hidden_size = config.integer("hidden_size", 768)
     # OPT-350m alone norms after the sums, and has embeddings of another size.
-    neutral = {
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "layer_norm_elementwise_affine": True,
-        "word_embed_proj_dim": hidden_size,
-    }
-    for key, value in neutral.items():
-        if (given := config.values.get(key)) not in (None, value):
-            raise ValueError(f"config {key} = {given!r} is not supported: it changes the model")
+    config.refuse(
+        {
+            "do_layer_norm_before": (None, True),
+            "_remove_final_layer_norm": (None, False),
+            "layer_norm_elementwise_affine": (None, True),
+            "word_embed_proj_dim": (None, hidden_size),
+        }
+    )
     num_layers, num_heads = config.integer("num_hidden_layers", 12), config.integer("num_attention_heads", 12)
     num_positions, ffn_size = config.integer("max_position_embeddings", 2048), config.integer("ffn_dim", 3072)
     has_bias, activation = config.flag("enable_bias", True), config.activation("activation_function", "relu")
