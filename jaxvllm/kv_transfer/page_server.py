@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -42,6 +42,14 @@ class Offer:
     hashes: tuple[bytes, ...]
     deadline: float
     num_given: int = 0  # pages, each as often as it was given
+
+
+def _survive[*Values](work: Callable[[*Values], None], *values: *Values) -> None:
+    """Calls `work`. An exception is logged: the thread serves all requests, and one of them must not end it."""
+    try:
+        work(*values)
+    except Exception:
+        logger.exception("the page server could not finish a piece of work")
 
 
 @dataclass(frozen=True)
@@ -134,18 +142,12 @@ class PageServer:
         while not self._closed.is_set():
             if poller.poll(_TICK_MILLISECONDS if self._waiting else _IDLE_MILLISECONDS):
                 sender, *frames = self._socket.recv_multipart()
-                try:
-                    self._hear(sender, frames)
-                except Exception:
-                    logger.exception("a question for pages could not be answered")
+                _survive(self._hear, sender, frames)
             now = time.monotonic()
             waiting, self._waiting = self._waiting, []
             for one in waiting:
-                try:
-                    self._answer(one, now)
-                except Exception:
-                    logger.exception("a question for pages could not be answered")
-            self._expire(now)
+                _survive(self._answer, one, now)
+            _survive(self._expire, now)
 
     def _hear(self, sender: bytes, frames: list[bytes]) -> None:
         try:

@@ -1,7 +1,7 @@
 """Pages cross between engines. A peer that dies, stalls or lies costs time and nothing else, and holds end."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -108,6 +108,25 @@ def test_pages_arrive_as_they_were(connect: Callable[..., PeerConnector], form: 
     for number, page in enumerate(pages, 2):
         assert_same(page, some_page(form, number))
     wait_until(lambda: not producer.server._offers, lambda: "the pages are still held")
+
+
+def test_the_page_server_serves_on_after_a_piece_of_work_that_fails(
+    connect: Callable[..., PeerConnector],
+    form: PageFormat,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = PageMemory(1 << 30)
+    producer, consumer = connect(memory=memory), connect()
+
+    def fails(digests: Iterable[bytes]) -> None:
+        raise KeyError("of this test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "let_go", fails)
+        producer.server.offer("expired", "", (), seconds=0.0)
+        wait_until(lambda: "of this test" in caplog.text)
+    assert len(fetched(consumer, offered(producer, form))) == NUM_PAGES
 
 
 def test_pages_that_are_still_to_come_are_waited_for(connect: Callable[..., PeerConnector], form: PageFormat) -> None:

@@ -272,7 +272,7 @@ def test_escape_closes_an_explanation_and_does_not_stop_another_answer(tab: Brow
     tab.click(".turn:first-child .explain")
     tab.wait("document.querySelector('.explanation') !== null")
     tab.press("Escape")
-    assert tab.run("return document.querySelector('.explanation')") is None
+    tab.wait("!document.querySelector('.explanation')")
     before = tab.run(f"return {grown}")
     tab.wait(f"{grown} > {before} + 50")
     assert fake.num_aborted == aborted
