@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,28 +12,29 @@ import pytest
 
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.config import EngineConfig
+from jaxvllm.models.families import model_spec
 from pallas_kernels.backend import BackendName
 from tests.engine.tiny import GREEDY, assert_idle, tiny_llm
+from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 from tests.quick import quick_compilation
-from tests.run_cache import run_cache
 
 # The GPU's matrix units take 16 bits. What either kernel writes is compared with the reference in float32.
 DTYPES: dict[BackendName, str] = {"reference": "float32", "interpret": "float32", "interpret-gpu": "float16"}
-INTERPRETED: list[BackendName] = ["interpret", "interpret-gpu"]
 PREFIX = "Once upon a time there was a little girl who lived in a small house near the forest. "
 PROMPTS = [PREFIX + "One day", "The capital of France is", "Tom", PREFIX + "She had a dog"]
 
 
-@cache
-def tokens_and_cached(backend: BackendName) -> tuple[list[list[int]], int]:
-    """What follows each prompt, all in one batch and the first once more, and how many tokens came from the cache.
+def answers(backend: BackendName, has_window: bool) -> tuple[list[list[int]], np.ndarray, int]:
+    """Returns what follows each prompt, all in one batch and the first once more: tokens, and best log-probabilities.
 
-    Of two layers, one with a window of 32 and one without: each layer's kernels take seconds to compile.
+    The last value is how many tokens came from the cache. The model has one layer, with a window of 32 or without: each
+    layer's kernels take ten seconds to compile.
     """
     fixture = Fixture.load("gemma3")
-    config = fixture.config | {"num_hidden_layers": 2, "sliding_window_pattern": 2}
-    shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[2-6]\.", name)}
+    config = fixture.config | {"num_hidden_layers": 1, "sliding_window_pattern": 1 + has_window}
+    assert list(model_spec(config, 64).windows) == [32 if has_window else None]
+    shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[1-6]\.", name)}
     prompts = [prompt[:40] for prompt in fixture.prompts]
     prompts = [prompts[-1], prompts[-2], prompts[-1][:33], prompts[0][:5]]
     assert max(map(len, prompts)) == 40  # beyond the window, and in several chunks
@@ -44,20 +44,27 @@ def tokens_and_cached(backend: BackendName) -> tuple[list[list[int]], int]:
     with TemporaryDirectory() as name, quick_compilation():
         directory = replace(fixture, config=config, shapes=shapes).write_checkpoint(Path(name))
         with tiny_llm(directory, attention_backend=backend, **options) as llm:
-            params = replace(GREEDY, max_tokens=4)
+            params = replace(GREEDY, max_tokens=4, logprobs=5)
             outputs = [
                 *llm.generate(prompts, params, use_tqdm=False),
                 *llm.generate(prompts[:1], params, use_tqdm=False),
             ]
             assert_idle(llm)
-            return [output.outputs[0].token_ids for output in outputs], sum(o.num_cached_tokens for o in outputs)
+            completions = [output.outputs[0] for output in outputs]
+            ranked = [sorted(one.logprob for one in best.values()) for of in completions for best in of.logprobs or ()]
+            cached = sum(output.num_cached_tokens for output in outputs)
+            return [one.token_ids for one in completions], np.array(ranked), cached
 
 
+# Each of tests/pallas_kernels/attention_suite.py has both kernels with windows and without, and test_families_engine.py
+# has both kinds of layers in one model.
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", INTERPRETED)
-def test_the_engine_says_the_same(backend: BackendName) -> None:
-    tokens, cached = tokens_and_cached(backend)
-    assert (tokens, cached) == tokens_and_cached("reference")
+@pytest.mark.parametrize(("backend", "has_window"), [("interpret", True), ("interpret-gpu", False)])
+def test_the_engine_says_the_same(backend: BackendName, has_window: bool) -> None:
+    tokens, logprobs, cached = answers(backend, has_window)
+    expected_tokens, expected_logprobs, expected_cached = answers("reference", has_window)
+    assert (tokens, cached) == (expected_tokens, expected_cached)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4 if DTYPES[backend] == "float32" else 1e-2)
     assert cached >= 16
     assert tokens[0] == tokens[-1]
 
@@ -81,21 +88,21 @@ SMALL: dict[str, Any] = dict(
     token_buckets=(16,),
     max_model_len=64,
     num_pages=9,
-    compilation_cache=run_cache(),
+    compilation_cache=None,
 )
 
 
 @pytest.fixture(scope="module")
 def full() -> Iterator[LLM]:
-    """An engine whose pages have the model's own dtype."""
-    with quick_compilation(), LLM(**SMALL) as llm:
+    """An engine whose pages have the model's own dtype. The others share its sampler."""
+    with same_programs_once(), LLM(**SMALL) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str, full: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
-    with quick_compilation(), LLM(kv_cache_dtype=dtype, **SMALL) as small:
+    with LLM(kv_cache_dtype=dtype, **SMALL) as small:
         sizes = [
             sum(one.size * one.dtype.itemsize for one in llm.engine.replicas[0].runner.page_like)
             for llm in (small, full)

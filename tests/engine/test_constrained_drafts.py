@@ -23,7 +23,15 @@ from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.grammar.request_constraints import RequestConstraints
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.test_speculation import Knowing, assert_equal, drafting
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, random_prompts, tiny_llm
+from tests.engine.tiny import (
+    GREEDY,
+    all_drafts_or_none,
+    assert_idle,
+    choose_drafts,
+    few_pages,
+    random_prompts,
+    tiny_llm,
+)
 from tests.grammar.schema_cases import DIGIT, SHORT, array, closed
 
 Answers = list[list[CompletionOutput]]
@@ -191,7 +199,7 @@ def told(tiny_checkpoint: Path, answers: Answers, hasty: None) -> Iterator[LLM]:
 def itself(tiny_checkpoint: Path, hasty: None) -> Iterator[LLM]:
     """An engine whose model drafts for itself: it is always right about what the model says without a mask."""
     config = {"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 7}
-    with tiny_llm(tiny_checkpoint, speculative_config=config, max_decode_burst=1) as llm:
+    with all_drafts_or_none(), tiny_llm(tiny_checkpoint, speculative_config=config, max_decode_burst=1) as llm:
         yield llm
 
 
@@ -322,7 +330,7 @@ def test_the_demo_model_answers_as_without_drafts(demo: tuple[Answers, Answers],
     assert_valid(PARAMS, demo[0])
     config = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 2}
     options: dict[str, Any] = DEMO | {"max_decode_burst": 8, "warm_up": "full"}
-    with LLM("demo", dtype="float32", speculative_config=config, **options) as llm:
+    with all_drafts_or_none(), LLM("demo", dtype="float32", speculative_config=config, **options) as llm:
         assert_equal(complete(llm, STORIES, PARAMS), demo[0])
         for index in range(0, len(PARAMS), 9):
             assert_equal(complete(llm, [STORIES[index]], [PARAMS[index]]), [demo[0][index]])

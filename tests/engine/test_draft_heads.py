@@ -11,7 +11,7 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
 from tests.engine.test_speculation import PROMPTS, REQUESTS, assert_equal
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, tiny_llm
+from tests.engine.tiny import GREEDY, all_drafts_or_none, assert_idle, choose_drafts, few_pages, tiny_llm
 from tests.run_cache import run_cache
 
 STORIES = ("Once upon a time", "Long ago, in a castle in the mountains, there lived", "The capital of", "List three")
@@ -120,7 +120,7 @@ def test_on_a_mesh_every_device_has_the_whole_draft(
 ) -> None:
     choose_drafts(monkeypatch)
     config = {"method": method, "model": HEADS[method][0]}
-    with LLM("demo", dtype="float32", mesh="1x2", speculative_config=config, **FEW) as llm:
+    with all_drafts_or_none(), LLM("demo", dtype="float32", mesh="1x2", speculative_config=config, **FEW) as llm:
         [replica] = llm.engine.replicas
         for bucket in replica.runner.programs.ladder.drafted:
             replica.runner.programs.wait_for(bucket)  # what no test here waits for is not compiled

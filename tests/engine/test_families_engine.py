@@ -7,6 +7,7 @@ import pytest
 from jaxvllm import LLM
 from jaxvllm.core.kv_cache import windowed_pages
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
+from tests.jax_cache import same_programs_once
 from tests.models.fixture import NAMES, Fixture
 
 LONGEST_PAGES = 8  # of 90 prompt tokens and 24 new ones
@@ -31,7 +32,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = dict(max_model_len=fixture.max_model_len, num_pages=129, kv_transfer_config=kept)
     # What no test here waits for, such as the distributions of a row, is not compiled when the engine ends.
     options["warm_up"] = "background"
-    with tiny_llm(directory, **options) as llm:
+    with same_programs_once(), tiny_llm(directory, compilation_cache=None, **options) as llm:
         yield fixture, llm
 
 

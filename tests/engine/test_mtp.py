@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tests.engine.tiny import (
     GREEDY,
     Recomputation,
+    all_drafts_or_none,
     assert_idle,
     choose_drafts,
     few_pages,
@@ -69,7 +70,8 @@ def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     drafts = False
     choose_drafts(monkeypatch, lambda numbers: max(numbers) if drafts else 0)
     directory = write_mimo(tmp_path)
-    with tiny_llm(directory, speculative_config={"method": "mtp", "num_speculative_tokens": 2}) as llm:
+    config = {"method": "mtp", "num_speculative_tokens": 2}
+    with all_drafts_or_none(), tiny_llm(directory, speculative_config=config) as llm:
 
         def answers() -> list[list[int]]:
             return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]

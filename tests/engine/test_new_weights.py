@@ -14,6 +14,7 @@ import pytest
 from jaxvllm import LLM
 from tests.conftest import Compilations
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 
 FIXTURE = Fixture.load("llama")
@@ -26,7 +27,12 @@ LONG = [FIXTURE.prompts[6]]  # of several pages
 @pytest.fixture(scope="module", params=["1x1", "2x4"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = FIXTURE.write_checkpoint(tmp_path_factory.mktemp("first"))
-    with tiny_llm(directory, mesh=request.param) as llm:
+    if request.param == "1x1":
+        with tiny_llm(directory) as llm:
+            yield llm
+        return
+    # Both replicas have the same programs.
+    with same_programs_once(), tiny_llm(directory, mesh=request.param, compilation_cache=None) as llm:
         yield llm
 
 

@@ -1,7 +1,7 @@
 """Speculation changes no token, no text and no log-probability, whatever the proposer guesses."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -23,7 +23,15 @@ from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
 from jaxvllm.text.draft_spans import DraftSpans
 from tests.engine.explained import explained, explanation_of
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, few_pages, random_prompts, tiny_llm
+from tests.engine.tiny import (
+    GREEDY,
+    all_drafts_or_none,
+    assert_idle,
+    choose_drafts,
+    few_pages,
+    random_prompts,
+    tiny_llm,
+)
 
 PROMPTS = [*random_prompts(8, longest=30, seed=5), *([3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4)]
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=23, ignore_eos=True)
@@ -83,17 +91,22 @@ class Adjustable(Knowing):
 
 
 def drafting(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, proposer: Proposer, num_drafts: int = 3, **options: Any
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    proposer: Proposer,
+    num_drafts: int = 3,
+    divides: bool = False,
 ) -> LLM:
     """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing.
 
-    Only this engine has the proposer, however long `monkeypatch` lasts.
+    Only this engine has the proposer, however long `monkeypatch` lasts. With `divides` it has the steps in which rows
+    divide a few drafts, too.
     """
     choose_drafts(monkeypatch)
     config = {"method": "ngram", "num_speculative_tokens": num_drafts}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if divides else all_drafts_or_none():
         patch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
-        return tiny_llm(directory, speculative_config=config, **options)
+        return tiny_llm(directory, speculative_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +187,7 @@ def adjustable(tiny_checkpoint: Path, answers: list[list[CompletionOutput]]) -> 
     """An engine whose proposer knows the answers and guesses five tokens, and by how much it is wrong now."""
     greedy = zip(PROMPTS, answers[len(OPTIONS) :], strict=True)
     proposer = Adjustable(tuple((*prompt, *one.token_ids) for prompt, [one] in greedy), (0, 0, 0))
-    with pytest.MonkeyPatch.context() as patch, drafting(tiny_checkpoint, patch, proposer, num_drafts=5) as llm:
+    with pytest.MonkeyPatch.context() as patch, drafting(tiny_checkpoint, patch, proposer, 5, divides=True) as llm:
         yield llm, proposer.told
 
 
@@ -251,14 +264,15 @@ def test_without_being_asked_an_engine_drafts_for_rows_that_repeat_themselves(
     new = replace(SAMPLED, temperature=20.0, max_tokens=90, seed=1)
     loop = replace(GREEDY, max_tokens=80, repetition_penalty=0.1)  # says again what it has said
     texts = []
-    for options in ({"row_buckets": (1, 8)}, {"speculation": False}):
-        with tiny_llm(tiny_checkpoint, **options) as llm:
+    one_row: dict[str, Any] = {"max_num_seqs": 1, "row_buckets": (1,)}
+    for options in (one_row, {}):  # in steps of eight rows drafts would not pay, so the other engine has none
+        with all_drafts_or_none(), tiny_llm(tiny_checkpoint, **options) as llm:
             programs, of_engine = llm.engine.replicas[0].runner.programs, []
             for params in (new, loop, loop):
                 of_engine += [output.outputs for output in llm.generate([[3, 4, 5, 6] * 5], params, use_tqdm=False)]
-                assert programs.may_compile_drafts == (params is new and "row_buckets" in options)
+                assert programs.may_compile_drafts == (params is new and options is one_row)
                 llm.engine.wait_until_compiled()
             texts.append(of_engine)
-            assert (llm.engine.stats().num_accepted_tokens > 20) == ("row_buckets" in options)
+            assert (llm.engine.stats().num_accepted_tokens > 20) == (options is one_row)
             assert_idle(llm)
     assert texts[0] == texts[1]

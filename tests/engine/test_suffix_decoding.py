@@ -9,7 +9,7 @@ import pytest
 
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.runtime.suffix_index import INDEX
-from tests.engine.tiny import GREEDY, assert_idle, choose_drafts, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, all_drafts_or_none, assert_idle, choose_drafts, random_prompts, tiny_llm
 
 PROMPTS = random_prompts(3, longest=60, seed=11)
 # Random tokens, so a row that looks at itself alone finds little that is right.
@@ -20,7 +20,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True
 def engine(tiny_checkpoint: Path) -> Iterator[LLM]:
     """On a mesh, where all devices must find the same drafts."""
     config = {"method": "suffix", "num_speculative_tokens": 3}
-    with tiny_llm(tiny_checkpoint, mesh="1x2", speculative_config=config) as llm:
+    with all_drafts_or_none(), tiny_llm(tiny_checkpoint, mesh="1x2", speculative_config=config) as llm:
         yield llm
 
 

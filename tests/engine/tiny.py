@@ -17,6 +17,7 @@ from jaxvllm.core.page_pool import Pages
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.runtime.buckets import BucketLadder
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.run_cache import run_cache
@@ -61,6 +62,26 @@ def choose_drafts(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Collection[
     """Lets `choose` say how many drafts rows may have, of the possible numbers: no clock of this machine decides it."""
     monkeypatch.setattr(DraftPace, "choose", lambda self, num_rows, most: choose(most))
     monkeypatch.setattr(DraftPace, "may_be_blind", lambda self, num_rows: False)
+
+
+@contextmanager
+def all_drafts_or_none() -> Iterator[None]:
+    """Engines that start within have decode steps in which every row has all of its drafts, and steps without any.
+
+    The programs that divide drafts among rows, and those that a proposer does not follow, are not compiled: each takes
+    five seconds, and no step that `choose_drafts` leaves to `max` runs in one.
+    """
+    build = BucketLadder.build
+
+    def with_fewer(*counts: Any, **options: Any) -> BucketLadder:
+        ladder = build(*counts, **options)
+        all_drafts = tuple(bucket for bucket in ladder.drafted if bucket.num_drafts == ladder.drafts.of_a_row)
+        vars(ladder).update(drafted=all_drafts, blind=())  # both are worked out once
+        return ladder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketLadder, "build", with_fewer)
+        yield
 
 
 @contextmanager
