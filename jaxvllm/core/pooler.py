@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.pooling_params import PoolingParams
+from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 
 # LAST: the hidden state of the prompt's last token. MEAN: the mean over all tokens.
-type PoolingType = Literal["LAST", "MEAN"]
+PoolingType = Literal["LAST", "MEAN"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class Pooling:
     def reads_all(self) -> bool:
         """Whether each token's hidden state is needed. Then the request cannot begin after pages that are cached."""
         return self.kind == "MEAN" or self.skips_cache
+
+    @staticmethod
+    def sampling_params(keep: int | None = None) -> SamplingParams:
+        """Returns the parameters of a request that is pooled. A token is sampled, which nobody gets to see.
+
+        `keep`: how many of a prompt's last tokens, as `truncate_prompt_tokens`.
+        """
+        final = RequestOutputKind.FINAL_ONLY
+        return SamplingParams(
+            temperature=0, max_tokens=1, detokenize=False, output_kind=final, truncate_prompt_tokens=keep
+        )
 
     def finish(self, total: NDArray[np.float32], num_tokens: int) -> NDArray[np.float32]:
         """Returns the vector f32[dimensions] of the last hidden state f32[E], or of the sum over `num_tokens`."""

@@ -15,6 +15,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
@@ -22,6 +23,7 @@ from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves
 from jaxvllm.engine.page_traffic import PageTraffic
+from jaxvllm.engine.pooling import read_pooler
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
@@ -79,6 +81,7 @@ class EngineParts:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
+    pooler: Pooler
     startup: StartupClock  # every stage but the first token
 
 
@@ -147,7 +150,8 @@ def build(
             if drafting is not None and (draft := drafting.place(mesh, backend)) is not None:
                 params[DRAFT] = draft
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
-    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
+    pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
+    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.stage("memory"):
         smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
@@ -224,6 +228,7 @@ def build(
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,
         defaults=defaults,
+        pooler=pooler,
         startup=clock,
     )
 

@@ -77,6 +77,7 @@ class Engine:
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
+        self.pooler = parts.pooler
         self._connector = parts.connector
         self._page_format = parts.page_format
         self._read_weights = parts.read_weights
@@ -128,7 +129,9 @@ class Engine:
         `options` are the optional fields of `GenerationRequest`, such as `priority`.
         Raises ValueError with the rule, the value and the way out.
         """
-        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=PromptRoom.of(params))
+        is_pooled = options.get("pooling") is not None
+        room = PromptRoom.of_vector(params.truncate_prompt_tokens) if is_pooled else PromptRoom.of(params)
+        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
         request = GenerationRequest(request_id, read, params, **options)
         self._rules.check(request)
         read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)

@@ -153,6 +153,29 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The dimensions of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The vector of one prompt of `LLM.embed`, with vLLM's fields."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int  # tokens whose KV was found in the prefix cache
+    finished: bool = True
+
+
+@dataclass(frozen=True)
 class BeamSearchSequence:
     """One sequence that a beam search has found, with vLLM's fields."""
 

@@ -33,7 +33,14 @@ _ELSEWHERE: Mapping[str, str] = {
 # Paths of other servers that look like the path of a stored response.
 _NO_IDS = ("/v1/responses/compact",)
 # Of the endpoints, those that most people look for.
-_MAIN = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
+_MAIN = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/models",
+)
 
 
 class KnownEndpoints:

@@ -9,7 +9,6 @@ import zmq.asyncio
 
 from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_client import EngineClient, EngineDiedError, EngineState, EngineUnavailableError
 from jaxvllm.worker.request_stream import RequestStream
@@ -103,7 +102,9 @@ class ApiBroker:
                 self._send(wire.Accepted(serial, list(stream.warnings)))
                 is_first = True
                 async for output in stream:
-                    self._send(wire.Outputs([_on_the_wire(serial, output, is_first)]))
+                    self._send(
+                        wire.Outputs([wire.Output.of(serial, output, output.prompt_logprobs if is_first else None)])
+                    )
                     is_first = False
         except OverloadedError as error:
             self._send(wire.Rejected(serial, str(error), overloaded=True))
@@ -139,17 +140,3 @@ class ApiBroker:
 
     def _send(self, report: wire.Report) -> None:
         self._socket.send(wire.encode(report))
-
-
-def _on_the_wire(serial: int, output: RequestOutput, is_first: bool) -> wire.Output:
-    assert output.metrics is not None
-    return wire.Output(
-        serial,
-        output.outputs,
-        output.finished,
-        output.metrics,
-        output.num_cached_tokens,
-        output.prompt_logprobs if is_first else None,
-        output.warnings,
-        None if output.kv_transfer_params is None else dict(output.kv_transfer_params),
-    )

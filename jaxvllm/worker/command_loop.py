@@ -224,20 +224,10 @@ class CommandLoop:
         self._send(wire.Lost(serial, f"this request {what} ({type(error).__name__})"))
 
     def _output(self, result: RequestOutput) -> wire.Output:
-        assert result.metrics is not None
         serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
         scores = result.prompt_logprobs if serial in self._unscored else None
         self._unscored.discard(serial)
-        return wire.Output(
-            serial,
-            result.outputs,
-            result.finished,
-            result.metrics,
-            result.num_cached_tokens,
-            scores,
-            result.warnings,
-            None if result.kv_transfer_params is None else dict(result.kv_transfer_params),
-        )
+        return wire.Output.of(serial, result, scores)
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS
@@ -262,4 +252,5 @@ class CommandLoop:
             max_num_seqs=sum(scheduler.slots.num_slots for scheduler in schedulers),
             default_max_tokens=engine.defaults.max_tokens,
             most_tokens=engine.defaults.most_tokens,
+            pooler=engine.pooler,
         )

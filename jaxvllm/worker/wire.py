@@ -1,14 +1,15 @@
 """The messages between an engine in its own process and its client: MessagePack by msgspec, never pickle."""
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, TokenIds
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics
+from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.worker.queue_limits import QueueLimits
@@ -96,6 +97,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_num_seqs: int  # in all replicas together
     default_max_tokens: int | None = None  # of a request without a limit of its own
     most_tokens: int | None = None  # that any request may generate
+    pooler: Pooler | None = None  # None: prompts cannot be pooled
 
 
 class Ready(Message, frozen=True):
@@ -146,6 +148,23 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None  # only in a request's first output
     warnings: list[str] = []
     kv_transfer_params: dict[str, Any] | None = None
+    pooled: bytes | None = None  # f32[dimensions], little-endian
+
+    @classmethod
+    def of(cls, serial: int, output: RequestOutput, scores: Any) -> Self:
+        """Returns `output` for the wire, with these `scores` of its prompt."""
+        assert output.metrics is not None
+        return cls(
+            serial,
+            output.outputs,
+            output.finished,
+            output.metrics,
+            output.num_cached_tokens,
+            scores,
+            output.warnings,
+            None if output.kv_transfer_params is None else dict(output.kv_transfer_params),
+            None if output.pooled is None else output.pooled.astype("<f4").tobytes(),
+        )
 
 
 class Outputs(Message, frozen=True):
