@@ -193,7 +193,7 @@ class EngineConfig:
 
     @property
     def pooler(self) -> PoolerConfig:
-        """What the operator has chosen of the pooling."""
+        """The operator's choice of how prompts become vectors."""
         return PoolerConfig() if self.pooler_config is None else PoolerConfig.read(self.pooler_config)
 
     @property

@@ -1,4 +1,4 @@
-"""How an engine makes one vector of a prompt's hidden states, and what a request wants of it."""
+"""`Pooler` makes one vector of a prompt's hidden states, and `Pooling` is one request's choice of it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ PoolingType = Literal["LAST", "MEAN"]
 
 @dataclass(frozen=True)
 class Pooling:
-    """What a request gets: a vector that is pooled, then cut, then perhaps normalized, in this order."""
+    """The vector that a request gets: it is pooled, then cut, then perhaps normalized, in this order."""
 
     kind: PoolingType
     dimensions: int  # of the vector

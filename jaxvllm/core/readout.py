@@ -1,4 +1,4 @@
-"""What a step reports of rows beside their tokens, for the requests that want it.
+"""Readouts are reports of a step about rows, beside their tokens, for the requests that want them.
 
 Each readout is one value here, which says who wants it, and one in `jaxvllm/runtime/readouts`, which computes it. No
 step does anything for readouts that none of its rows wants.
@@ -26,7 +26,7 @@ class Readout[Value]:
     of_prompt: bool  # it is read of every chunk of a prompt; else of every row that yields a token
 
     def of(self, reports: Mapping[str, Any]) -> Value | None:
-        """Returns this readout's value among the `reports` of a step. None: no row wanted it."""
+        """Returns this readout's value among the `reports` of a step, or None if no row wanted it."""
         value: Value | None = reports.get(self.name)
         return value
 

@@ -30,7 +30,7 @@ def last_vectors(hidden: jax.Array, num_tokens: jax.Array) -> jax.Array:
 def sum_vectors(hidden: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """Returns the sums f32[R, E] over the hidden states f[T, E] of rows, which have `num_tokens` i32[R] of them.
 
-    The states behind the last row are padding.
+    The states after those of the last row are padding.
     """
     ends = jnp.cumsum(num_tokens)[:, None]
     at = jnp.arange(len(hidden))

@@ -1,4 +1,4 @@
-"""What a readout is on the devices: programs over what a forward pass has left, and their results on the host."""
+"""A readout on the devices has programs over what a forward pass has left, and brings their results to the host."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -74,10 +74,10 @@ class DeviceReadout(Protocol):
         """The name in `core/readout.py`."""
 
     def is_possible(self, options: SamplerOptions) -> bool:
-        """Whether any request of an engine with these options may want it."""
+        """Returns whether any request of an engine with these options may want it."""
 
     def is_expected(self, options: SamplerOptions) -> bool:
-        """Whether its programs are compiled before a request wants it."""
+        """Returns whether its programs are compiled before a request wants it."""
 
     def sizes(self, bucket: Bucket) -> tuple[int, ...]:
         """Returns the sizes of a bucket on which its programs depend."""

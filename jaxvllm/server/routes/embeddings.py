@@ -31,7 +31,7 @@ def router(service: Service) -> APIRouter:
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         """Makes a vector of each text: the hidden state of its last token, or the mean over its tokens.
 
-        Which of these is the checkpoint's choice, or that of `--pooler-config`.
+        The checkpoint chooses between these, or `--pooler-config` does.
         """
         return await create(service, body, request)
 
