@@ -17,7 +17,7 @@ _NOT_HERE = {
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """The operator's choice of the pooling. The checkpoint decides what is None. Raises ValueError for a wrong value."""
+    """The operator's choice of the pooling. What is None is the checkpoint's. Raises ValueError for a wrong value."""
 
     pooling_type: str | None = None  # LAST or MEAN
     seq_pooling_type: str | None = None  # vLLM's newer name of it

@@ -16,6 +16,7 @@ from hypothesis import example, given
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedParameterError
+from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -64,6 +65,7 @@ def engine(**methods: Any) -> Any:
         vocab_size=10,
         max_model_len=64,
         eos_token_ids=(2,),
+        pooler=Pooler("LAST", 4),
         defaults=SimpleNamespace(params=SamplingParams(), max_tokens=None, most_tokens=None),
         stats=lambda: STATS,
         is_broken=False,
