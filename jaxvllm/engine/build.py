@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class EngineParts:
     traffic: tuple[PageTraffic | None, ...]  # one a replica
     # Returns weights for every replica, of arrays by their names in a checkpoint. Raises ValueError for others than the
     # model has.
-    read_weights: Callable[[Mapping[str, Any]], list[Params]]
+    read_weights: Callable[[Mapping[str, Any] | Path], list[Params]]
     # How pages travel. It waits until all weights were read to name them. Raises NotImplementedError where none can.
     page_format: Callable[[], PageFormat]
     spec: ModelSpec
@@ -144,8 +144,7 @@ def build(
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once
     with clock.stage("weights"):
-        load = partial(_load, config, directory, resolved, meshes, backend)
-        replicas = load()
+        replicas = _load(config, directory, resolved, meshes, backend)
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh, backend)) is not None:
                 params[DRAFT] = draft
@@ -199,6 +198,11 @@ def build(
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 
+    def read_weights(given: Mapping[str, Any] | Path) -> list[Params]:
+        if isinstance(given, Path):
+            return _load(replace(config, load_format="auto"), given, resolved, meshes, backend)
+        return _load(config, directory, resolved, meshes, backend, given)
+
     def make_scheduler(events: KVEventLog | None) -> Scheduler:
         cache = KVCache(
             shape.group_sizes(spec),
@@ -222,7 +226,7 @@ def build(
         runners=runners,
         connector=connector,
         traffic=traffic,
-        read_weights=load,
+        read_weights=read_weights,
         page_format=page_form,
         spec=spec,
         max_model_len=resolved.max_model_len,

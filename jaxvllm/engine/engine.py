@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -392,12 +393,12 @@ class Engine:
         """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
         return self.replicas[0].runner.params
 
-    def update_weights(self, weights: Mapping[str, Any]) -> None:
+    def update_weights(self, weights: Mapping[str, Any] | Path) -> None:
         """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
 
-        `weights` are arrays by their names in a checkpoint, or a tree like `Engine.weights`, whose arrays are used as
-        they are where they are in place. The whole model must fit a second time. Cached prefixes are forgotten, and
-        requests that run compute all their tokens again.
+        `weights` are arrays by their names in a checkpoint, a tree like `Engine.weights`, whose arrays are used as
+        they are where they are in place, or the directory of a checkpoint of this model. The whole model must fit a
+        second time. Cached prefixes are forgotten, and requests that run compute all their tokens again.
         Raises ValueError for weights that are missing, unexpected, or of another shape or dtype, and
         NotImplementedError where KV pages leave the engine, whose name says with which weights they were computed.
         """

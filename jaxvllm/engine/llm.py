@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import batched, count
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Self, cast
 
 from tqdm import tqdm
@@ -208,14 +209,15 @@ class LLM:
         """The weights as they are on the devices of the first replica: nested dicts and lists of arrays."""
         return self.engine.weights
 
-    def update_weights(self, weights: Mapping[str, Any]) -> None:
+    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
         """Replaces the weights, as a trainer does between two rounds of generation. Nothing is compiled again.
 
         `weights` are arrays of NumPy or jax by the names that a checkpoint of this model has, such as
-        `model.layers.0.mlp.down_proj.weight`, or a tree like `LLM.weights`. All are checked first: after an error the
-        old ones are in place. Cached prefixes are forgotten. For the rest see `Engine.update_weights`.
+        `model.layers.0.mlp.down_proj.weight`, a tree like `LLM.weights`, or the directory of a checkpoint. All are
+        checked first: after an error the old ones are in place. Cached prefixes are forgotten. For the rest see
+        `Engine.update_weights`.
         """
-        self.engine.update_weights(weights)
+        self.engine.update_weights(Path(weights) if isinstance(weights, str) else weights)
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""

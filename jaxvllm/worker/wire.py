@@ -1,6 +1,6 @@
 """The messages between an engine in its own process and its client: MessagePack by msgspec, never pickle."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -9,8 +9,8 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, TokenIds
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.commands import AnyCommand
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
-from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.worker.queue_limits import QueueLimits
 
@@ -49,15 +49,11 @@ class Ping(Message, frozen=True):
     """Asks for a `Pulse`, which the engine sends between two steps and which shows that it is not stuck."""
 
 
-class ShowPages(Message, frozen=True):
-    """Asks for `Pages`."""
+class Ask(Message, frozen=True):
+    """Makes the engine do something beside requests. It answers with an `Answer` of the same number."""
 
-
-class ResetPrefixCache(Message, frozen=True):
-    """Makes the engine forget every cached prefix. It answers with `PrefixCacheReset`."""
-
-    reset_running_requests: bool
-    reset_connector: bool
+    number: int
+    command: AnyCommand
 
 
 class Stop(Message, frozen=True):
@@ -78,7 +74,7 @@ class ShowMetrics(Message, frozen=True):
     """Asks the process that holds the engines for `MetricsText`. Engines never get it."""
 
 
-type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache | Stop | CountHttp | ShowMetrics
+type Command = Start | Add | Abort | Ping | Ask | Stop | CountHttp | ShowMetrics
 
 # ---- from the engine ----
 
@@ -187,14 +183,20 @@ class Pulse(Message, frozen=True):
     started: list[int] = []  # serials of requests that have had their first token since the last pulse, and go on
 
 
-class Pages(Message, frozen=True):
-    """Contains the page pools, one for each replica."""
+class Answer(Message, frozen=True):
+    """Contains the answer of a command, in its own encoding, or the reason why there is none."""
 
-    pools: list[PoolView]
+    number: int
+    answer: bytes = b""
+    reason: str | None = None
+    # What kind of error the reason is: one of the caller's, or of something that this engine cannot do, or that there
+    # was no engine, or that it died meanwhile.
+    kind: Literal["", "wrong", "unsupported", "unavailable", "died"] = ""
 
-
-class PrefixCacheReset(Message, frozen=True):
-    """Says that no replica has any of the earlier cached prefixes. Answers come in the order of the commands."""
+    @classmethod
+    def of(cls, number: int, answer: Any) -> Self:
+        """Returns the message for what a command has answered."""
+        return cls(number, encode(answer))
 
 
 class Lost(Message, frozen=True):
@@ -231,8 +233,7 @@ type Report = (
     | Outputs
     | Broken
     | Pulse
-    | Pages
-    | PrefixCacheReset
+    | Answer
     | Lost
     | Away
     | MetricsText
