@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
     from jaxvllm.core.beam import BeamSearchParams as BeamSearchParams
+    from jaxvllm.core.pooling_params import PoolingParams as PoolingParams
     from jaxvllm.core.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from jaxvllm.engine.llm import LLM as LLM
     from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
+    from jaxvllm.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from jaxvllm.engine.outputs import RequestOutput as RequestOutput
     from jaxvllm.runtime.logits_processors import LogitsProcessor as LogitsProcessor
     from jaxvllm.runtime.logits_processors import TokensSoFar as TokensSoFar
@@ -35,6 +37,8 @@ _HOMES = {
     "RepetitionDetectionParams": "jaxvllm.core.sampling_params",
     "StructuredOutputsParams": "jaxvllm.core.structured_outputs",
     "RequestOutputKind": "jaxvllm.core.sampling_params",
+    "PoolingParams": "jaxvllm.core.pooling_params",
+    "EmbeddingRequestOutput": "jaxvllm.engine.outputs",
     "RequestOutput": "jaxvllm.engine.outputs",
     "CompletionOutput": "jaxvllm.engine.outputs",
 }
@@ -48,6 +52,8 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "RepetitionDetectionParams",
+    "PoolingParams",
+    "EmbeddingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

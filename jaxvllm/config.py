@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.pooler_config import PoolerConfig
 from jaxvllm.core.sampling_params import LogprobsMode
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, SpeculativeConfig
 from jaxvllm.core.value_checks import MAX_INT32, json_object
@@ -85,6 +86,8 @@ class EngineConfig:
     speculative_config: str | None = None
     # What keeps KV pages beyond the pool or carries them to other engines, as JSON: {"kv_connector": "host"}.
     kv_transfer_config: str | None = None
+    # How prompts become vectors, as JSON: {"pooling_type": "MEAN"}. None: as the checkpoint says, or the last token.
+    pooler_config: str | None = None
     warm_up: Literal["background", "full"] = "background"  # full: compile every bucket before the first request
     max_logprobs: Logprobs = 20  # the most log-probabilities that a request may want of each token; -1: all
     logprobs_mode: LogprobsMode = "raw_logprobs"  # what is told: the model's own distribution, or what is drawn from
@@ -133,6 +136,8 @@ class EngineConfig:
                 raise ValueError("kv_transfer_config is for an engine of one process: leave it out")
             if transfer.stays_on_devices and self.mesh_shape.data > 1:
                 raise ValueError(f"the transport device is for one replica: use 1xM, not {self.mesh}")
+        if self.pooler_config is not None:
+            object.__setattr__(self, "pooler_config", str(PoolerConfig.read(self.pooler_config)))
         if self.kv_events_config is not None:
             object.__setattr__(self, "kv_events_config", str(KVEventsConfig.read(self.kv_events_config)))
             if self.kv_events is not None and not self.enable_prefix_caching:
@@ -185,6 +190,11 @@ class EngineConfig:
     def kv_transfer(self) -> KVTransferConfig | None:
         """The way in which pages travel, or None if they do not."""
         return None if self.kv_transfer_config is None else KVTransferConfig.read(self.kv_transfer_config)
+
+    @property
+    def pooler(self) -> PoolerConfig:
+        """The operator's choice of how prompts become vectors."""
+        return PoolerConfig() if self.pooler_config is None else PoolerConfig.read(self.pooler_config)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

@@ -27,8 +27,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s -i FILE -o FILE [OPTION ...]",
         description="Send each line of a batch file to a running server. Each line of the output answers the line at "
         "its place in the input, with the server's answer or with an error. A line may be a request of "
-        "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages. A summary, and in a terminal the "
-        "progress, is on standard error.",
+        "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages or /v1/embeddings. A summary, and in a "
+        "terminal the progress, is on standard error.",
     )
     parser.add_argument(
         "-i",

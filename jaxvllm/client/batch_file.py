@@ -14,7 +14,7 @@ from jaxvllm.client.api import TIMEOUT, network_errors
 from jaxvllm.client.errors import ServerError
 from jaxvllm.client.server import Server
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 # The number of tries for a request. A full server says when to try again, but after this many it is taken for broken.
 TRIES = 8
 PAUSE = 1.0  # seconds between tries when the server does not say

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.beam import BeamSearch, BeamSearchParams
 from jaxvllm.core.explanation import Trail
 from jaxvllm.core.page_pool import extend_page_hashes
+from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.token_constraint import GuardedConstraint
@@ -72,6 +73,12 @@ class GenerationRequest:
     wants_draft_spans: bool = False  # outputs that are deltas tell which parts of their text were accepted drafts
     session_id: str | None = None  # equal in the requests of a conversation, which session affinity keeps together
     wants_explanation: bool = False  # the last output of each completion tells what each step did for it
+    pooling: Pooling | None = None  # nothing is generated: the output is a vector of the prompt
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether no token is generated, so that the prompt may be as long as the model."""
+        return self.params.scores_only or self.pooling is not None
 
     def sequences(self) -> "tuple[GenerationRequest, ...]":
         """Returns one request for each completion. Several share the prompt and have numbered ids; one is `self`.
@@ -98,6 +105,7 @@ class RequestOptions(TypedDict, total=False):
     wants_draft_spans: bool
     session_id: str | None
     wants_explanation: bool
+    pooling: Pooling | None
 
 
 @dataclass(frozen=True, order=True)
@@ -168,9 +176,17 @@ class Request:
         return self.sampling_params.wants_wide_scores
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether the caller wants one vector of the prompt's hidden states."""
+        return self.asked.pooling is not None
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin after pages that others have computed."""
-        return not self.wants_scores and not self.sampling_params.skip_reading_prefix_cache
+        pooling = self.asked.pooling
+        if self.wants_scores or (pooling is not None and pooling.reads_all):
+            return False
+        return not self.sampling_params.skip_reading_prefix_cache
 
     @property
     def takes_forced(self) -> bool:

@@ -21,6 +21,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.page_loads import PageLoad, PageLoads, PageSave, PageSource
 from jaxvllm.core.policy import Policy
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, QueueKey, Request
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
@@ -32,6 +33,7 @@ from jaxvllm.core.step_plan import (
     Fork,
     Ints,
     PageEntries,
+    Pooled,
     Scored,
     StepOutput,
     StepPlan,
@@ -260,7 +262,7 @@ class Scheduler:
         slots = self.slots
         if self._waiting_ids:  # for a slot or pages, which this step may free
             num_steps = 1
-        if num_steps == 1 + num_drafts == 1 or self._beams or some(slots.wants_distributions[decode]):
+        if num_steps == 1 + num_drafts == 1 or self._beams or slots.have_tokens_read(decode):
             return 1, 0
         if len(slots.prefilling()):
             return 1, 0
@@ -278,6 +280,7 @@ class Scheduler:
         of_rows = plan.slots.astype(np.intp)  # numpy would do it again wherever the slots are an index
         is_present = slots.epoch[of_rows] == plan.epochs
         scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
+        pooled = tuple(self._pooled(plan, is_present)) if POOLED.name in plan.readouts else ()
         rows = (is_present & plan.samples).nonzero()[0]
         at = of_rows[rows]
         tokens, counts = output.tokens[rows], output.counts[rows]  # copies
@@ -324,7 +327,7 @@ class Scheduler:
         finished += (*self._failed.values(), *searched)
         self._failed.clear()
         num_new = int(counts.sum() + num_forced.sum())
-        return StepUpdate(num_new, started, emitted, tuple(finished), scored, forks)
+        return StepUpdate(num_new, started, emitted, tuple(finished), scored, pooled, forks)
 
     def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
         """Lets the searches choose among what the beams at `at` propose, whose rows of `output` are `rows`."""
@@ -674,15 +677,13 @@ class Scheduler:
             most = self._constrained.most(decode, width)
             max_new[:num_decode] = np.minimum(most, slots.limit[decode] - slots.num_tokens[decode])
         next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
-        wide_rows: list[int] = []
+        are_prompts = np.zeros(num_rows, np.bool_)
         for row, chunk in enumerate(chunks, num_decode):
             lengths[row] = chunk.length
             max_new[row] = chunk.yields
+            are_prompts[row] = chunk.of_prompt
             if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-                if self._tenant(chunk.slot).wants_wide_scores:
-                    wide_rows.append(row)
-        distributions = slots.wants_distributions[rows] if some(slots.wants_distributions) else None
         inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
         plan = StepPlan(
             slots=rows.astype(np.int32),
@@ -698,8 +699,7 @@ class Scheduler:
             width=width,
             num_drafts=num_drafts,
             masked=self._constrained.masked(rows, num_decode, max_new),
-            distributions=None if distributions is None or not some(distributions) else distributions & (max_new > 0),
-            wide_scores=np.isin(np.arange(num_rows), wide_rows) if wide_rows else None,
+            readouts=slots.readouts(rows, are_prompts, max_new > 0),
             admissions=tuple(admissions),
         )
         slots.num_computed[rows] += lengths if width == 1 else max_new
@@ -714,15 +714,20 @@ class Scheduler:
     def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
         """Returns what `plan` scored of the rows whose tenants are still there."""
         first = np.cumsum(plan.lengths) - plan.lengths
-        if plan.wide_scores is not None:
-            wide_lengths = plan.lengths * plan.wide_scores
-            first = np.where(plan.wide_scores, np.cumsum(wide_lengths) - wide_lengths, first)
+        if (is_wide := plan.readouts.get(WIDE_SCORES.name)) is not None:
+            wide_lengths = plan.lengths * is_wide
+            first = np.where(is_wide, np.cumsum(wide_lengths) - wide_lengths, first)
         for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
             request = self._tenant(plan.slots[row])
             start = int(plan.starts[row]) + 1  # the first token is after none
             end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
             if start < end:
                 yield Scored(request, range(start, end), int(first[row]))
+
+    def _pooled(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Pooled]:
+        """Returns the rows of `plan` that are pooled and whose tenants are still there."""
+        for row in np.flatnonzero(is_present & plan.readouts[POOLED.name]).tolist():
+            yield Pooled(self._tenant(plan.slots[row]), int(plan.starts[row]), row)
 
     def _register_computed(self, slot: int) -> None:
         """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
@@ -801,7 +806,9 @@ class Scheduler:
 def _proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
     """Returns the next tokens that the beam of `row` proposes."""
     if group.request.sampling_params.wants_distributions:
-        return Candidates.best(output.distributions[row], group.search.params.num_candidates)
+        distributions = DISTRIBUTIONS.of(output.reports)
+        assert distributions is not None, "a step with beams was planned without distributions"
+        return Candidates.best(distributions[row], group.search.params.num_candidates)
     assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
     return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
 

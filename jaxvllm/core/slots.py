@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.readout import READOUTS
 from jaxvllm.core.request import Request, TokenIds
 
 # Stop ids (EOS included) a request may have. One cache line of int32 per slot on host and device; vLLM users
@@ -47,14 +48,13 @@ class SlotTable:
         self.epoch = np.zeros(num_slots, np.int32)
         # What only some tenants have, and a slot without a tenant never. So a step looks at its rows only where `some`
         # slot has it.
-        traits = np.zeros((7, num_slots), np.bool_)
+        traits = np.zeros((6 + len(READOUTS), num_slots), np.bool_)
         self.watched = traits[0]  # somebody wants each token as it comes
         self.wants_logprobs = traits[1]  # those that every step can yield
-        self.wants_distributions = traits[2]
-        self.is_constrained = traits[3]  # the host has a say in each token
-        self.detects_repetition = traits[4]
-        self.is_beam = traits[5]  # one of several that search for the same request
-        self.is_held = traits[6]  # a beam whose next token the host has not chosen yet
+        self.is_constrained = traits[2]  # the host has a say in each token
+        self.detects_repetition = traits[3]
+        self.is_beam = traits[4]  # one of several that search for the same request
+        self.is_held = traits[5]  # a beam whose next token the host has not chosen yet
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -72,6 +72,7 @@ class SlotTable:
         of_tenants = (value for name, value in vars(self).items() if name != "epoch")
         self._values = tuple(value for value in of_tenants if isinstance(value, np.ndarray))
         self._traits = traits
+        self._readouts = traits[6:]  # of `READOUTS`, in order
         self._reserved: set[int] = set()  # neither free nor active
 
     @property
@@ -100,8 +101,8 @@ class SlotTable:
         self.tenants[slot] = request
         self.active[slot] = True
         self.watched[slot] = watched
-        self.wants_distributions[slot] = params.wants_distributions
         self.wants_logprobs[slot] = params.wants_logprobs and not params.wants_distributions
+        self._readouts[:, slot] = [readout.wants(request) for readout in READOUTS]
         self.is_constrained[slot] = request.constraint is not None
         self.detects_repetition[slot] = request.repetition is not None
         self.num_prompt[slot] = request.num_prompt_tokens
@@ -145,6 +146,27 @@ class SlotTable:
         self.tenants[slot] = self.tenants[source]
         for values in self._values:
             values[slot] = values[source]
+        self._traits[:, slot] = self._traits[:, source]
+
+    def have_tokens_read(self, slots: SlotIds) -> bool:
+        """Returns whether any of `slots` wants something to be read before each of its tokens is sampled."""
+        if not some(self._readouts):
+            return False
+        each = zip(READOUTS, self._readouts, strict=True)
+        return any(some(wants[slots]) for readout, wants in each if not readout.of_prompt)
+
+    def readouts(
+        self, rows: SlotIds, are_prompts: NDArray[np.bool_], yield_tokens: NDArray[np.bool_]
+    ) -> dict[str, NDArray[np.bool_]]:
+        """Returns which rows of a step want each readout, bool[len(rows)], without those that no row wants."""
+        if not some(self._readouts):
+            return {}
+        wanted = {
+            readout.name: wants[rows] & (are_prompts if readout.of_prompt else yield_tokens)
+            for readout, wants in zip(READOUTS, self._readouts, strict=True)
+            if some(wants)
+        }
+        return {name: flags for name, flags in wanted.items() if some(flags)}
 
     def stops(self, slots: SlotIds, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Returns whether `tokens[i]` is a stop id of `slots[i]`, bool[len(slots)]."""

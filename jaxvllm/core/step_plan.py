@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,8 +92,7 @@ class StepPlan:
     num_drafts: int = 0  # of a row in each decode step
     is_blind: bool = False  # whether what guesses tokens need not see the step
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
-    distributions: NDArray[np.bool_] | None = None  # bool[R]: rows that want the values of all tokens; None: no row
-    wide_scores: NDArray[np.bool_] | None = None  # bool[R]: scored rows that want more than the best few; None: no row
+    readouts: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)  # bool[R]: rows that want each, if any does
     admissions: tuple[Admission, ...] = ()
 
     @property
@@ -122,21 +122,12 @@ class StepPlan:
     @property
     def is_split(self) -> bool:
         """Whether something comes between the forward pass and sampling, so that the two are separate programs."""
-        return any(rows is not None for rows in (self.masked, self.distributions, self.wide_scores))
+        return self.masked is not None or bool(self.readouts)
 
     @cached_property
     def scores_prompts(self) -> bool:
         """Whether log-probabilities of prompt tokens are to be computed."""
         return bool((self.next_tokens != NOT_SCORED).any())
-
-    def wide_tokens(self) -> Ints:
-        """Returns i32[2, N <= SCORE_BATCH]: the numbers of the tokens of `wide_scores`, and the tokens after them."""
-        assert self.wide_scores is not None, "nobody wants more than the best few"
-        following = np.zeros(self.num_tokens, np.int32)
-        following[self.num_decode : -1] = self.token_ids[1:]
-        following[np.cumsum(self.lengths) - 1] = np.maximum(self.next_tokens, 0)
-        tokens = np.flatnonzero(np.repeat(self.wide_scores, self.lengths)).astype(np.int32)
-        return np.stack([tokens, following[tokens]])
 
 
 @dataclass(frozen=True)
@@ -182,15 +173,15 @@ class StepOutput:
 
     Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
     The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token after token t
-    of the plan, t being one of a chunk that is scored. `wide_scores` are those of the tokens of `plan.wide_scores`.
+    of the plan, t being one of a chunk that is scored. `reports` are what `core/readout.py` names, for the rows of
+    `plan.readouts`.
     """
 
     tokens: Ints  # i32[R, W]
     counts: Ints  # i32[R]
     logprobs: TopLogprobs | None = None  # of R * W tokens
     scores: TopLogprobs | None = None  # of T tokens
-    wide_scores: TopLogprobs | None = None  # of N tokens, with more than MAX_LOGPROBS best ones
-    distributions: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # f32[V] of rows that want them
+    reports: Mapping[str, Any] = field(default_factory=dict)
     drafts: DraftCounts | None = None  # of the plan's rows, if it has drafts
     were_drafts: NDArray[np.bool_] | None = None  # bool[R, W]: tokens that were accepted drafts; None: no token was
 
@@ -236,12 +227,21 @@ class Finished:
 class Scored:
     """Tokens of a request's prompt, by position. `scores` of the StepOutput has theirs from `first` on.
 
-    It is `wide_scores` where the request wants these.
+    It is the report of WIDE_SCORES where the request wants these.
     """
 
     request: Request
     tokens: range
     first: int
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A chunk of a pooled prompt, whose report is that of `row`. It begins at position `start`."""
+
+    request: Request
+    start: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -256,4 +256,5 @@ class StepUpdate:
     emitted: tuple[Emitted, ...]
     finished: tuple[Finished, ...]
     scored: tuple[Scored, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
     forks: tuple[Fork, ...] = ()  # to be done before the next step, in this order

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
@@ -22,6 +23,7 @@ from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves
 from jaxvllm.engine.page_traffic import PageTraffic
+from jaxvllm.engine.pooling import read_pooler
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
@@ -72,13 +74,14 @@ class EngineParts:
     traffic: tuple[PageTraffic | None, ...]  # one a replica
     # Returns weights for every replica, of arrays by their names in a checkpoint. Raises ValueError for others than the
     # model has.
-    read_weights: Callable[[Mapping[str, Any]], list[Params]]
+    read_weights: Callable[[Mapping[str, Any] | Path], list[Params]]
     # How pages travel. It waits until all weights were read to name them. Raises NotImplementedError where none can.
     page_format: Callable[[], PageFormat]
     spec: ModelSpec
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
+    pooler: Pooler
     startup: StartupClock  # every stage but the first token
 
 
@@ -141,13 +144,13 @@ def build(
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once
     with clock.stage("weights"):
-        load = partial(_load, config, directory, resolved, meshes, backend)
-        replicas = load()
+        replicas = _load(config, directory, resolved, meshes, backend)
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh, backend)) is not None:
                 params[DRAFT] = draft
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
-    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs)
+    pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
+    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.stage("memory"):
         smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
@@ -195,6 +198,11 @@ def build(
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 
+    def read_weights(given: Mapping[str, Any] | Path) -> list[Params]:
+        if isinstance(given, Path):
+            return _load(replace(config, load_format="auto"), given, resolved, meshes, backend)
+        return _load(config, directory, resolved, meshes, backend, given)
+
     def make_scheduler(events: KVEventLog | None) -> Scheduler:
         cache = KVCache(
             shape.group_sizes(spec),
@@ -218,12 +226,13 @@ def build(
         runners=runners,
         connector=connector,
         traffic=traffic,
-        read_weights=load,
+        read_weights=read_weights,
         page_format=page_form,
         spec=spec,
         max_model_len=resolved.max_model_len,
         eos_token_ids=eos,
         defaults=defaults,
+        pooler=pooler,
         startup=clock,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -77,6 +78,7 @@ class Engine:
         self.vocab_size = parts.spec.vocab_size
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
+        self.pooler = parts.pooler
         self._connector = parts.connector
         self._page_format = parts.page_format
         self._read_weights = parts.read_weights
@@ -128,7 +130,9 @@ class Engine:
         `options` are the optional fields of `GenerationRequest`, such as `priority`.
         Raises ValueError with the rule, the value and the way out.
         """
-        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=PromptRoom.of(params))
+        is_pooled = options.get("pooling") is not None
+        room = PromptRoom.of_vector(params.truncate_prompt_tokens) if is_pooled else PromptRoom.of(params)
+        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
         request = GenerationRequest(request_id, read, params, **options)
         self._rules.check(request)
         read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
@@ -389,12 +393,12 @@ class Engine:
         """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
         return self.replicas[0].runner.params
 
-    def update_weights(self, weights: Mapping[str, Any]) -> None:
+    def update_weights(self, weights: Mapping[str, Any] | Path) -> None:
         """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
 
-        `weights` are arrays by their names in a checkpoint, or a tree like `Engine.weights`, whose arrays are used as
-        they are where they are in place. The whole model must fit a second time. Cached prefixes are forgotten, and
-        requests that run compute all their tokens again.
+        `weights` are arrays by their names in a checkpoint, a tree like `Engine.weights`, whose arrays are used as
+        they are where they are in place, or the directory of a checkpoint of this model. The whole model must fit a
+        second time. Cached prefixes are forgotten, and requests that run compute all their tokens again.
         Raises ValueError for weights that are missing, unexpected, or of another shape or dtype, and
         NotImplementedError where KV pages leave the engine, whose name says with which weights they were computed.
         """

@@ -4,16 +4,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import batched, count
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Self, cast
 
 from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.pooler import Pooling
+from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
-from jaxvllm.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jaxvllm.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
@@ -133,6 +142,32 @@ class LLM:
             )
         return BeamSearchOutput(sequences)
 
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns one vector f32[dimensions] for each prompt, in the order given, computed with the model's own layers.
+
+        Prompts are those of `generate`. A vector is the hidden state of the prompt's last token, or the mean over all
+        tokens, as the checkpoint or `pooler_config` says. It is cut to `dimensions` first and gets length 1 then. Give
+        one `pooling_params` for all prompts, or one for each. Raises ValueError, which names the prompt's index.
+        """
+        listed = _as_list(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = [given] * len(listed) if isinstance(given, PoolingParams) else list(given)
+        if len(params) != len(listed):
+            raise ValueError(
+                f"{len(params)} pooling_params for {len(listed)} prompts: give one for each, or one for all"
+            )
+        poolings = [self.engine.pooler.resolve(one) for one in params]
+        sampling = [Pooling.sampling_params(one.truncate_prompt_tokens) for one in params]
+        outputs = self._complete(self._check(listed, sampling, priority, poolings=poolings), use_tqdm)
+        return [_embedding(output) for output in outputs]
+
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt and yields an output after every step: all so far, or news with `output_kind` DELTA."""
         [request] = self._check([prompt], sampling_params, None, final_only=False)
@@ -174,14 +209,15 @@ class LLM:
         """The weights as they are on the devices of the first replica: nested dicts and lists of arrays."""
         return self.engine.weights
 
-    def update_weights(self, weights: Mapping[str, Any]) -> None:
+    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
         """Replaces the weights, as a trainer does between two rounds of generation. Nothing is compiled again.
 
         `weights` are arrays of NumPy or jax by the names that a checkpoint of this model has, such as
-        `model.layers.0.mlp.down_proj.weight`, or a tree like `LLM.weights`. All are checked first: after an error the
-        old ones are in place. Cached prefixes are forgotten. For the rest see `Engine.update_weights`.
+        `model.layers.0.mlp.down_proj.weight`, a tree like `LLM.weights`, or the directory of a checkpoint. All are
+        checked first: after an error the old ones are in place. Cached prefixes are forgotten. For the rest see
+        `Engine.update_weights`.
         """
-        self.engine.update_weights(weights)
+        self.engine.update_weights(Path(weights) if isinstance(weights, str) else weights)
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""
@@ -202,6 +238,7 @@ class LLM:
         add_special_tokens: bool = True,
         final_only: bool = True,
         beam_search: BeamSearchParams | None = None,
+        poolings: Sequence[Pooling] | None = None,
     ) -> list[GenerationRequest]:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
@@ -224,6 +261,7 @@ class LLM:
                     add_special_tokens=add_special_tokens,
                     priority=rank,
                     beam_search=beam_search,
+                    pooling=None if poolings is None else poolings[index],
                 )
                 requests.append(request)
             except ValueError as error:
@@ -270,6 +308,12 @@ def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):
         return [cast(PromptLike, prompts)]
     return cast(list[PromptLike], list(prompts))
+
+
+def _embedding(output: RequestOutput) -> EmbeddingRequestOutput:
+    assert output.pooled is not None, "a prompt was not pooled"
+    vector = EmbeddingOutput(output.pooled.tolist())
+    return EmbeddingRequestOutput(output.request_id, vector, output.prompt_token_ids, output.num_cached_tokens)
 
 
 def _show_rates(bar: "tqdm[Any]", tokens_in: int, tokens_out: int) -> None:

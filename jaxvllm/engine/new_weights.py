@@ -1,6 +1,7 @@
 """Reads the weights that replace those of a running engine, and checks all of them before any takes its place."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,16 +11,19 @@ from jaxvllm.models.params import Params
 
 
 def new_weights(
-    given: Mapping[str, Any], before: Sequence[Params], read: Callable[[Mapping[str, Any]], list[Params]]
+    given: Mapping[str, Any] | Path,
+    before: Sequence[Params],
+    read: Callable[[Mapping[str, Any] | Path], list[Params]],
 ) -> list[Params]:
     """Returns the weights of every replica, with the drafts of those `before`, which have one entry a replica.
 
-    `given` are arrays by their names in a checkpoint, which `read` makes weights of, or a tree as the engine holds it.
+    `given` are arrays by their names in a checkpoint or the directory of one, which `read` makes weights of, or a tree
+    as the engine holds it.
     Arrays of such a tree that are in place already are used as they are.
     Raises ValueError for a tensor or an array that is missing, unexpected, or of another shape or dtype.
     """
     drafts = [{DRAFT: params[DRAFT]} if DRAFT in params else {} for params in before]
-    if not _is_tree(given):
+    if isinstance(given, Path) or not _is_tree(given):
         return [params | draft for params, draft in zip(read(given), drafts, strict=True)]
     own = {name: value for name, value in given.items() if name != DRAFT}
     return [

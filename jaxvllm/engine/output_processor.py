@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from jaxvllm.core.beam import Beam, Candidates
 from jaxvllm.core.errors import belongs_to_work
 from jaxvllm.core.explanation import MAX_CANDIDATES, Candidate, Explanation, OutputToken, PromptToken, Trail
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.core.step_plan import Emitted, Finished, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
+from jaxvllm.core.step_plan import Emitted, Finished, Pooled, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
 from jaxvllm.engine.exported_request import CompletionProgress, RequestProgress
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.text.completion_text import CompletionText, StopMatch
@@ -119,6 +120,7 @@ class _Group:
     completions: dict[str, _Completion]  # by the id of the scheduler's request
     warnings: list[str]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
+    pooled: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # f32[E], of its chunks so far
     num_cached_tokens: int = 0
     emitted_at: float | None = None
     chosen: list[_Completion] | None = None  # of those that were generated, the ones to return; None: all
@@ -243,6 +245,9 @@ class OutputProcessor:
         scored_groups = [self._group_of[scored.request.request_id] for scored in update.scored]
         for group, scored in zip(scored_groups, update.scored, strict=True):
             self._attempt(group, self._take_scores, group, scored, output)
+        for pooled in update.pooled:
+            group = self._group_of[pooled.request.request_id]
+            self._attempt(group, self._take_pooled, group, pooled, output)
         ends = {end.request.request_id: end for end in update.finished}
         last_of = {emitted.request.request_id: emitted for emitted in update.emitted} if ends else {}
         for emitted in update.emitted:
@@ -331,7 +336,7 @@ class OutputProcessor:
         self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
     ) -> StopMatch | None:
         completion = group.completions[emitted.request.request_id]
-        if group.params.scores_only:
+        if group.request.is_prompt_only:
             return None
         completion.token_ids.append(emitted.token_id)
         if group.params.wants_logprobs or group.params.best_of is not None:
@@ -350,7 +355,9 @@ class OutputProcessor:
         self, completion: _Completion, params: SamplingParams, emitted: Emitted, output: StepOutput
     ) -> None:
         if params.wants_distributions:
-            ranked = self._chosen(output.distributions[emitted.at], emitted.token_id, params)
+            distributions = DISTRIBUTIONS.of(output.reports)
+            assert distributions is not None, "a row that wants distributions was planned without"
+            ranked = self._chosen(distributions[emitted.at], emitted.token_id, params)
         else:
             assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
             ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, params.logprobs or 0)
@@ -359,13 +366,20 @@ class OutputProcessor:
 
     def _take_scores(self, group: _Group, scored: Scored, output: StepOutput) -> None:
         """Stores scores of the prompt. A prompt interrupted by preemption is scored again, and stores them again."""
-        scores = output.wide_scores if group.params.wants_wide_scores else output.scores
+        scores = WIDE_SCORES.of(output.reports) if group.params.wants_wide_scores else output.scores
         assert scores is not None, "a prompt that is scored was planned without"
         assert group.prompt_logprobs is not None
         count = group.params.num_prompt_logprobs(scores.top.shape[1])  # all of a vocabulary are as many as there are
         for row, position in enumerate(scored.tokens, scored.first):
             token_id = group.request.prompt.token_list[position]
             group.prompt_logprobs[position] = self._ranked(scores, row, token_id, count)
+
+    def _take_pooled(self, group: _Group, pooled: Pooled, output: StepOutput) -> None:
+        """Stores the report of a chunk. A prompt interrupted by preemption is pooled again from its first chunk on."""
+        vectors, pooling = POOLED.of(output.reports), group.request.pooling
+        assert vectors is not None and pooling is not None, "a prompt that is pooled was planned without"
+        is_sum = pooling.kind == "MEAN" and pooled.start > 0
+        group.pooled = group.pooled + vectors[pooled.row] if is_sum else vectors[pooled.row]
 
     def _ranked(self, values: TopLogprobs, row: int, token_id: int, count: int) -> dict[int, Logprob]:
         """Returns the token first, as in vLLM, so that next(iter(...)) is the token; then the `count` best tokens."""
@@ -400,7 +414,7 @@ class OutputProcessor:
         if completion.finish_reason is not None:  # a stop string was complete with the last token
             return
         completion.trail = end.request.trail
-        if group.params.scores_only:  # the token that was sampled after the prompt is never reported
+        if group.request.is_prompt_only:  # the token that was sampled after the prompt is never reported
             completion.finish_reason = FinishReason.ABORT if end.reason is FinishReason.ABORT else FinishReason.LENGTH
             return
         if end.beams is not None:
@@ -522,6 +536,7 @@ class OutputProcessor:
             prompt_logprobs=_shaped(group.params, group.prompt_logprobs)
             if group.emitted_at is None or not delta
             else None,
+            pooled=_vector(group),
             warnings=group.warnings,
         )
 
@@ -595,6 +610,15 @@ def _draft_spans(request: GenerationRequest) -> DraftSpans | None:
     """
     is_delta = request.params.output_kind is RequestOutputKind.DELTA
     return DraftSpans() if is_delta and request.wants_draft_spans else None
+
+
+def _vector(group: _Group) -> NDArray[np.float32] | None:
+    """Returns the vector f32[dimensions] of a request that wants one and whose prompt is computed."""
+    pooling = group.request.pooling
+    ends = [completion.finish_reason for completion in group.completions.values()]
+    if pooling is None or ends != [FinishReason.LENGTH]:
+        return None
+    return pooling.finish(group.pooled, len(group.request.prompt.token_ids))
 
 
 def _shaped[Ranked: (dict[int, Logprob], dict[int, Logprob] | None)](

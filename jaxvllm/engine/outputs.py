@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxvllm.core.explanation import Explanation
 
 type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
@@ -143,9 +146,33 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     # One for each prompt token, None for the first token. Present if the request wants them; of deltas, the first only.
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    pooled: NDArray[np.float32] | None = None  # f32[dimensions]: the vector of a request that wants one, at its end
     # What another engine needs to go on from this request's KV. Only in the last output, if the request wants it.
     kv_transfer_params: Mapping[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)  # what was asked for and could not be enforced
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The dimensions of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The vector of one prompt of `LLM.embed`, with vLLM's fields."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int  # tokens whose KV was found in the prefix cache
+    finished: bool = True
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class RequestRules:
     def limit(self, request: GenerationRequest) -> int:
         """Returns the largest number of tokens, prompt included, that each sequence of the request may reach."""
         num_prompt_tokens, params = len(request.prompt.token_ids), request.params
-        if params.scores_only:
+        if request.is_prompt_only:
             return num_prompt_tokens + 1  # the step that ends a prompt also samples a token; no caller gets to see it
         if params.max_tokens is None:
             return self.max_model_len

@@ -75,6 +75,11 @@ def layer_stacks(spec: ModelSpec) -> dict[str, LayerStack]:
     return stacks
 
 
+def head_of(params: Params) -> Params:
+    """Returns the parameters that `project_logits` reads, without the hundreds of arrays of the layers."""
+    return {name: params[name] for name in ("embed", "lm_head") if name in params}
+
+
 def num_parameters(spec: ModelSpec) -> int:
     """Counts the weights of the model. A tied LM head counts once."""
     layers = (declare_layer(spec, layer) for layer in range(spec.num_layers))

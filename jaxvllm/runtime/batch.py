@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.readout import WIDE_SCORES
 from jaxvllm.core.step_plan import NOT_SCORED, StepPlan
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.slot_fields import SlotSizes
@@ -87,8 +88,8 @@ def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
     columns[4, : plan.num_decode] = 1
     columns[5, count:] = NOT_SCORED
     columns[5, :count] = plan.next_tokens
-    if plan.wide_scores is not None:  # a program of its own scores these
-        columns[5, :count][plan.wide_scores] = NOT_SCORED
+    if (is_wide := plan.readouts.get(WIDE_SCORES.name)) is not None:  # a program of its own scores these
+        columns[5, :count][is_wide] = NOT_SCORED
     for group, (entries, most) in enumerate(zip(plan.new_pages, max_new_pages(bucket, sizes), strict=True)):
         if count := len(entries):
             pages, at = packed[first : first + 2 * most].reshape(2, most)

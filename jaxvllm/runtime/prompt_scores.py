@@ -6,10 +6,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from numpy.typing import NDArray
 
-from jaxvllm.core.step_plan import NOT_SCORED, SCORE_BATCH, StepPlan
+from jaxvllm.core.step_plan import NOT_SCORED
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, token_logprobs
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -26,15 +24,7 @@ class PromptScores:
     """The values that `step.forward` leaves of prompts that are scored, T tokens."""
 
     best: DeviceLogprobs  # [T], of the token after each, where few are wanted
-    hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may want more
-
-
-def pack_wide(plan: StepPlan) -> NDArray[np.int32]:
-    """Returns i32[2, SCORE_BATCH] for `step.pick_tokens`: tokens of `plan` to be scored widely, and the next ones."""
-    packed = np.zeros((2, SCORE_BATCH), np.int32)
-    tokens = plan.wide_tokens()
-    packed[:, : tokens.shape[1]] = tokens
-    return packed
+    hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may read them
 
 
 def score(

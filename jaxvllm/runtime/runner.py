@@ -28,22 +28,21 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
-    Distribute,
     ForkSlots,
     Forward,
     Mask,
+    Read,
     Recall,
     Recount,
     Reset,
     Sample,
-    ScoreWidely,
     Step,
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, contents_like, copy_recipes, pack_pages
 from jaxvllm.runtime.programs import Programs
-from jaxvllm.runtime.prompt_scores import PromptScores, pack_wide
 from jaxvllm.runtime.proposers import Proposer
+from jaxvllm.runtime.readouts import BY_NAME, DEVICE_READOUTS, Forwarded
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
 from jaxvllm.runtime.state import (
@@ -61,35 +60,21 @@ from jaxvllm.runtime.state import (
     recall,
     recount,
 )
-from jaxvllm.runtime.step import Unsampled
 from jaxvllm.runtime.step_model import DRAFT_MARK, DeviceOutput
-from jaxvllm.runtime.step_program import DISTRIBUTION_BATCH, StepCompiler
+from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["output", "scores", "distributions", "wide_scores"], meta_fields=[]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["output", "scores", "reports"], meta_fields=[])
 @dataclass(frozen=True)
 class StepResult:
-    """The future results of a dispatched step: tokens, the scores of prompts, and what rows want of all tokens."""
+    """The future results of a dispatched step: tokens, the scores of prompts, and the reports of readouts."""
 
     output: DeviceOutput
     scores: DeviceLogprobs | None
-    distributions: tuple[jax.Array, ...] = ()  # f32[DISTRIBUTION_BATCH, V] each, of the plan's rows in order
-    wide_scores: DeviceLogprobs | None = None  # [SCORE_BATCH], of the plan's tokens in order
-
-
-@dataclass
-class _Forwarded:
-    """The results of the first half of a step, and what was computed from them before the second half."""
-
-    unsampled: Unsampled
-    scores: PromptScores
-    distributions: list[jax.Array] = field(default_factory=list)
-    wide_scores: DeviceLogprobs | None = None
+    reports: dict[str, list[Any]] = field(default_factory=dict)  # of each call of a readout's program, by its name
 
 
 @dataclass(frozen=True)
@@ -154,7 +139,7 @@ class Runner:
         self._new_state = make_program(_filling(partial(new_state, self._sizes), state, mesh))
         self._kv_pages: KVCachePages
         self._state: DeviceState
-        self._forwarded: _Forwarded | None = None  # of a step whose second half is held back
+        self._forwarded: Forwarded | None = None  # of a step whose second half is held back
         self.make(Reset())
 
         def packed_struct(packed: NDArray[np.int32]) -> jax.ShapeDtypeStruct:
@@ -182,7 +167,7 @@ class Runner:
         with ThreadPoolExecutor(1) as other:
             no_admissions = pack_admissions((), self._sizes)
             admit_later = other.submit(compile_update, partial(admit, sizes=self._sizes), no_admissions)
-            afterwards = (*rarely, compiler.compile_distributions)
+            afterwards = (*rarely, compiler.compile_readouts)
             self.programs = Programs(ladder, compiler.compile, yields, afterwards)
             self._admit = admit_later.result()
 
@@ -229,13 +214,10 @@ class Runner:
 
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
         """Starts the second half of a step, and what must come before it."""
-        if plan.distributions is not None:
-            for rows in batched(np.flatnonzero(plan.distributions), DISTRIBUTION_BATCH):
-                index = np.zeros(DISTRIBUTION_BATCH, np.int32)
-                index[: len(rows)] = rows
-                self._call(Distribute(bucket, index))
-        if plan.wide_scores is not None:
-            self._call(ScoreWidely(bucket, pack_wide(plan)))
+        for number, readout in enumerate(DEVICE_READOUTS):
+            if readout.name in plan.readouts:
+                for words in readout.calls(plan, bucket):
+                    self._call(Read(bucket, words, number))
         return self._in_flight(plan, bucket, self._call(Sample(bucket)))
 
     def fork(self, forks: Iterable[Fork]) -> None:
@@ -262,8 +244,7 @@ class Runner:
             yielded[:, 0],
             _by_row(result.output.logprobs, plan) if plan.wants_logprobs else None,
             _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
-            None if plan.wide_scores is None else _on_host(result.wide_scores, int(plan.lengths @ plan.wide_scores)),
-            _by_number(result.distributions, plan),
+            {name: BY_NAME[name].report(plan, parts) for name, parts in result.reports.items()},
             drafts,
             were_drafts,
         )
@@ -355,24 +336,19 @@ class Runner:
             case Forward(bucket, packed):
                 begin = self.programs.wait_for(bucket).begin
                 self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
-                self._forwarded = _Forwarded(*held)
-            case Distribute(bucket, packed):
+                self._forwarded = Forwarded(*held)
+            case Read(bucket, packed, number):
                 assert self._forwarded is not None, "nothing was forwarded"
-                program = self.programs.wait_for(bucket)
-                assert program.distributions is not None, "a decode bucket samples in the same program"
-                rows = program.distributions()(self._params, self._state, self._forwarded.unsampled, packed)
-                self._forwarded.distributions.append(rows)
-            case ScoreWidely(bucket, packed):
-                assert self._forwarded is not None, "nothing was forwarded"
-                hidden, scorer = self._forwarded.scores.hidden, self.programs.wait_for(bucket).wide_scores
-                assert hidden is not None and scorer is not None, "no request may want wide scores"
-                self._forwarded.wide_scores = scorer(self._params, hidden, packed)
+                name = DEVICE_READOUTS[number].name
+                read = self.programs.wait_for(bucket).readouts[name]()
+                report = read(self._params, self._state, self._forwarded, packed)
+                self._forwarded.reports.setdefault(name, []).append(report)
             case Sample(bucket):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left, self._forwarded = self._forwarded, None
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(self._params, self._state, left.unsampled)
-                return StepResult(output, left.scores.best, tuple(left.distributions), left.wide_scores)
+                return StepResult(output, left.scores.best, left.reports)
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
@@ -394,14 +370,6 @@ def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
         return values.reshape(-1, *values.shape[2:])
 
     return TopLogprobs(*(flat(x) for x in (logprobs.token, logprobs.ranks, logprobs.top_ids, logprobs.top)))
-
-
-def _by_number(distributions: tuple[jax.Array, ...], plan: StepPlan) -> dict[int, np.ndarray]:
-    """Returns the log-probabilities of the rows that want them, on the host, by the row's number."""
-    if plan.distributions is None:
-        return {}
-    rows = np.flatnonzero(plan.distributions).tolist()
-    return dict(zip(rows, (row for part in distributions for row in np.asarray(part)), strict=False))
 
 
 def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:

@@ -60,11 +60,17 @@ class SamplerOptions:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logits_processors: tuple[LogitsProcessor, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # of a token, that any request may want
+    sums_prompts: bool = False  # whether prompts are pooled by the mean of their hidden states
 
     @property
     def has_wide_scores(self) -> bool:
         """Whether a request may want more log-probabilities of its prompt's tokens than each step can yield."""
         return self.max_logprobs > MAX_LOGPROBS
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether a step leaves the hidden states of all its tokens, from which something may be read."""
+        return self.has_wide_scores or self.sums_prompts
 
 
 DEFAULT_OPTIONS = SamplerOptions()

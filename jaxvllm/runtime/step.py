@@ -6,7 +6,6 @@ It is two programs: `forward`, then `sample_rows`, which is compiled once a row 
 rows decode and none waits, the step is `decoding.decode`.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -19,8 +18,8 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.prompt_scores import PromptScores, score
 from jaxvllm.runtime.proposers import Followed, Proposer
-from jaxvllm.runtime.sampler import DeviceLogprobs, distributions, token_logprobs
-from jaxvllm.runtime.slot_fields import DeviceState, Rows
+from jaxvllm.runtime.readouts.readout import Unsampled
+from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
     DeviceOutput,
     StepModel,
@@ -35,16 +34,6 @@ from jaxvllm.runtime.step_model import (
 from jaxvllm.runtime.suffix_index import record
 from jaxvllm.runtime.token_mask import IS_MASKED
 from pallas_kernels.ragged_paged_attention import RaggedRows
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["hidden", "slots", "positions"], meta_fields=[])
-@dataclass(frozen=True)
-class Unsampled:
-    """The values that `forward` leaves for `sample_rows`, R rows."""
-
-    hidden: jax.Array  # f[R, E], of each row's last token
-    slots: jax.Array  # i32[R]; the trash slot where a row yields nothing
-    positions: jax.Array  # i32[R], of the token to sample
 
 
 def forward(
@@ -85,7 +74,7 @@ def forward(
         state = record(state, at, rows.positions, token_ids)
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
-    scores = PromptScores(best, hidden if model.sampling.has_wide_scores else None)
+    scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)
@@ -107,31 +96,3 @@ def sample_rows(
     # A mask is for one token: the row's next step may sample without.
     state = state | {IS_MASKED.name: state[IS_MASKED.name].at[slots].set(0)}
     return state, DeviceOutput(yielded, best)
-
-
-def pick_rows(unsampled: Unsampled, index: jax.Array) -> Unsampled:
-    """Returns the rows `index` i32[N] of what `forward` has left unsampled."""
-    return jax.tree.map(lambda x: x[index], unsampled)
-
-
-def distribute(head: Params, state: DeviceState, unsampled: Unsampled, *, model: StepModel) -> jax.Array:
-    """Returns what is reported of every token, f32[N, V], for N rows that are yet to be sampled."""
-    logits = project_logits(head, model.shard, unsampled.hidden)
-    rows, vocab_size = Rows(state, unsampled.slots), model.spec.vocab_size
-    return distributions(logits, rows, unsampled.positions, vocab_size, model.axis, model.sampling)
-
-
-def pick_tokens(hidden: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden states f[SCORE_BATCH, E] of some of T tokens, and the next tokens, as `pack_wide` says."""
-    tokens, following = packed
-    return hidden[tokens], following
-
-
-def score_widely(head: Params, hidden: jax.Array, token_ids: jax.Array, *, model: StepModel) -> DeviceLogprobs:
-    """Returns the log-probabilities of `token_ids` i32[N], which follow `hidden` f[N, E], and of the best tokens.
-
-    There are as many best tokens as any request may want.
-    """
-    logits = project_logits(head, model.shard, hidden)
-    count = model.sampling.max_logprobs
-    return token_logprobs(logits, token_ids, model.spec.vocab_size, model.axis, model.sampling, count)

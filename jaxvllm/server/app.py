@@ -17,6 +17,7 @@ from jaxvllm.server.routes import (
     completions,
     development,
     elastic,
+    embeddings,
     info,
     messages,
     playground,
@@ -40,6 +41,7 @@ def create_app(service: Service) -> FastAPI:
     )
     for module in (
         completions,
+        embeddings,
         chat_completions,
         responses,
         stored_responses,

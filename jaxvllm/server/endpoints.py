@@ -15,11 +15,11 @@ _ELSEWHERE: Mapping[str, str] = {
     "/audio": TEXT_ONLY,
     "/videos": TEXT_ONLY,
     "/realtime": TEXT_ONLY,
-    "/embeddings": "embeddings are not supported yet",
-    "/pooling": "embeddings are not supported yet",
-    "/classify": "embeddings are not supported yet",
-    "/score": "embeddings are not supported yet",
-    "/rerank": "embeddings are not supported yet",
+    "/embeddings": "did you mean /v1/embeddings?",
+    "/pooling": "POST /v1/embeddings makes a vector of each text, and nothing else is pooled yet",
+    "/classify": "classes and scores of texts are not supported yet",
+    "/score": "classes and scores of texts are not supported yet",
+    "/rerank": "classes and scores of texts are not supported yet",
     "/moderations": "nothing is moderated here",
     "/files": "`jaxvllm run-batch` answers files of requests",
     "/batches": "`jaxvllm run-batch` answers files of requests",
@@ -33,7 +33,14 @@ _ELSEWHERE: Mapping[str, str] = {
 # Paths of other servers that look like the path of a stored response.
 _NO_IDS = ("/v1/responses/compact",)
 # Of the endpoints, those that most people look for.
-_MAIN = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models")
+_MAIN = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/models",
+)
 
 
 class KnownEndpoints:

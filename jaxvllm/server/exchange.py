@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxvllm.core.errors import ContextLengthError, OverloadedError, ParameterError, UnsupportedParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.server.argument_check import ForcedCall
 from jaxvllm.server.errors import ApiError, PromptTooLongError
@@ -52,9 +52,13 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body(), "error") + DONE
 
 
-async def whole_answer(params: SamplingParams, make: Callable[[], Any]) -> Response:
-    """Returns `answer(make())`. It runs in a thread if there are log-probabilities: half a million take 0.7 s."""
-    if not params.wants_logprobs and params.prompt_logprobs is None:
+async def whole_answer(request: GenerationRequest, make: Callable[[], Any]) -> Response:
+    """Returns `answer(make())` for requests like `request`.
+
+    It runs in a thread if there are log-probabilities, of which half a million take 0.7 s, or vectors.
+    """
+    params = request.params
+    if not params.wants_logprobs and params.prompt_logprobs is None and request.pooling is None:
         return answer(make())
     return await run_in_threadpool(lambda: answer(make()))
 
@@ -129,13 +133,14 @@ async def respond(
     service: Service,
     requests: Sequence[GenerationRequest],
     whole: Callable[[list[RequestOutput]], Any],
-    events: Callable[[Generation], Events],
+    events: Callable[[Generation], Events] | None = None,
     error_event: Callable[[ApiError], bytes] = error_event,
     forced_calls: Callable[[], Sequence[ForcedCall]] = tuple,
 ) -> Response:
     """Answers the HTTP `request`, for which the engine completes `requests`.
 
     If it streams, the answer consists of the `events` of the generation, otherwise it is `whole` of the last outputs.
+    Endpoints that never stream have no `events`.
     What the request asked for and cannot be enforced is in the header x-warnings, as a JSON list. So is what the
     `forced_calls` of the answer break of it; a stream tells that in a comment at its end.
     """
@@ -145,7 +150,7 @@ async def respond(
     generation = await unless_gone(request, Generation.start(service, requests))
     broken: list[str] = []
     response: Response
-    if params.output_kind is RequestOutputKind.DELTA:
+    if events is not None and params.output_kind is RequestOutputKind.DELTA:
         sent = events(generation)
         if generation.warnings:
             sent = _with_check(sent, lambda: service.argument_check.warnings(forced_calls()))
@@ -153,7 +158,7 @@ async def respond(
     else:
         async with generation:
             outputs = await unless_gone(request, generation.results())
-            response = await whole_answer(params, lambda: whole(outputs))
+            response = await whole_answer(requests[0], lambda: whole(outputs))
             if generation.warnings:
                 broken = await unless_gone(request, service.argument_check.warnings(forced_calls()))
     if generation.warnings:

@@ -31,6 +31,7 @@ STREAMS: dict[str, Any] = {
 _USER = {"role": "user", "content": "Which day comes after Friday?"}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0},
+    "/v1/embeddings": {"input": ["Once upon a time", "Long ago"], "encoding_format": "base64"},
     "/v1/chat/completions": {"messages": [_USER], "stream": True, "stream_options": {"include_usage": True}},
     "/v1/responses": {"input": _USER["content"], "instructions": "Be brief.", "max_output_tokens": 20},
     "/v1/responses/input_tokens": {"input": _USER["content"]},

@@ -30,6 +30,11 @@ class PromptRoom:
         """Returns the room that a request with these parameters leaves for its prompt."""
         return cls(params.scores_only, params.max_tokens, params.truncate_prompt_tokens)
 
+    @classmethod
+    def of_vector(cls, keep: int | None) -> "PromptRoom":
+        """Returns the room of a prompt whose only answer is a vector. `keep` is as in the class."""
+        return cls(scores_only=True, max_tokens=0, keep=keep)
+
 
 ANY_LENGTH = PromptRoom()
 

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 import zmq.asyncio
 
 from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.commands import AnyCommand
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_client import EngineClient, EngineDiedError, EngineState, EngineUnavailableError
 from jaxvllm.worker.request_stream import RequestStream
@@ -71,10 +70,8 @@ class ApiBroker:
                 # Engines that do not answer must not look as if they did.
                 if self._engines.is_responsive and (stats := self._engines.stats) is not None:
                     self._send(wire.Pulse(stats, []))
-            case wire.ShowPages():
-                self._spawn(self._show_pages())
-            case wire.ResetPrefixCache(running, connector):
-                self._spawn(self._reset_prefix_cache(running, connector))
+            case wire.Ask(number, asked):
+                self._spawn(self._ask(number, asked))
             case wire.CountHttp():
                 self._count_http(command)
             case wire.ShowMetrics():
@@ -103,7 +100,8 @@ class ApiBroker:
                 self._send(wire.Accepted(serial, list(stream.warnings)))
                 is_first = True
                 async for output in stream:
-                    self._send(wire.Outputs([_on_the_wire(serial, output, is_first)]))
+                    scores = output.prompt_logprobs if is_first else None
+                    self._send(wire.Outputs([wire.Output.of(serial, output, scores)]))
                     is_first = False
         except OverloadedError as error:
             self._send(wire.Rejected(serial, str(error), overloaded=True))
@@ -119,15 +117,18 @@ class ApiBroker:
         param = error.param if isinstance(error, ParameterError) else None
         self._send(wire.Rejected(serial, str(error), overloaded=False, param=param))
 
-    async def _show_pages(self) -> None:
-        with suppress(EngineUnavailableError, EngineDiedError):  # then the next question may find an engine
-            self._send(wire.Pages(await self._engines.pages()))
-
-    async def _reset_prefix_cache(self, running: bool, connector: bool) -> None:
-        # An engine that has died or is not there has no cache either.
-        with suppress(EngineUnavailableError, EngineDiedError):
-            await self._engines.reset_prefix_cache(running, connector)
-        self._send(wire.PrefixCacheReset())
+    async def _ask(self, number: int, command: AnyCommand) -> None:
+        try:
+            answer = wire.Answer.of(number, await self._engines.ask(command))
+        except EngineUnavailableError as error:
+            answer = wire.Answer(number, reason=str(error), kind="unavailable")
+        except EngineDiedError as error:
+            answer = wire.Answer(number, reason=str(error), kind="died")
+        except ValueError as error:
+            answer = wire.Answer(number, reason=str(error), kind="wrong")
+        except NotImplementedError as error:
+            answer = wire.Answer(number, reason=str(error), kind="unsupported")
+        self._send(answer)
 
     async def _show_metrics(self) -> None:
         self._send(wire.MetricsText(*await self._render_metrics()))
@@ -139,17 +140,3 @@ class ApiBroker:
 
     def _send(self, report: wire.Report) -> None:
         self._socket.send(wire.encode(report))
-
-
-def _on_the_wire(serial: int, output: RequestOutput, is_first: bool) -> wire.Output:
-    assert output.metrics is not None
-    return wire.Output(
-        serial,
-        output.outputs,
-        output.finished,
-        output.metrics,
-        output.num_cached_tokens,
-        output.prompt_logprobs if is_first else None,
-        output.warnings,
-        None if output.kv_transfer_params is None else dict(output.kv_transfer_params),
-    )

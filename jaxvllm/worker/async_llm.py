@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Any, Self
+from typing import Any, Self, cast
+
+import msgspec
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.engine.page_view import PoolView
+from jaxvllm.engine.commands import AnyCommand, EngineCommand
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.bad_words import read_bad_words
@@ -45,6 +46,14 @@ STUCK_SECONDS = 120.0
 BUILD_FACTOR = 10
 # The pause before a new start. It doubles after each start that did not make the engine ready.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
+
+# The errors that the kinds of `wire.Answer` stand for.
+_ERRORS: Mapping[str, type[Exception]] = {
+    "wrong": ValueError,
+    "unsupported": NotImplementedError,
+    "unavailable": EngineUnavailableError,
+    "died": EngineDiedError,
+}
 
 # A request that waits for its engine to be started again fails after this time.
 KEPT_SECONDS = 120.0
@@ -120,8 +129,8 @@ class AsyncLLM(EngineClient):
         self._requests = OpenRequests()
         self._kept: dict[int, asyncio.TimerHandle] = {}  # serials of requests that wait for the engine to start again
         self._observers: list[Observer] = []
-        self._pools: asyncio.Future[list[PoolView]] | None = None
-        self._resets: deque[asyncio.Future[None]] = deque()  # of the prefix cache, not yet answered by the engine
+        self._questions: dict[int, tuple[AnyCommand, asyncio.Future[Any]]] = {}  # that the engine has not answered
+        self.lasting: dict[str, AnyCommand] = {}  # the latest of each kind, which a process that is started again gets
         self._num_unanswered = 0  # pings since the engine's last message
         self._was_ready = False  # whether the present process has been ready
         self._began = 0.0  # time when the present process was started
@@ -306,19 +315,30 @@ class AsyncLLM(EngineClient):
         if serial is not None:
             self._abort(serial, EngineDiedError(f"request {request_id!r} was aborted"))
 
-    async def pages(self) -> list[PoolView]:
-        process = self._ready_process()
-        if self._pools is None:
-            self._pools = asyncio.get_running_loop().create_future()
-            process.send(wire.ShowPages())
-        return await asyncio.shield(self._pools)
+    async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
+        answer: Reply = await self._ask(self._ready_process(), cast(AnyCommand, command))
+        if command.lasts:
+            self.lasting[type(command).__name__] = cast(AnyCommand, command)
+        return answer
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        self._ready_process().send(wire.ResetPrefixCache(reset_running_requests, reset_connector))
-        reset: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._resets.append(reset)
-        await asyncio.shield(reset)  # a caller that gives up must not take another caller's answer
-        return True
+    def _ask(self, process: EngineProcess, command: AnyCommand) -> asyncio.Future[Any]:
+        number = self._requests.new_serial()
+        process.send(wire.Ask(number, command))
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._questions[number] = command, answered
+        return answered
+
+    def _repeat_lasting(self) -> None:
+        """Tells a process that was started again what the one before it was told. If that fails, it is killed."""
+        process = self._ready_process()
+
+        def done(answered: asyncio.Future[Any]) -> None:
+            if not answered.cancelled() and (error := answered.exception()) is not None:
+                logger.error("the engine is killed, since it could not do again what it was told: %s", error)
+                process.kill()
+
+        for command in self.lasting.values():
+            self._ask(process, command).add_done_callback(done)
 
     # ---- the process ----
 
@@ -376,6 +396,8 @@ class AsyncLLM(EngineClient):
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self._state is EngineState.READY:
+                if any(command.takes_long for command, _ in self._questions.values()):
+                    continue
                 if self._silent_seconds > STUCK_SECONDS:
                     logger.error("the engine has not answered %d pings: it is killed", self._num_unanswered)
                     process.kill()
@@ -409,12 +431,8 @@ class AsyncLLM(EngineClient):
                     if request := self._requests.get(serial):
                         request.started()
                 self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
-            case wire.Pages(pools):
-                if self._pools is not None:
-                    self._pools.set_result(pools)
-                    self._pools = None
-            case wire.PrefixCacheReset():
-                self._resets.popleft().set_result(None)
+            case wire.Answer():
+                self._take_answer(report)
             case wire.Broken(reason):
                 # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
                 error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
@@ -444,6 +462,8 @@ class AsyncLLM(EngineClient):
         self._was_ready = True
         self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")
+        if self.lasting:
+            self._repeat_lasting()
         self._send_kept()
         self._tell(lambda observer: observer.on_start(self.num_starts, facts))
 
@@ -533,14 +553,21 @@ class AsyncLLM(EngineClient):
 
     def _fail_questions(self, error: RuntimeError) -> None:
         """Fails what was asked of the engine beside requests."""
-        pending: list[asyncio.Future[Any]] = [*self._resets]
-        if self._pools is not None:
-            pending.append(self._pools)
-        for future in pending:
-            future.set_exception(error)
-            future.exception()  # marks it as seen: the caller may have left
-        self._pools = None
-        self._resets.clear()
+        for _, answered in self._questions.values():
+            if not answered.done():
+                answered.set_exception(error)
+                answered.exception()  # marks it as seen: the caller may have left
+        self._questions.clear()
+
+    def _take_answer(self, answer: wire.Answer) -> None:
+        """Gives the answer of a command to its caller, unless the caller has left."""
+        command, answered = self._questions.pop(answer.number, (None, None))
+        if command is None or answered is None or answered.done():
+            return
+        if answer.kind:
+            answered.set_exception(_ERRORS[answer.kind](answer.reason))
+        else:
+            answered.set_result(msgspec.msgpack.decode(answer.answer, type=command.answers))
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
         for observer in self._observers:

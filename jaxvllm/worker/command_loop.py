@@ -6,16 +6,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Literal
 
 import zmq
 
 from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedParameterError, belongs_to_work
 from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
+from jaxvllm.engine.commands import AnyCommand
 from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.multihost import follow_config
 from jaxvllm.engine.outputs import RequestOutput
-from jaxvllm.engine.page_view import PoolView
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_link import Address, connect
@@ -167,13 +168,18 @@ class CommandLoop:
                         self._send(wire.Rejected(left.serial, "the request was aborted", False))
             case wire.Ping():
                 self._pulse()
-            case wire.ShowPages():
-                self._send(wire.Pages([PoolView.take(replica.scheduler) for replica in self._engine.replicas]))
-            case wire.ResetPrefixCache(running, connector):
-                self._engine.reset_prefix_cache(running, connector)
-                self._send(wire.PrefixCacheReset())
+            case wire.Ask(number, asked):
+                self._answer(number, asked)
             case wire.Stop():
                 self._engine.close()
+
+    def _answer(self, number: int, command: AnyCommand) -> None:
+        try:
+            answer = wire.Answer.of(number, command.run(self._engine))
+        except (ValueError, NotImplementedError) as error:
+            kind: Literal["wrong", "unsupported"] = "wrong" if isinstance(error, ValueError) else "unsupported"
+            answer = wire.Answer(number, reason=str(error), kind=kind)
+        self._send(answer)
 
     def _abort(self, request_id: str) -> None:
         try:
@@ -224,20 +230,10 @@ class CommandLoop:
         self._send(wire.Lost(serial, f"this request {what} ({type(error).__name__})"))
 
     def _output(self, result: RequestOutput) -> wire.Output:
-        assert result.metrics is not None
         serial = self._serials.pop(result.request_id) if result.finished else self._serials[result.request_id]
         scores = result.prompt_logprobs if serial in self._unscored else None
         self._unscored.discard(serial)
-        return wire.Output(
-            serial,
-            result.outputs,
-            result.finished,
-            result.metrics,
-            result.num_cached_tokens,
-            scores,
-            result.warnings,
-            None if result.kv_transfer_params is None else dict(result.kv_transfer_params),
-        )
+        return wire.Output.of(serial, result, scores)
 
     def _pulse(self) -> None:
         self._pulse_at = time.monotonic() + PULSE_SECONDS
@@ -262,4 +258,5 @@ class CommandLoop:
             max_num_seqs=sum(scheduler.slots.num_slots for scheduler in schedulers),
             default_max_tokens=engine.defaults.max_tokens,
             most_tokens=engine.defaults.most_tokens,
+            pooler=engine.pooler,
         )

@@ -9,6 +9,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.request import GenerationRequest, RequestOptions
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.engine.commands import EngineCommand, ResetPrefixCache, ShowPages
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -160,17 +161,25 @@ class EngineClient(ABC):
         """Ends a request and frees its pages. Its stream fails. An unknown id is ignored."""
 
     @abstractmethod
-    async def pages(self) -> list[PoolView]:
-        """Returns the page pool of every replica. Raises EngineUnavailableError when there is no engine to ask."""
+    async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
+        """Makes the engines do something between two steps, and returns their answer.
 
-    @abstractmethod
+        Raises EngineUnavailableError when there is no engine to ask, EngineDiedError when it dies before it answers,
+        and the ValueError or NotImplementedError of the command.
+        """
+
+    async def pages(self) -> list[PoolView]:
+        """Returns the page pool of every replica. Raises the errors of `ask`."""
+        return await self.ask(ShowPages())
+
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Makes every replica forget every cached prefix, waits until that is done, and returns True, as vLLM does.
 
         Running requests keep their pages, or with `reset_running_requests` compute all their tokens again.
         With `reset_connector`, what connectors keep outside of the replicas' pools is forgotten as well.
-        Raises EngineUnavailableError when there is no engine to ask, EngineDiedError when it dies before it answers.
+        Raises the errors of `ask`.
         """
+        return await self.ask(ResetPrefixCache(reset_running_requests, reset_connector))
 
     def make_request(
         self,
@@ -185,7 +194,9 @@ class EngineClient(ABC):
         optional fields of `GenerationRequest`, such as `priority`.
         """
         params = self.facts.default_params if sampling_params is None else sampling_params
-        read = self.reader.read(prompt, room=PromptRoom.of(params))
+        is_pooled = options.get("pooling") is not None
+        room = PromptRoom.of_vector(params.truncate_prompt_tokens) if is_pooled else PromptRoom.of(params)
+        read = self.reader.read(prompt, room=room)
         if request_id is None:
             request_id = self.new_request_id()
         return GenerationRequest(request_id, read, params, **options)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ from jaxvllm.core.kv_events import page_keys
 from jaxvllm.core.prefix_index import PrefixIndex
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.routing import POLICIES, Asked
-from jaxvllm.engine.page_view import PoolView
+from jaxvllm.engine.commands import EngineCommand
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.prompts import PromptReader
@@ -248,15 +248,10 @@ class EnginePool(EngineClient):
         for member in self._members:
             await member.llm.abort(request_id)
 
-    async def pages(self) -> list[PoolView]:
-        ready = self._ready()
-        return [*chain.from_iterable(await asyncio.gather(*(member.llm.pages() for member in ready)))]
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        self._sent = None
-        what = reset_running_requests, reset_connector
-        await asyncio.gather(*(member.llm.reset_prefix_cache(*what) for member in self._ready()))
-        return True
+    async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
+        if command.forgets_prefixes:
+            self._sent = None
+        return command.joined(await asyncio.gather(*(member.llm.ask(command) for member in self._ready())))
 
     # ---- its size ----
 
@@ -293,6 +288,7 @@ class EnginePool(EngineClient):
 
     async def _grow(self, new: list[Member]) -> None:
         for member in new:
+            member.llm.lasting |= self._members[0].llm.lasting
             member.llm.launch()
         self._members += new
         try:

@@ -5,6 +5,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import numpy as np
+
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
@@ -96,6 +98,7 @@ class OpenRequest:
             metrics=output.metrics,
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=scores,
+            pooled=None if output.pooled is None else np.frombuffer(output.pooled, "<f4"),
             kv_transfer_params=output.kv_transfer_params,
             warnings=output.warnings,
         )

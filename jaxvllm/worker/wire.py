@@ -1,15 +1,16 @@
 """The messages between an engine in its own process and its client: MessagePack by msgspec, never pickle."""
 
-from typing import Any
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, TokenIds
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics
-from jaxvllm.engine.page_view import PoolView
+from jaxvllm.engine.commands import AnyCommand
+from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.worker.queue_limits import QueueLimits
 
@@ -48,15 +49,11 @@ class Ping(Message, frozen=True):
     """Asks for a `Pulse`, which the engine sends between two steps and which shows that it is not stuck."""
 
 
-class ShowPages(Message, frozen=True):
-    """Asks for `Pages`."""
+class Ask(Message, frozen=True):
+    """Makes the engine do something beside requests. It answers with an `Answer` of the same number."""
 
-
-class ResetPrefixCache(Message, frozen=True):
-    """Makes the engine forget every cached prefix. It answers with `PrefixCacheReset`."""
-
-    reset_running_requests: bool
-    reset_connector: bool
+    number: int
+    command: AnyCommand
 
 
 class Stop(Message, frozen=True):
@@ -77,7 +74,7 @@ class ShowMetrics(Message, frozen=True):
     """Asks the process that holds the engines for `MetricsText`. Engines never get it."""
 
 
-type Command = Start | Add | Abort | Ping | ShowPages | ResetPrefixCache | Stop | CountHttp | ShowMetrics
+type Command = Start | Add | Abort | Ping | Ask | Stop | CountHttp | ShowMetrics
 
 # ---- from the engine ----
 
@@ -96,6 +93,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_num_seqs: int  # in all replicas together
     default_max_tokens: int | None = None  # of a request without a limit of its own
     most_tokens: int | None = None  # that any request may generate
+    pooler: Pooler | None = None  # None: prompts cannot be pooled
 
 
 class Ready(Message, frozen=True):
@@ -146,6 +144,23 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None  # only in a request's first output
     warnings: list[str] = []
     kv_transfer_params: dict[str, Any] | None = None
+    pooled: bytes | None = None  # f32[dimensions], little-endian
+
+    @classmethod
+    def of(cls, serial: int, output: RequestOutput, scores: Any) -> Self:
+        """Returns `output` for the wire, with these `scores` of its prompt."""
+        assert output.metrics is not None
+        return cls(
+            serial,
+            output.outputs,
+            output.finished,
+            output.metrics,
+            output.num_cached_tokens,
+            scores,
+            output.warnings,
+            None if output.kv_transfer_params is None else dict(output.kv_transfer_params),
+            None if output.pooled is None else output.pooled.astype("<f4").tobytes(),
+        )
 
 
 class Outputs(Message, frozen=True):
@@ -168,14 +183,20 @@ class Pulse(Message, frozen=True):
     started: list[int] = []  # serials of requests that have had their first token since the last pulse, and go on
 
 
-class Pages(Message, frozen=True):
-    """Contains the page pools, one for each replica."""
+class Answer(Message, frozen=True):
+    """Contains the answer of a command, in its own encoding, or the reason why there is none."""
 
-    pools: list[PoolView]
+    number: int
+    answer: bytes = b""
+    reason: str | None = None
+    # What kind of error the reason is: one of the caller's, or of something that this engine cannot do, or that there
+    # was no engine, or that it died meanwhile.
+    kind: Literal["", "wrong", "unsupported", "unavailable", "died"] = ""
 
-
-class PrefixCacheReset(Message, frozen=True):
-    """Says that no replica has any of the earlier cached prefixes. Answers come in the order of the commands."""
+    @classmethod
+    def of(cls, number: int, answer: Any) -> Self:
+        """Returns the message for what a command has answered."""
+        return cls(number, encode(answer))
 
 
 class Lost(Message, frozen=True):
@@ -212,8 +233,7 @@ type Report = (
     | Outputs
     | Broken
     | Pulse
-    | Pages
-    | PrefixCacheReset
+    | Answer
     | Lost
     | Away
     | MetricsText

@@ -99,7 +99,7 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["convert", "--nonsense"], ["unknown option --nonsense"]),
         # All at once: a user who brings a command line of vLLM's mends it in one go.
         (
-            ["serve", "-tp", "8", "--enable-lora", "--enforce-eager", "--xyz", "--runner", "pooling"],
+            ["serve", "-tp", "8", "--enable-lora", "--enforce-eager", "--xyz", "--runner", "draft"],
             ["--enable-lora: leave", "--runner: leave", "unknown option --xyz"],
         ),
     ],

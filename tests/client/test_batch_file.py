@@ -53,7 +53,7 @@ def test_every_endpoint_that_generates_may_be_asked(run, server, capsys):
         line("b", "/v1/chat/completions", messages=messages),
         line("c", "/v1/responses", input="hi"),
         line("d", "/v1/messages", messages=messages, max_tokens=3),
-        line("e", "/v1/embeddings", input="hi"),
+        line("e", "/v1/score", input="hi"),
     )
     assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None] * 4 + ["invalid_url"]
     assert sorted(server.paths) == ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]

@@ -7,12 +7,14 @@ reused or freed too early, or never filled shows as a wrong (token, position), a
 import zlib
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_pool import TRASH_PAGE
+from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES, wide_tokens
 from jaxvllm.core.request import Request
 from jaxvllm.core.step_plan import NOT_SCORED, Fork, StepOutput, StepPlan, TopLogprobs
 
@@ -151,11 +153,14 @@ class FakeDevice:
             counts[row] = len(got)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
         scores = self._scores(plan, contexts) if plan.scores_prompts else None
-        wide = self._take_wide(plan, scores) if plan.wide_scores is not None else None
-        wanted = () if plan.distributions is None else np.flatnonzero(plan.distributions).tolist()
-        distributions = {row: next_logprobs(self.tokens[plan.slots[row]][:-1]) for row in wanted}
+        reports: dict[str, Any] = {}
+        if WIDE_SCORES.name in plan.readouts:
+            reports[WIDE_SCORES.name] = self._take_wide(plan, scores)
+        if (wanted := plan.readouts.get(DISTRIBUTIONS.name)) is not None:
+            rows = np.flatnonzero(wanted).tolist()
+            reports[DISTRIBUTIONS.name] = {row: next_logprobs(self.tokens[plan.slots[row]][:-1]) for row in rows}
         logprobs = self._logprobs(plan) if plan.wants_logprobs else None
-        return StepOutput(tokens, counts, logprobs, scores, wide, distributions)
+        return StepOutput(tokens, counts, logprobs, scores, reports)
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Makes slots copies of others: of their pages, those that the copies get are filled here."""
@@ -268,7 +273,7 @@ class FakeDevice:
     def _take_wide(plan: StepPlan, scores: TopLogprobs | None) -> TopLogprobs:
         """Moves the scores of the tokens that are scored widely out of `scores`, which has garbage there then."""
         assert scores is not None, "no prompt is scored"
-        tokens, following = plan.wide_tokens()
+        tokens, following = wide_tokens(plan)
         assert following.tolist() == scores.ranks[tokens].tolist(), "other tokens follow"
         wide = TopLogprobs(scores.token[tokens], following, scores.top_ids[tokens], scores.top[tokens])
         scores.ranks[tokens] = scores.top_ids[tokens] = GARBAGE

@@ -15,6 +15,7 @@ from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool
 from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.readout import WIDE_SCORES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
@@ -538,7 +539,7 @@ class Simulation:
 
         Or the scores that it wants had no room beside those of others.
         """
-        num_wide = 0 if plan.wide_scores is None else int(plan.lengths @ plan.wide_scores)
+        num_wide = 0 if (wide := plan.readouts.get(WIDE_SCORES.name)) is None else int(plan.lengths @ wide)
         assert [s.key for s in admitted] == sorted(s.key for s in admitted)
         for waiting in self._waiting():
             for overtaker in admitted:
@@ -600,7 +601,7 @@ class Simulation:
                 finished[shadow.request] = shadow
         for scored in update.scored:
             shadow = self.shadows[scored.request.request_id]
-            values = done.output.wide_scores if shadow.job.wide else done.output.scores
+            values = WIDE_SCORES.of(done.output.reports) if shadow.job.wide else done.output.scores
             assert shadow.job.scored and values is not None
             for row, position in enumerate(scored.tokens, scored.first):
                 shadow.scores[position] = (int(values.top_ids[row, 0]), int(values.ranks[row]))

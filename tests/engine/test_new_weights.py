@@ -154,3 +154,13 @@ def test_pages_that_leave_an_engine_have_the_name_of_its_weights(tmp_path: Path)
     with tiny_llm(directory, kv_transfer_config=kept) as llm:
         with pytest.raises(NotImplementedError, match="kv_connector files keeps pages of other weights"):
             llm.update_weights(OTHER.weights())
+
+
+def test_the_directory_of_a_checkpoint(llm: LLM, expected: dict[int, list[list[int]]], tmp_path: Path) -> None:
+    llm.update_weights(OTHER.write_checkpoint(tmp_path / "new"))
+    assert greedy_tokens(llm, PROMPTS) == expected[OTHER.seed]
+    with pytest.raises(ValueError, match="nowhere"):
+        llm.update_weights(tmp_path / "nowhere")
+    assert greedy_tokens(llm, PROMPTS) == expected[OTHER.seed]
+    llm.update_weights(str(FIXTURE.write_checkpoint(tmp_path / "old")))
+    assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]

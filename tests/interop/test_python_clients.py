@@ -7,7 +7,7 @@ import anthropic
 import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 from tests.faults.server import KEY
 
@@ -53,6 +53,18 @@ def test_completions(client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == [answer.choices[0].text] * 2
     assert answer.choices[0].text.startswith(" Paris.")
     assert len(answer.choices[0].model_dump()["token_ids"]) == 4
+
+
+def test_embeddings(client: openai.OpenAI, url: str) -> None:
+    """The client asks for base64 by default, and decodes it."""
+    texts = ["Once upon a time", "Long ago"]
+    answer = client.embeddings.create(model="demo", input=texts)
+    numbers = client.embeddings.create(model="demo", input=texts, encoding_format="float")
+    for one, other in zip(answer.data, numbers.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-5)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+    langchain = OpenAIEmbeddings(base_url=url, api_key=KEY, model="demo", check_embedding_ctx_length=False)
+    assert langchain.embed_query(texts[0]) == pytest.approx(answer.data[0].embedding, abs=1e-5)
 
 
 def test_responses(client: openai.OpenAI) -> None:

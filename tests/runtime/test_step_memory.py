@@ -14,7 +14,7 @@ import pytest
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.orientation import to_in_out
-from jaxvllm.models.params import Layout, abstract_params
+from jaxvllm.models.params import Layout, abstract_params, head_of
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -24,7 +24,7 @@ from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
-from jaxvllm.runtime.step_program import StepCompiler, StepProgram, head_of
+from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 from pallas_kernels.backend import REFERENCE
 from sharding.placement import mesh_of
 

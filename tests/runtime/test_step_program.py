@@ -45,6 +45,6 @@ def test_distributions_are_compiled_when_they_are_needed(bucket: Bucket, at_once
     compiler.compile(bucket)
     assert sorted(made) == at_once
     made.clear()
-    compiler.compile_distributions()
-    compiler.compile_distributions()
+    compiler.compile_readouts()
+    compiler.compile_readouts()
     assert sorted(made) == later

@@ -81,7 +81,7 @@ def test_a_field_of_other_servers_is_told_by_what_it_is_here(server: Any, field:
 
 
 @pytest.mark.parametrize(
-    "path", ["embeddings", "rerank", "score", "images/generations", "audio/transcriptions", "moderations", "files"]
+    "path", ["pooling", "rerank", "score", "images/generations", "audio/transcriptions", "moderations", "files"]
 )
 def test_what_the_server_has_not_is_a_clear_404(server: Any, path: str) -> None:
     status, error = server.error(f"/v1/{path}", input="Hello", model="demo")
@@ -93,14 +93,14 @@ def test_what_the_server_has_not_is_a_clear_404(server: Any, path: str) -> None:
     ("path", "told"),
     [
         ("/v1/images/generations", "this model reads text only"),
-        ("/v1/embeddings", "embeddings are not supported yet"),
-        ("/v2/rerank", "embeddings are not supported yet"),
+        ("/embeddings", "did you mean /v1/embeddings?"),
+        ("/v2/rerank", "classes and scores of texts are not supported yet"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/completions", "did you mean /v1/completions?"),
         (
             "/nothing/like/it",
-            "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models",
+            "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/models",
         ),
     ],
 )

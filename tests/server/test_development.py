@@ -1,15 +1,19 @@
 """Endpoints that are there with --dev-endpoints alone."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
+import ml_dtypes  # noqa: F401  # NumPy has no bfloat16 without it
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxvllm.server.config import ServerConfig
 from tests.router.test_kills import ENGINE, is_ready, running
 from tests.waiting import PATIENCE, wait_until
 
+DEMO = Path(__file__).parent.parent.parent / "jaxvllm/assets/demo"
 PATH = "/reset_prefix_cache"
 DEVELOPMENT = ServerConfig(dev_endpoints=True)
 BODY: dict[str, Any] = dict(prompt="A bear sat by the river. " * 10, max_tokens=4, temperature=0, cache_salt="dev")
@@ -80,3 +84,25 @@ def test_pages_in_host_memory_are_reset_on_request(tmp_path):
 def test_a_web_page_may_not(server):
     response = server.ask(DEVELOPMENT, PATH, headers={"origin": "http://page.example"})
     assert response.status_code == 403
+
+
+def test_weights_are_replaced_by_those_of_a_directory(server, tmp_path):
+    path = "/update_weights_from_disk"
+    assert server.client.post(path, json={"model_path": "/x"}).status_code == 404  # it is off by default
+    body = BODY | {"cache_salt": "weights"}
+    before = server.answer("/v1/completions", **body)["choices"][0]["text"]
+    for wrong in ("here", str(tmp_path / "nowhere")):
+        response = server.ask(DEVELOPMENT, path, model_path=wrong)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model_path"), response.text
+    page = {"origin": "http://page.example"}
+    assert server.ask(DEVELOPMENT, path, headers=page, model_path=str(DEMO)).status_code == 403
+    assert server.answer("/v1/completions", **body)["choices"][0]["text"] == before
+    tensors = load_file(DEMO / "model.safetensors")
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert server.ask(DEVELOPMENT, path, model_path=str(tmp_path)).json() == {"success": True, "message": ""}
+    answer = server.answer("/v1/completions", **body)
+    assert answer["choices"][0]["text"] != before
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert server.ask(DEVELOPMENT, path, model_path=str(DEMO)).status_code == 200
+    assert server.answer("/v1/completions", **body)["choices"][0]["text"] == before

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from safetensors.numpy import load_file, save_file
 
 from jaxvllm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import OverloadedError
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
+from jaxvllm.engine.commands import UpdateWeights
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import async_llm
 from jaxvllm.worker.engine_client import EngineDiedError, EngineState, EngineUnavailableError
@@ -30,6 +32,7 @@ from tests.waiting import PATIENCE, until
 OPTIONS: dict[str, Any] = dict(
     max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1024, row_buckets=(4,), token_buckets=(64,), num_pages=150
 )
+DEMO = Path(__file__).parent.parent.parent / "jaxvllm/assets/demo"
 PROMPTS = ["Once upon a time", "The capital of France is", "Tom and Lily", "In the forest there was", "The sun"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -41,8 +44,7 @@ LIMITS = QueueLimits(num_requests=8, num_tokens=2000)
 
 def test_a_chat_template_in_place_of_the_models() -> None:
     """The engine knows nothing of it: only prompts depend on it."""
-    directory = Path(__file__).parent.parent.parent / "jaxvllm/assets/demo"
-    facts = EngineFacts(str(directory), 2048, 64, (1,), SamplingParams(), 1, 8, 16, 2)
+    facts = EngineFacts(str(DEMO), 2048, 64, (1,), SamplingParams(), 1, 8, 16, 2)
     for template, prompt in ((None, "<|bos|><|user|>hi<|end|><|assistant|>"), ("{{ messages[0].content }}!", "hi!")):
         llm = AsyncLLM.from_config(EngineConfig(), chat_template=template)
         llm._open(facts)
@@ -422,9 +424,19 @@ def test_a_reader_whose_stream_is_closed(llm: AsyncLLM, portal: BlockingPortal) 
     portal.call(run)
 
 
-def test_a_killed_engine_comes_back(llm: AsyncLLM, portal: BlockingPortal) -> None:
+def test_a_killed_engine_comes_back_with_its_new_weights(llm: AsyncLLM, portal: BlockingPortal, tmp_path: Path) -> None:
+    tensors = load_file(DEMO / "model.safetensors")
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
+    save_file(tensors, tmp_path / "model.safetensors")
+
     async def run() -> None:
+        [original] = await texts(llm, PROMPTS[:1], GREEDY)
+        with pytest.raises(ValueError, match="nowhere"):
+            await llm.ask(UpdateWeights(str(tmp_path / "nowhere")))
+        assert await texts(llm, PROMPTS[:1], GREEDY) == [original]
+        assert await llm.ask(UpdateWeights(str(tmp_path)))
         [before] = await texts(llm, PROMPTS[:1], GREEDY)
+        assert before != original
         streams = [await llm.submit(PROMPTS[0], LONG) for _ in range(6)]
         await anext(streams[0])
         old = llm.pid
@@ -440,6 +452,8 @@ def test_a_killed_engine_comes_back(llm: AsyncLLM, portal: BlockingPortal) -> No
         await llm.ready()
         assert await texts(llm, PROMPTS[:1], GREEDY) == [before]
         assert await pages_owned(llm) == 0 and llm.pid != old
+        assert await llm.ask(UpdateWeights(str(DEMO)))
+        assert await texts(llm, PROMPTS[:1], GREEDY) == [original]
 
     portal.call(run)
 

@@ -16,8 +16,10 @@ from hypothesis import example, given
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedParameterError
+from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.engine.commands import ResetPrefixCache, ShowPages, UpdateWeights
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -64,6 +66,7 @@ def engine(**methods: Any) -> Any:
         vocab_size=10,
         max_model_len=64,
         eos_token_ids=(2,),
+        pooler=Pooler("LAST", 4),
         defaults=SimpleNamespace(params=SamplingParams(), max_tokens=None, most_tokens=None),
         stats=lambda: STATS,
         is_broken=False,
@@ -249,9 +252,18 @@ def test_a_rejection_names_the_parameter() -> None:
 
 def test_a_reset_of_the_prefix_cache_is_answered_when_it_is_done() -> None:
     resets = []
-    asked = wire.ResetPrefixCache(True, False), wire.ResetPrefixCache(False, True)
-    said = run(engine(reset_prefix_cache=lambda *what: resets.append(what)), *asked)
-    assert (said, resets) == ([wire.PrefixCacheReset()] * 2, [(True, False), (False, True)])
+    asked = wire.Ask(7, ResetPrefixCache(True, False)), wire.Ask(8, ResetPrefixCache(False, True))
+    said = run(engine(reset_prefix_cache=lambda *what: resets.append(what) or True), *asked)
+    assert (said, resets) == ([wire.Answer.of(7, True), wire.Answer.of(8, True)], [(True, False), (False, True)])
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ValueError("why"), "wrong"), (NotImplementedError("why"), "unsupported")])
+def test_a_command_that_cannot_be_done_is_answered_with_the_reason(error: Exception, kind: Any) -> None:
+    def fail(weights: Any) -> None:
+        raise error
+
+    said = run(engine(update_weights=fail), wire.Ask(7, UpdateWeights("there")))
+    assert said == [wire.Answer(7, reason="why", kind=kind)]
 
 
 def test_scores_of_a_prompt_are_sent_once() -> None:
@@ -309,19 +321,20 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         ),
         wire.Abort(["a", "b"]),
         wire.Ping(),
-        wire.ShowPages(),
-        wire.ResetPrefixCache(False, True),
+        wire.Ask(3, ShowPages()),
+        wire.Ask(4, ResetPrefixCache(False, True)),
+        wire.Ask(5, UpdateWeights("there")),
         wire.Stop(),
         wire.Accepted(7),
         wire.Followed(),
         wire.Rejected(7, "why", True),
         wire.Rejected(7, "why", False, "stop"),
-        wire.PrefixCacheReset(),
+        wire.Answer(3, reason="why", kind="died"),
         wire.Failed("why", False),
         wire.Broken("X"),
         wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16, [None, {2: Logprob(-1.0)}])]),
         wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 1, 0, 16, 0.1, 0.2, 0.05, True)]),
-        wire.Pages([PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
+        wire.Answer.of(3, [PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
         wire.Ready(wire.EngineFacts(None, 10, 64, (2, 3), SamplingParams(), 1, 8, 16, 2)),
     ],
     ids=lambda message: type(message).__name__,

@@ -17,6 +17,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.engine.commands import ResetPrefixCache
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker import async_llm, data_parallel, engine_pool, wire
 from jaxvllm.worker.async_llm import AsyncLLM
@@ -403,15 +404,15 @@ def test_a_reset_of_the_prefix_cache_is_for_all_engines(
     pool: EnginePool, portal: BlockingPortal, monkeypatch: Any
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    reset = AsyncLLM.reset_prefix_cache
+    ask = AsyncLLM.ask
 
-    async def noted(engine: AsyncLLM, *what: bool) -> bool:
-        asked.append((engine, *what))
-        return await reset(engine, *what)
+    async def noted(engine: AsyncLLM, command: Any) -> Any:
+        asked.append((engine, command))
+        return await ask(engine, command)
 
-    monkeypatch.setattr(AsyncLLM, "reset_prefix_cache", noted)
+    monkeypatch.setattr(AsyncLLM, "ask", noted)
     assert portal.call(pool.reset_prefix_cache, False, True) is True
-    assert asked == [(engine, False, True) for engine in pool.engines]
+    assert asked == [(engine, ResetPrefixCache(False, True)) for engine in pool.engines]
 
 
 def test_the_devices_of_each_engine() -> None:

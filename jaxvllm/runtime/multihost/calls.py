@@ -41,19 +41,12 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Distribute:
-    """Computes the distributions of some rows of a step whose first half is computed."""
+class Read:
+    """Reads something for some rows of a step whose first half is computed."""
 
     bucket: Bucket
-    packed: NDArray[np.int32]  # [DISTRIBUTION_BATCH], rows of the step
-
-
-@dataclass(frozen=True)
-class ScoreWidely:
-    """Computes the wide scores of some tokens of a step whose first half is computed."""
-
-    bucket: Bucket
-    packed: NDArray[np.int32]  # [2, SCORE_BATCH], made by `pack_wide`
+    packed: NDArray[np.int32]  # made by the readout
+    readout: int  # its number among `DEVICE_READOUTS`
 
 
 @dataclass(frozen=True)
@@ -106,27 +99,13 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = (
-    Admit
-    | AdmitRare
-    | Recall
-    | Recount
-    | Step
-    | Forward
-    | Mask
-    | Distribute
-    | ScoreWidely
-    | Sample
-    | ForkSlots
-    | Reset
-    | Close
-)
+type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | Sample | ForkSlots | Reset | Close
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct(
-    "<10I"
-)  # the kind, six numbers of the bucket, the two sizes of the array, and the number of words
+    "<11I"
+)  # the kind, six numbers of the bucket, the readout, the two sizes of the array, and the number of words
 _KINDS: tuple[type[Message], ...] = (
     Reset,
     Close,
@@ -138,8 +117,7 @@ _KINDS: tuple[type[Message], ...] = (
     Step,
     Forward,
     Mask,
-    Distribute,
-    ScoreWidely,
+    Read,
     Sample,
     ForkSlots,
 )
@@ -155,7 +133,9 @@ def to_bytes(message: Message) -> bytes:
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
         sizes = (*of_bucket, bucket.is_blind)
     shape = words.shape if words.ndim == 2 else (0, 0)
-    return _HEADER.pack(_KINDS.index(type(message)), *sizes, *shape, words.size) + words.astype("<i4").tobytes()
+    readout = message.readout if isinstance(message, Read) else 0
+    header = _HEADER.pack(_KINDS.index(type(message)), *sizes, readout, *shape, words.size)
+    return header + words.astype("<i4").tobytes()
 
 
 def read_message(stream: BinaryIO) -> Message | None:
@@ -166,7 +146,9 @@ def read_message(stream: BinaryIO) -> Message | None:
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    kind, tokens, rows, width, is_split, num_drafts, is_blind, first, second, num_words = _HEADER.unpack(header)
+    kind, tokens, rows, width, is_split, num_drafts, is_blind, readout, first, second, num_words = _HEADER.unpack(
+        header
+    )
     payload = stream.read(4 * num_words)
     if len(payload) < 4 * num_words:
         return None
@@ -181,4 +163,6 @@ def read_message(stream: BinaryIO) -> Message | None:
         arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, bool(is_blind))
     if num_words:
         arguments["packed"] = packed.reshape(first, second) if first else packed
+    if _KINDS[kind] is Read:
+        arguments["readout"] = readout
     return _KINDS[kind](**arguments)

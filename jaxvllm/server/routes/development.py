@@ -1,12 +1,29 @@
 """Endpoints for measurements and tests. The server has them only with --dev-endpoints."""
 
 import asyncio
+from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.engine.commands import UpdateWeights
 from jaxvllm.server.errors import ApiError
+from jaxvllm.server.protocol.fields import Reply, Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.service import Service
+
+
+class UpdateWeightsRequest(Strict):
+    """The weights that are to replace those of the engines."""
+
+    model_path: str  # an absolute directory on the host of every engine, with safetensors of the same model
+
+
+class UpdateWeightsResponse(Reply):
+    """The weights of all engines are replaced."""
+
+    success: bool
+    message: str
 
 
 def router(service: Service) -> APIRouter:
@@ -36,5 +53,26 @@ def router(service: Service) -> APIRouter:
         async with asyncio.timeout(service.config.request_timeout):
             await service.llm.reset_prefix_cache(reset_running_requests, reset_external)
         return Response(status_code=200)
+
+    @routes.post("/update_weights_from_disk", responses=COMMON | {s: GENERATES[s] for s in (500, 503)})
+    async def update_weights_from_disk(body: UpdateWeightsRequest, request: Request) -> UpdateWeightsResponse:
+        """Replaces the weights of every engine by those of a directory, as a trainer does; the endpoint is SGLang's.
+
+        All tensors are checked first, so that each engine has either all of the new weights or all of the old ones.
+        Requests that run go on with the new weights, and cached prefixes are forgotten. An engine that is started
+        again reads the same directory, which must stay.
+
+        The endpoint exists only with `--dev-endpoints`. It refuses web pages, because any page could make a browser
+        send this request.
+        """
+        if "origin" in request.headers:
+            raise ApiError(403, "a web page may not replace the weights: use a program such as curl")
+        if not Path(body.model_path).is_absolute():
+            raise ApiError(400, f"model_path must be absolute, not {body.model_path[:60]!r}", param="model_path")
+        try:
+            await service.llm.ask(UpdateWeights(body.model_path))
+        except (ValueError, NotImplementedError) as error:
+            raise ParameterError(str(error), "model_path") from error
+        return UpdateWeightsResponse(success=True, message="")
 
     return routes

@@ -30,16 +30,15 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
-    Distribute,
     ForkSlots,
     Forward,
     Mask,
     Message,
+    Read,
     Recall,
     Recount,
     Reset,
     Sample,
-    ScoreWidely,
     Step,
     read_message,
     to_bytes,
@@ -61,20 +60,22 @@ CALLS: tuple[Call, ...] = (
     Recount(np.arange(8, dtype=np.int32)),
     Forward(Bucket(4, 4, width=8), np.arange(5, dtype=np.int32)),
     Mask(np.arange(6, dtype=np.int32).reshape(2, 3)),
-    Distribute(Bucket(16, 4), np.arange(8, dtype=np.int32)),
-    ScoreWidely(Bucket(16, 4), np.arange(14, dtype=np.int32).reshape(2, 7)),
+    Read(Bucket(16, 4), np.arange(8, dtype=np.int32), 0),
+    Read(Bucket(16, 4), np.arange(14, dtype=np.int32).reshape(2, 7), 1),
     Sample(Bucket(16, 4)),
     Sample(Bucket(4, 4, is_split=True)),
     ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Distribute | ScoreWidely | ForkSlots
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | ForkSlots
 
 
 def same(one: Message | None, other: Message | None) -> bool:
     assert type(one) is type(other)
     if isinstance(one, Step | Forward) and isinstance(other, Step | Forward) and one.bucket != other.bucket:
+        return False
+    if isinstance(one, Read) and isinstance(other, Read) and (one.bucket, one.readout) != (other.bucket, other.readout):
         return False
     if isinstance(one, WITH_WORDS) and isinstance(other, WITH_WORDS):
         return one.packed.dtype == other.packed.dtype and np.array_equal(one.packed, other.packed)
@@ -95,7 +96,7 @@ def test_half_a_call_is_none() -> None:
 
 def test_what_is_no_message_is_an_error() -> None:
     with pytest.raises(ValueError, match="a message of kind 77"):
-        read_message(io.BytesIO(struct.pack("<10I", 77, *[0] * 9)))
+        read_message(io.BytesIO(struct.pack("<11I", 77, *[0] * 10)))
 
 
 def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +300,7 @@ def test_a_step_that_fails_ends_its_process(group: Group) -> None:
 
 
 def test_a_message_that_nobody_knows_ends_the_follower(group: Group) -> None:
-    next(iter(group.leader._wires.values())).sendall(struct.pack("<10I", 77, *[0] * 9))
+    next(iter(group.leader._wires.values())).sendall(struct.pack("<11I", 77, *[0] * 10))
     group.wait_for_ends(2)
     assert any(" cannot follow process 0: a message of kind 77" in reason for reason in group.ended)
 

@@ -1,0 +1,88 @@
+"""Commands for engines, beside requests. Each is one class here, and reaches engines wherever they are.
+
+A command travels in `wire.Ask` to one engine, or from a pool to all of its engines; its answer comes back in
+`wire.Answer`. So a new command is a class here, and perhaps an endpoint that asks it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from jaxvllm.engine.page_view import PoolView
+
+if TYPE_CHECKING:
+    from jaxvllm.engine.engine import Engine
+
+
+class EngineCommand[Answer](msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Something that an engine does between two steps, and answers. Its class name comes first on the wire."""
+
+    answers: ClassVar[type]  # `Answer`, as the wire decodes it
+    # Whether prefixes are forgotten, so that a pool no longer knows which engine has which.
+    forgets_prefixes: ClassVar[bool] = False
+    lasts: ClassVar[bool] = False  # whether an engine that is started again is told the latest of its kind
+    takes_long: ClassVar[bool] = False  # so that an engine that is silent meanwhile is not taken for stuck
+
+    @abstractmethod
+    def run(self, engine: "Engine") -> Answer:
+        """Does it. A ValueError or a NotImplementedError is told to the caller, and the engine goes on."""
+
+    @abstractmethod
+    def joined(self, answers: Sequence[Answer]) -> Answer:
+        """Returns one answer in place of those of several engines, in their order."""
+
+
+class ShowPages(EngineCommand[list[PoolView]], frozen=True):
+    """Asks for the page pool of each replica."""
+
+    answers: ClassVar[type] = list[PoolView]
+
+    def run(self, engine: "Engine") -> list[PoolView]:
+        return [PoolView.take(replica.scheduler) for replica in engine.replicas]
+
+    def joined(self, answers: Sequence[list[PoolView]]) -> list[PoolView]:
+        return [*chain.from_iterable(answers)]
+
+
+class ResetPrefixCache(EngineCommand[bool], frozen=True):
+    """Makes replicas forget every cached prefix: see `Engine.reset_prefix_cache`."""
+
+    reset_running_requests: bool = False
+    reset_connector: bool = False
+
+    answers: ClassVar[type] = bool
+    forgets_prefixes: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        return engine.reset_prefix_cache(self.reset_running_requests, self.reset_connector)
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class UpdateWeights(EngineCommand[bool], frozen=True):
+    """Replaces the weights by those of a directory on the engine's host: see `Engine.update_weights`.
+
+    Each engine replaces all of them or none. Where several do, some may succeed and others not, and the error says so.
+    """
+
+    directory: str
+
+    answers: ClassVar[type] = bool
+    forgets_prefixes: ClassVar[bool] = True
+    lasts: ClassVar[bool] = True
+    takes_long: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.update_weights(Path(self.directory))
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+type AnyCommand = ShowPages | ResetPrefixCache | UpdateWeights
