@@ -236,8 +236,11 @@ def _names(family: Family, tensors: Tensors) -> OuterNames:
 
 
 def _prefix(family: Family, tensors: Tensors) -> str:
-    """Returns the prefix, one of the family's, that tensors have in this checkpoint."""
-    for prefix in family.prefixes:
+    """Returns the prefix that tensors have in this checkpoint: one of the family's, or none.
+
+    None is what models have that were saved without their LM head, such as Qwen3-Embedding.
+    """
+    for prefix in (*family.prefixes, ""):
         if f"{prefix}{family.names.embed}" in tensors.names:
             return prefix
     return family.prefixes[0]

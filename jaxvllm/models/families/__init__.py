@@ -62,7 +62,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     for family in FAMILIES:
-        if family.architecture == name:
+        # A model that was saved without its LM head has another name of the same architecture.
+        if name in (family.architecture, family.architecture.replace("ForCausalLM", "Model")):
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise ValueError(f"architecture {name!r} is not supported: supported are {supported}")
