@@ -127,6 +127,9 @@ def errors(size: Size) -> Facts:
     from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
     from pallas_kernels.backend import Backend
 
+    if size is TINY:
+        # An interpreted kernel takes longer to compile than to run.
+        jax.config.update("jax_disable_most_optimizations", True)  # type: ignore[no-untyped-call]
     device = jax.devices()[0]
     yield {"what": device.device_kind} | describe(device)
     for dtype in map(jnp.dtype, size.error_dtypes):

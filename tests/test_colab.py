@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import nbformat
@@ -16,6 +16,11 @@ from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
+QUICKLY = """
+from jaxvllm.runtime.recipe import COMPILER_OPTIONS
+
+COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +50,21 @@ def printed(notebook: nbformat.NotebookNode) -> str:
     return "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stdout")
 
 
-def run(name: str) -> str:
-    """Executes a notebook in its own folder; an exception in a cell is one here."""
+def run(name: str, *, quickly: bool = False, smaller: Mapping[str, str] = {}) -> str:
+    """Executes a notebook in its own folder; an exception in a cell is one here.
+
+    `quickly` has LLVM compile at -O0, for notebooks whose engines take most of their time to be compiled. `smaller` is
+    what a cell has to be replaced by, where a reader wants a better measurement than a test.
+    """
     path = ROOT / "colab" / f"{name}.ipynb"
     notebook = read(path)
+    for old, new in smaller.items():
+        [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source]
+        cell.source = cell.source.replace(old, new)
+    if quickly:
+        # After the cell that installs what this one imports.
+        place = next(place for place, cell in enumerate(notebook.cells) if cell.cell_type == "code") + 1
+        notebook.cells.insert(place, nbformat.v4.new_code_cell(QUICKLY))
     # The kernel's outputs come by another channel than its "done": by default those later than 4 s are lost.
     patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), int(PATIENCE))
     client = NotebookClient(notebook, **patience, resources={"metadata": {"path": str(path.parent)}})
@@ -83,7 +99,7 @@ def test_structured_outputs_and_tools() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_speculative_decoding() -> None:
-    text = run("speculative_decoding")
+    text = run("speculative_decoding", quickly=True)
     lines = text.splitlines()
     assert [line.split(":")[0] for line in lines if "drafts were checked" in line] == ["eagle3", "draft_model"]
     # The first drafts of what was trained on this model's texts are mostly right.
@@ -125,7 +141,7 @@ def test_bring_your_own_checkpoint() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_ladder() -> None:
-    text = run("ladder")
+    text = run("ladder", smaller={"requests=10": "requests=4"})
     assert "Every rung gave the same tokens." in text
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("static ", "bursts "))}
     # Bursts came on top of five other rungs, and need fewer steps than a batch that waits for its last request.

@@ -11,6 +11,7 @@ import pytest
 
 from jaxvllm import LLM
 from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.offline import startup
 from jaxvllm.bench.offline.latency import Latencies
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.bench.offline.startup import Startups
@@ -18,6 +19,7 @@ from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from tests.bench.test_bench import KEYS as SERVE_KEYS
 from tests.commands import exit_code_of
+from tests.quick import quick_compilation
 from tests.run_cache import run_cache
 
 SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,))
@@ -27,7 +29,9 @@ PADDING = Padding(tokens=10_000, padding_tokens=1234, ended_tokens=0, rows=100, 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LLM]:
-    with LLM(**SMALL, num_pages=40, enable_prefix_caching=False, compilation_cache=run_cache()) as llm:
+    with quick_compilation():
+        llm = LLM(**SMALL, num_pages=40, enable_prefix_caching=False, compilation_cache=run_cache(), warm_up="full")
+    with llm:
         yield llm
 
 
@@ -181,7 +185,9 @@ def test_startups_are_summed_up_as_vllm_does():
 
 
 @pytest.mark.slow
-def test_startup_starts_processes(capsys, tmp_path):
+def test_startup_starts_processes(capsys, tmp_path, monkeypatch):
+    """The warm start has the programs that the cold one compiled, where a user's would need a start to warm up."""
+    monkeypatch.setattr(startup.tempfile, "TemporaryDirectory", lambda: nullcontext(str(tmp_path / "cache")))
     sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--row-buckets", "4", "--token-buckets", "16"]
     iterations = ["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1"]
     path = tmp_path / "startup.json"

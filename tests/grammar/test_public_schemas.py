@@ -122,7 +122,8 @@ def test_real_schemas(part: str) -> None:
         schema = json.loads(text)
         validator = jsonschema.validators.validator_for(schema)
         valid = validator(schema, format_checker=validator.FORMAT_CHECKER)
-        for seed in (number, number + 1000):
+        seeds = (number, number + 1000) if part == "a fifth" else (number,)
+        for seed in seeds:
             written = random_walk(grammar, seed)
             counts["texts" if written else "texts without an end"] += 1
             if written is None:

@@ -10,6 +10,7 @@ from typing import Any
 import jaxvllm
 from jaxvllm import LLM, RequestOutput, SamplingParams
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
+from tests.run_cache import run_cache
 
 TINY = Path(__file__).parents[2] / "fixtures" / "llama"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -82,7 +83,7 @@ def main(scenario: str, index: int, coordinator: str) -> None:
     mesh = "2x1x2" if scenario == "complete in stages" else "1x4"
     mine = options(mesh, coordinator=coordinator, num_processes=2, process_id=index)
     if scenario == "endless":
-        mine |= dict(model=str(TINY), load_format="dummy")
+        mine |= dict(model=str(TINY), load_format="dummy", compilation_cache=run_cache())
     if scenario == "differ":
         mine["page_size"] = (16, 32)[index]
     if scenario == "lead twice":

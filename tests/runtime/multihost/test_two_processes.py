@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from jaxvllm import LLM
+from tests.quick import quick_compilation
 from tests.runtime.multihost import hosts_program
 from tests.waiting import PATIENCE
 
@@ -65,12 +66,18 @@ def two_processes(scenario: str) -> Iterator[Processes]:
             process.communicate()
 
 
+@cache
+def alone() -> list[list[list[int]]]:
+    """What one process completes, on one device."""
+    with quick_compilation(), LLM(**hosts_program.options("1x1")) as llm:
+        return hosts_program.complete(llm)
+
+
 @pytest.mark.slow  # two processes start jax and compile
 @pytest.mark.parametrize("scenario", ["complete", "complete in stages"])
 def test_two_processes_complete_as_one(scenario: str) -> None:
     with two_processes(scenario) as both:
-        with LLM(**hosts_program.options("1x1")) as llm:
-            expected = hosts_program.complete(llm)
+        expected = alone()
         leads, follows = both.wait()
     assert leads[0] == 0, leads[2]
     assert follows[0] == 0, follows[2]
