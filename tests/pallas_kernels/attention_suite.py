@@ -62,6 +62,13 @@ DECODE = RaggedCase(
     "decode", 4, 2, 16, 16, 6, (RowCase(1, 300), RowCase(1, 40), RowCase(1, 90), EMPTY, EMPTY, EMPTY), window=33
 )
 MIXED = RaggedCase("mixed", 4, 2, 16, 16, 48, (RowCase(1, 300), RowCase(30, 40), RowCase(2, 90)), window=33)
+# Parts of them are calls of the programs of DECODE and MIXED. Those of LONG_MIXED cut two rows.
+LONG_DECODE = replace(
+    DECODE, num_tokens=12, rows=(*DECODE.rows, EMPTY, RowCase(1, 299), RowCase(1, 33), RowCase(1, 65), EMPTY, EMPTY)
+)
+LONG_MIXED = replace(MIXED, num_tokens=144, rows=(RowCase(1, 300), RowCase(94, 104), RowCase(2, 90)))
+# One program instead of twenty small ones.
+part_of = jax.jit(RaggedRows.part, static_argnames="num_tokens")
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,23 @@ class AttentionSuite:
     """The tests of one backend, whose name a subclass gives."""
 
     backend: str
+    cases: ClassVar[Sequence[RaggedCase]] = CASES
+    bfloat16_cases: ClassVar[Sequence[str]] = ("decode-mqa", "mixed-any-order")  # with decoding, drafts and a prompt
+    scanned: ClassVar[RaggedCase] = MIXED
     outputs: ClassVar[dict[tuple[str, str], bytes]] = {}  # of a backend's first run of a case
 
     @classmethod
     def call(cls, case: RaggedCase, dtype: Any = None) -> Call:
         return make_call(case, dtype or DTYPES[cls.backend], BACKENDS[cls.backend])
 
-    @pytest.fixture(scope="class", params=[pytest.param(case, marks=marks_of(case)) for case in CASES], ids=str)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "result" in metafunc.fixturenames:
+            cases = [pytest.param(case, marks=marks_of(case), id=case.name) for case in self.cases]
+            metafunc.parametrize("result", cases, indirect=True, scope="class")
+        if "bfloat16_case" in metafunc.fixturenames:
+            metafunc.parametrize("bfloat16_case", self.bfloat16_cases)
+
+    @pytest.fixture(scope="class")
     @classmethod
     def result(cls, request: pytest.FixtureRequest) -> Result:
         """Each case computed once for all tests."""
@@ -119,21 +136,24 @@ class AttentionSuite:
         np.testing.assert_array_equal(pages[:, 1:], expected[:, 1:])
         np.testing.assert_array_equal(np.delete(pages, LAYER, 0), np.delete(before, LAYER, 0))
 
-    @pytest.mark.parametrize("name", ["decode-mqa", "mixed-any-order"])  # with decoding, drafts and a prompt
-    def test_bfloat16(self, name: str) -> None:
-        call = self.call(next(case for case in CASES if case.name == name), jnp.bfloat16)
+    def test_bfloat16(self, bfloat16_case: str) -> None:
+        call = self.call(next(case for case in CASES if case.name == bfloat16_case), jnp.bfloat16)
         out, pages = run(call, self.backend)
         assert out.dtype == pages.dtype == jnp.bfloat16
         assert call.error(out) < call.tolerance  # measured with XLA: 0.005; a bfloat16 has 8 bits
 
-    @pytest.mark.parametrize(("case", "size"), [(DECODE, 2), pytest.param(MIXED, 16, marks=pytest.mark.slow)], ids=str)
+    @pytest.mark.parametrize(
+        ("case", "size"),
+        [(LONG_DECODE, DECODE.num_tokens), pytest.param(LONG_MIXED, MIXED.num_tokens, marks=pytest.mark.slow)],
+        ids=str,
+    )
     def test_parts_of_a_batch_one_behind_the_other(self, case: RaggedCase, size: int) -> None:
         call = self.call(case)
         pages, outs = call.pages, []
         for first in range(-size, case.num_tokens, size):  # the first part has no token
             tokens = slice(max(first, 0), max(first, 0) + size)
             part = {name: getattr(call, name)[tokens] for name in "qkv"}
-            rows = call.rows.part(jnp.int32(first if first >= 0 else case.num_tokens), size)
+            rows = part_of(call.rows, np.int32(first if first >= 0 else case.num_tokens), num_tokens=size)
             out, pages = run(call, self.backend, pages=pages, rows=rows, **part)
             outs.append(out)
         assert call.error(np.concatenate(outs[1:])) < call.tolerance
@@ -165,16 +185,16 @@ class AttentionSuite:
         assert call.error(out) < call.tolerance
 
     def test_inside_a_scan_over_layers(self) -> None:
-        windows = [NO_WINDOW, MIXED.window, 7]
-        call = self.call(MIXED)
-        assert windows[LAYER] == MIXED.window
+        case = self.scanned
+        windows = [NO_WINDOW, case.window, 7]
+        call = self.call(case)
 
         @partial(jax.jit, donate_argnums=3)
         def scan(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, rows: RaggedRows) -> Any:
             def layer_step(pages: jax.Array, xs: Any) -> Any:
                 layer, window = xs
                 out, pages = ragged_paged_attention(
-                    q, k, v, pages, layer, rows, scale=MIXED.scale, window=window, backend=BACKENDS[self.backend]
+                    q, k, v, pages, layer, rows, scale=case.scale, window=window, backend=BACKENDS[self.backend]
                 )
                 return pages, out
 
@@ -186,9 +206,28 @@ class AttentionSuite:
             out, alone = run(call, self.backend, layer=layer, window=window)
             np.testing.assert_allclose(outs[layer][call.real], out[call.real], rtol=call.tolerance, atol=call.tolerance)
             np.testing.assert_array_equal(pages[layer, 1:], alone[layer, 1:])
+            assert not np.array_equal(alone[layer, 1:], call.pages[layer, 1:], equal_nan=True), "nothing was written"
 
     def test_pages_struct_is_what_the_call_takes(self) -> None:
         call = make_call(DECODE, backend=BACKENDS[self.backend])
         size, dtype = DECODE.head_size, jnp.dtype(jnp.float32)
         struct = kv_pages_struct(LAYERS, call.pages.shape[1], DECODE.page_size, 2, size, dtype, BACKENDS[self.backend])
         assert (struct.shape, struct.dtype) == (call.pages.shape, call.pages.dtype)
+
+
+# Several tiles of one prompt, in the program of another case: its row that decodes makes the page table as wide.
+MQA = next(case for case in CASES if case.name == "mixed-mqa")
+WHOLE = replace(MQA, name="prefill-whole", rows=(MQA.rows[1], RowCase(200, 200), *[EMPTY] * (len(MQA.rows) - 2)))
+
+
+def interpreted(*dropped: str) -> Sequence[RaggedCase]:
+    """CASES for a kernel that is interpreted, without those `dropped`: a program takes five seconds of the CPU."""
+    assert {*dropped} < {case.name for case in CASES}
+    return [WHOLE if case.name == WHOLE.name else case for case in CASES if case.name not in dropped]
+
+
+class InterpretedSuite(AttentionSuite):
+    """The tests of a kernel that is interpreted, of fewer programs than a kernel that is compiled quickly."""
+
+    bfloat16_cases = ("mixed-any-order",)  # the decode form: in the file of what only this kernel has
+    scanned = DECODE  # to a call in either form, the layer and the window are data

@@ -104,6 +104,7 @@ def run(call: Call, chip: TpuChip = V5E, **changes: Any) -> tuple[np.ndarray, np
 def check(call: Call, chip: TpuChip = V5E) -> None:
     """Right outputs, and pages in which nothing but the new tokens changed, up to the last bit."""
     out, pages = run(call, chip)
+    assert out.dtype == call.q.dtype
     assert call.error(out) < call.tolerance
     assert np.isfinite(out).all()
     np.testing.assert_array_equal(pages[:, 1:].astype(np.float32), call.written[:, 1:].astype(np.float32))
