@@ -127,7 +127,7 @@ def test_vectors_are_made_beside_generation_and_after_preemption(
     assert all(not found[f"v{number}"].outputs[0].token_ids for number in range(len(PROMPTS)))
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [("2x2", "MEAN"), ("1x4", "LAST"), ("1x2x1", "LAST")])
+@pytest.mark.parametrize(("mesh", "kind"), [("1x4", "MEAN"), ("2x2x1", "LAST")])
 def test_vectors_are_the_same_on_meshes(
     mesh: str, kind: str, tiny_checkpoint: Path, hidden: list[NDArray[np.float64]]
 ) -> None:
