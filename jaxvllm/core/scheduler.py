@@ -6,26 +6,23 @@ running requests, then new requests. The scheduler counts tokens, it does not wa
 before the output of the last step is known (`slots.py` says how), and `update` brings the ids in later.
 """
 
-import heapq
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxvllm.core.beam import Candidates
-from jaxvllm.core.beam_groups import BeamGroup, BeamGroups
+from jaxvllm.core import step_outcome
+from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
-from jaxvllm.core.page_loads import PageLoad, PageLoads, PageSave, PageSource
+from jaxvllm.core.page_loads import PageLoad, PageSave, PageSource
 from jaxvllm.core.policy import Policy
-from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
-from jaxvllm.core.request import FinishReason, QueueKey, Request
+from jaxvllm.core.readout import POOLED
+from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.shared_pages import SharedPages
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
-    NOT_SCORED,
     SCORE_BATCH,
     Admission,
     Emitted,
@@ -33,36 +30,19 @@ from jaxvllm.core.step_plan import (
     Fork,
     Ints,
     PageEntries,
-    Pooled,
-    Scored,
     StepOutput,
     StepPlan,
     StepRoom,
     StepUpdate,
 )
+from jaxvllm.core.step_rows import Chunk, StepRows
 from jaxvllm.core.step_sizes import StepSizes
+from jaxvllm.core.waiting_queue import Queued, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-# A request in the queue, and whether `update` reports each of its tokens.
-type _Queued = tuple[QueueKey, Request, bool]
 # Of each group of the KV cache, the pages that rows open in a step.
 type Opened = tuple[PageEntries, ...]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Known tokens to compute in this step: part of a prompt, or tokens that a constraint forced."""
-
-    slot: int
-    start: int
-    length: int
-    yields: bool  # a token, which the end of a prompt does, and the end of forced tokens
-    of_prompt: bool = True
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 class Scheduler:
@@ -83,28 +63,22 @@ class Scheduler:
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self._waiting: list[_Queued] = []  # heap; keys are unique
-        self._waiting_ids: dict[str, Request] = {}
-        self._num_waiting_tokens = 0
+        self.queue = WaitingQueue()
         self._slot_of: dict[str, int] = {}
         self._beams = BeamGroups(slots, cache)
         self._constrained = ConstrainedRows(slots)
-        # Hashes of prompt pages that running requests are about to compute, or that are being loaded.
-        self._computing: set[bytes] = set()
-        self._loads = PageLoads(cache, source)
-        self._loading: dict[str, _Queued] = {}  # requests that wait for their load, by id
-        self._saves: list[PageSave] = []
+        self._shared = SharedPages(slots, cache, source)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting_ids)
+        return len(self.queue)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the waiting requests."""
-        return self._num_waiting_tokens
+        return self.queue.num_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -122,11 +96,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting_ids or self._slot_of)
+        return bool(self.queue or self._slot_of)
 
     def __contains__(self, request_id: str) -> bool:
         """Returns whether it has this request, waiting or running, or one whose end no update has told yet."""
-        return any(request_id in of for of in (self._waiting_ids, self._slot_of, self._failed))
+        return any(request_id in of for of in (self.queue, self._slot_of, self._failed))
 
     def add(self, request: Request, watched: bool = False) -> None:
         """Queues `request`. `watched`: `update` reports each of its tokens, not only the end.
@@ -135,10 +109,10 @@ class Scheduler:
 
         Raises ValueError for an id that is in use and for a request that the whole pool could not hold.
         """
-        if request.request_id in self._waiting_ids or request.request_id in self._slot_of:
+        if request.request_id in self.queue or request.request_id in self._slot_of:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
         self.check_fits(request.num_tokens, request.limit, request.num_beams)
-        self._enqueue(request, watched)
+        self.queue.push(request, watched)
 
     def check_fits(self, num_prompt_tokens: int, limit: int, num_beams: int | None = None) -> None:
         """Raises ValueError for a request that could not finish even if it had every page and slot."""
@@ -160,7 +134,7 @@ class Scheduler:
 
     def num_cached_tokens(self, request: Request) -> int:
         """Returns how many tokens of `request` are in the prefix cache, so that they would not be computed."""
-        return self._cached_prefix(request).num_pages * self.cache.page_size
+        return self._shared.prefix(request).num_pages * self.cache.page_size
 
     def schedule(
         self,
@@ -192,7 +166,7 @@ class Scheduler:
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
         widest = (1, 0) if forced else self._widest(decode, num_steps, num_drafts)
         # Waiting requests get pages before those that only a wide step needs.
-        num_first = 1 if self._waiting_ids else widest[0]
+        num_first = 1 if self.queue else widest[0]
         new_pages = self._grow(decode, num_first, forced)
         if new_pages is None and (num_first > 1 or forced):
             widest, forced = (1, 0), {}
@@ -200,13 +174,13 @@ class Scheduler:
         preempts = new_pages is None
         if new_pages is None:
             decode, new_pages = self._grow_by_preemption()
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         opened: list[Opened] = []  # by chunks of running prompts
         admissions: list[Admission] = []
         mixes = self.policy.mixes_phases
         num_decode_tokens = len(decode) + self._constrained.num_extra(forced)
         budget = most - (num_decode_tokens if mixes else 0)
-        if budget > 0 and (self._waiting or len(decode) < self.slots.num_active):
+        if budget > 0 and (self.queue or len(decode) < self.slots.num_active):
             running = self.slots.prefilling()
             if sizes is not None:
                 rows = (num_decode_tokens, len(decode)) if mixes else (0, 0)
@@ -232,7 +206,12 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = self._plan(decode, new_pages, chunks, admissions, *widest)
+        plan = StepRows(decode, chunks, new_pages, admissions, *widest).plan(self.slots, self._constrained)
+        if self._beams:
+            self.slots.is_held[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
+        for chunk in chunks:
+            if chunk.of_prompt:
+                self._shared.register_computed(chunk.slot)
         self._may_leave_out = plan.is_masked and not leaves_out
         return plan
 
@@ -243,16 +222,16 @@ class Scheduler:
         step the other rows have one for themselves, where they are not fewer: 15 rows beside one got two to four times
         as many tokens this way, and the one half to a third (by hand, demo model, bursts of 8, two busy cores).
         """
-        if not self._may_leave_out or self._waiting_ids or self._beams or len(self.slots.prefilling()):
+        if not self._may_leave_out or self.queue or self._beams or len(self.slots.prefilling()):
             return decode
         waits = self._constrained.waits(decode)
         return decode if 2 * int(waits.sum()) > len(decode) else decode[~waits]
 
-    def _take_forced(self, slot: int, tokens: list[int]) -> _Chunk:
+    def _take_forced(self, slot: int, tokens: list[int]) -> Chunk:
         """Makes `tokens` known, so that the row computes them as it would compute a prompt."""
         self._constrained.take_forced(slot, tokens)
         start, end = int(self.slots.num_computed[slot]), int(self.slots.num_known[slot])
-        return _Chunk(slot, start, end - start, yields=True, of_prompt=False)
+        return Chunk(slot, start, end - start, yields=True, of_prompt=False)
 
     def _widest(self, decode: SlotIds, num_steps: int, num_drafts: int) -> tuple[int, int]:
         """Returns the most tokens that a row of `decode` may get in this step, and its drafts in each decode step.
@@ -260,7 +239,7 @@ class Scheduler:
         Where a prompt is computed, or somebody wants more of each token, that is one token.
         """
         slots = self.slots
-        if self._waiting_ids:  # for a slot or pages, which this step may free
+        if self.queue:  # for a slot or pages, which this step may free
             num_steps = 1
         if num_steps == 1 + num_drafts == 1 or self._beams or slots.have_tokens_read(decode):
             return 1, 0
@@ -279,8 +258,8 @@ class Scheduler:
         slots = self.slots
         of_rows = plan.slots.astype(np.intp)  # numpy would do it again wherever the slots are an index
         is_present = slots.epoch[of_rows] == plan.epochs
-        scored = tuple(self._scored(plan, is_present)) if plan.scores_prompts else ()
-        pooled = tuple(self._pooled(plan, is_present)) if POOLED.name in plan.readouts else ()
+        scored = tuple(step_outcome.scored(slots, plan, is_present)) if plan.scores_prompts else ()
+        pooled = tuple(step_outcome.pooled(slots, plan, is_present)) if POOLED.name in plan.readouts else ()
         rows = (is_present & plan.samples).nonzero()[0]
         at = of_rows[rows]
         tokens, counts = output.tokens[rows], output.counts[rows]  # copies
@@ -306,18 +285,22 @@ class Scheduler:
         ends = stops | (slots.num_known[at] >= slots.limit[at])
         if self._beams:
             ends &= ~slots.is_beam[at]  # their search says when they end
-        repeats = self._cut_repetitions(at, tokens, counts, ends)
+        repeats = step_outcome.cut_repetitions(slots, at, tokens, counts, ends)
         reports = yields
         if refused:  # a request may end after forced tokens
             reports = yields.copy()
             reports[list(refused)] = True
         num_forced = slots.num_unreported[at] * reports
-        started = tuple([self._tenant(slot) for slot in at[reports & (num_outputs == num_forced)].tolist()])
-        emitted = tuple(self._emitted(rows, at, tokens, counts, num_forced)) if some(slots.watched) else ()
+        started = tuple([self.slots.tenant(slot) for slot in at[reports & (num_outputs == num_forced)].tolist()])
+        emitted: tuple[Emitted, ...] = ()
+        if some(slots.watched):
+            emitted = tuple(step_outcome.emitted(slots, rows, at, tokens, counts, num_forced))
         if np.count_nonzero(num_forced):
             slots.num_unreported[at[reports]] = 0
         finished = [
-            _repeated(self._tenant(at[i])) if repeats[i] else _ended(self._tenant(at[i]), int(last[i]), bool(stops[i]))
+            step_outcome.repeated(slots.tenant(at[i]))
+            if repeats[i]
+            else step_outcome.ended(slots.tenant(at[i]), int(last[i]), bool(stops[i]))
             for i in (ends | repeats).nonzero()[0]
         ]
         finished += [end for index, end in refused.items() if not (ends | repeats)[index]]
@@ -332,14 +315,15 @@ class Scheduler:
     def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
         """Lets the searches choose among what the beams at `at` propose, whose rows of `output` are `rows`."""
         row_of = {slot: row for slot, row in zip(at.tolist(), rows.tolist(), strict=True) if self.slots.is_beam[slot]}
-        searches = {request.request_id: request for request in map(self._tenant, row_of)}
+        searches = {request.request_id: request for request in map(self.slots.tenant, row_of)}
         finished: list[Finished] = []
         forks: dict[str, list[Fork]] = {}
         for request_id, request in searches.items():
             group = self._beams.of(request)
             if group is None:  # preempted by another group
                 continue
-            survivors = group.search.advance([_proposed(group, output, row_of[slot]) for slot in group.slots])
+            candidates = [step_outcome.proposed(group, output, row_of[slot]) for slot in group.slots]
+            survivors = group.search.advance(candidates)
             if group.search.is_over:
                 finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
                 self.finish(request_id)
@@ -365,46 +349,6 @@ class Scheduler:
             self._failed[end.request.request_id] = end
         return masks
 
-    def _cut_repetitions(self, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns which rows repeat themselves, bool[len(at)], and lowers their `counts` to the end of the repetition.
-
-        A row whose last token `ends` it anyhow ends for that reason.
-        """
-        repeats = np.zeros(len(at), np.bool_)
-        if not some(self.slots.detects_repetition):
-            return repeats
-        for index in np.flatnonzero(self.slots.detects_repetition[at]):
-            request, count = self._tenant(at[index]), int(counts[index])
-            assert request.repetition is not None
-            end = request.repetition.first_end(tokens[index, :count].tolist(), request.sampling_params.min_tokens)
-            if end is not None and not (end == count and ends[index]):
-                repeats[index] = True
-                self.slots.num_known[at[index]] -= count - end
-                counts[index] = end
-        return repeats
-
-    def _emitted(
-        self, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints, num_forced: NDArray[np.int32]
-    ) -> Iterator[Emitted]:
-        """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
-        width = tokens.shape[1]
-        watched = self.slots.watched[at]
-        row, index = np.nonzero(watched[:, None] & (np.arange(width) < counts[:, None]))
-        found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
-        unreported = self.slots.num_unreported
-        for slot, place, token in zip(*found, strict=True):
-            if unreported[slot]:
-                yield from self._emitted_forced(slot, place, 1)  # its row yields one token
-            yield Emitted(self._tenant(slot), place, token)
-        for ended in np.flatnonzero(watched & (counts == 0) & (num_forced > 0)).tolist():
-            yield from self._emitted_forced(int(at[ended]), int(rows[ended]) * width, 0)
-
-    def _emitted_forced(self, slot: int, place: int, num_behind: int) -> Iterator[Emitted]:
-        """Yields the tokens of `slot` that no update has reported. So many others follow them."""
-        end = int(self.slots.num_known[slot]) - num_behind
-        for token in self.slots.token_ids[slot, end - self.slots.num_unreported[slot] : end].tolist():
-            yield Emitted(self._tenant(slot), place, token)
-
     def finish(self, request_id: str) -> Request | None:
         """Ends a waiting or running request now: its pages are free for the next step. None if there is none.
 
@@ -413,12 +357,11 @@ class Scheduler:
         """
         if (failed := self._failed.pop(request_id, None)) is not None:
             return failed.request
-        waiting = self._waiting_ids.pop(request_id, None)
-        if self._loading.pop(request_id, None) is not None:
-            self._computing.difference_update(self._loads.drop(request_id).hashes)
+        waiting, was_loading = self.queue.end(request_id)
+        if was_loading:
+            self._shared.drop_load(request_id)
         if waiting is not None:
-            self._num_waiting_tokens -= waiting.num_tokens
-            self._loads.forget(waiting)
+            self._shared.loads.forget(waiting)
             return waiting
         slot = self._slot_of.get(request_id)
         return None if slot is None else self._release(slot)
@@ -448,7 +391,7 @@ class Scheduler:
 
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
-            victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+            victim = max(self._slot_of.values(), key=lambda slot: self.slots.tenant(slot).key)
             if self.num_running == 1 and self.slots.num_known[victim] < self.slots.num_tokens[victim]:
                 # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
                 # compute them again, and come to this point again, for ever.
@@ -461,14 +404,14 @@ class Scheduler:
 
     def _preempt_last(self) -> Request:
         """Takes slot and pages from the last running request in the queue's order, and returns it to the queue."""
-        victim = max(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
+        victim = max(self._slot_of.values(), key=lambda slot: self.slots.tenant(slot).key)
         watched = bool(self.slots.watched[victim])
-        num_saves = len(self._saves)
+        num_saves = self._shared.num_saves
         request = self._release(victim)
-        del self._saves[num_saves:]  # the step that is planned now may write into these pages
+        self._shared.forget_saves(num_saves)  # the step that is planned now may write into these pages
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._enqueue(request, watched)
+        self.queue.push(request, watched)
         return request
 
     def preempt_all(self) -> None:
@@ -487,12 +430,11 @@ class Scheduler:
         num_tokens = self._num_uncomputed(prefilling)
         num_rows = num_decode + len(prefilling)
         most_rows = num_rows + self.slots.num_free
-        for _, request, _ in self._waiting:
+        for request in self.queue:
             if num_tokens >= budget or num_rows == most_rows:
                 break
-            if self._waiting_ids.get(request.request_id) is request:  # it has not ended while it waited
-                num_tokens += request.num_tokens
-                num_rows += 1
+            num_tokens += request.num_tokens
+            num_rows += 1
         if not 0 < num_tokens < budget:
             return budget
         cut = sizes.prompt_tokens(num_decode_tokens, num_tokens, num_rows)
@@ -501,8 +443,8 @@ class Scheduler:
     def _num_uncomputed(self, prefilling: SlotIds) -> int:
         return int((self.slots.prefill_len[prefilling] - self.slots.num_computed[prefilling]).sum())
 
-    def _continue_prefills(self, chunks: list[_Chunk], opened: list[Opened], prefilling: SlotIds, budget: int) -> int:
-        for slot in sorted(prefilling.tolist(), key=lambda slot: self._tenant(slot).key):
+    def _continue_prefills(self, chunks: list[Chunk], opened: list[Opened], prefilling: SlotIds, budget: int) -> int:
+        for slot in sorted(prefilling.tolist(), key=lambda slot: self.slots.tenant(slot).key):
             if budget == 0:
                 break
             chunk = self._next_chunk(slot, budget, chunks)
@@ -513,63 +455,59 @@ class Scheduler:
             budget -= chunks[-1].length
         return budget
 
-    def _next_chunk(self, slot: int, budget: int, chunks: Sequence[_Chunk]) -> _Chunk:
+    def _next_chunk(self, slot: int, budget: int, chunks: Sequence[Chunk]) -> Chunk:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.prefill_len[slot])
         length = min(budget, end - start)
-        if self._tenant(slot).wants_wide_scores:
+        if self.slots.tenant(slot).wants_wide_scores:
             length = min(length, self._score_room(chunks))
-        return _Chunk(slot, start, length, yields=start + length == end)
+        return Chunk(slot, start, length, yields=start + length == end)
 
-    def _score_room(self, chunks: Sequence[_Chunk]) -> int:
+    def _score_room(self, chunks: Sequence[Chunk]) -> int:
         """Returns how many tokens may still be computed of prompts that want wide scores, beside `chunks`."""
-        return SCORE_BATCH - sum(chunk.length for chunk in chunks if self._tenant(chunk.slot).wants_wide_scores)
+        return SCORE_BATCH - sum(chunk.length for chunk in chunks if self.slots.tenant(chunk.slot).wants_wide_scores)
 
     def _num_rows_left(self, room: StepRoom | None) -> int:
         """Returns how many more slots may be taken."""
         num_free = self.slots.num_free
         return num_free if room is None else min(num_free, room.num_rows - self.slots.num_active)
 
-    def _admit(self, chunks: list[_Chunk], admissions: list[Admission], budget: int, room: StepRoom | None) -> None:
+    def _admit(self, chunks: list[Chunk], admissions: list[Admission], budget: int, room: StepRoom | None) -> None:
         if self._slot_of and not self.policy.joins_running:
             return
-        postponed: list[_Queued] = []
+        postponed: list[Queued] = []
         # No more are looked past than there are slots: thousands may wait for one new system prompt.
-        while budget > 0 and self._waiting and len(postponed) < self.slots.num_slots:
+        while budget > 0 and len(postponed) < self.slots.num_slots and (queued := self.queue.next) is not None:
             # Requests that wait for their pages have rows, or these would be gone again before their turn.
-            num_rows = self._num_rows_left(room) - len(self._loads)
+            num_rows = self._num_rows_left(room) - len(self._shared.loads)
             if num_rows <= 0:
                 break
-            key, request, watched = self._waiting[0]
-            if self._waiting_ids.get(request.request_id) is not request:  # ended while it waited
-                heapq.heappop(self._waiting)
-                continue
-            prefix = self._cached_prefix(request)
+            request = queued.request
+            prefix = self._shared.prefix(request)
             has_no_room = request.wants_wide_scores and not self._score_room(chunks)
-            if has_no_room or self._soon_cached(request, prefix.num_pages):
-                postponed.append(heapq.heappop(self._waiting))
+            if has_no_room or self._waits_for_others(request, prefix):
+                postponed.append(self.queue.pop())
                 continue
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
             num_forks = 0 if request.num_beams is None else request.num_beams - 1
             # A search alone may have more beams than there are rows now, or it would wait, and nothing would run.
-            has_rows = (num_rows if self._slot_of else self.slots.num_free - len(self._loads)) > num_forks
+            has_rows = (num_rows if self._slot_of else self.slots.num_free - len(self._shared.loads)) > num_forks
             if not has_rows or not self.cache.can_take(prefix, target, num_forks):
                 break
-            queued = heapq.heappop(self._waiting)
-            if self._begin_load(queued, prefix):
+            self.queue.pop()
+            if self._shared.begin_load(request, prefix):
+                self.queue.set_aside(queued)
                 continue
-            del self._waiting_ids[request.request_id]
-            self._num_waiting_tokens -= request.num_tokens
+            self.queue.admitted(request)
             num_cached = prefix.num_pages * self.cache.page_size
-            slot = self.slots.occupy(request, num_cached, watched)
+            slot = self.slots.occupy(request, num_cached, queued.watched)
             self.cache.take(slot, prefix, target)
             self._slot_of[request.request_id] = slot
-            self._offer_pages(slot, 0, request.page_hashes[: prefix.num_pages])
+            self._shared.admitted(slot, prefix.num_pages)
             if request.constraint is not None:
                 self._constrained.open(slot)
             if request.search is not None:
                 self._beams.open(request, request.search, slot)
-            self._computing.update(self._uncomputed_hashes(slot))
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             chunks.append(self._next_chunk(slot, budget, chunks))
@@ -577,185 +515,61 @@ class Scheduler:
             budget -= chunks[-1].length
             admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached))
         for entry in postponed:
-            heapq.heappush(self._waiting, entry)
+            self.queue.put_back(entry)
 
-    def _cached_prefix(self, request: Request) -> CachedPrefix:
-        """Returns the pages that begin `request` and are cached."""
-        return self.cache.match(self._shared_hashes(request))
+    def _waits_for_others(self, request: Request, prefix: CachedPrefix) -> bool:
+        """Returns whether a request had better wait for pages that a running one computes.
 
-    def _shared_hashes(self, request: Request) -> list[bytes]:
-        """Returns the hashes of pages that `request` may have from others.
-
-        The last token is always computed, because its logits are needed.
+        It is False where only a new batch takes newcomers in: the wait would be longer than the work.
         """
-        if not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
-            return []
-        page_size = self.cache.page_size
-        return request.hashes(page_size)[: (request.num_tokens - 1) // page_size]
+        return self.policy.joins_running and self._shared.are_coming(request, prefix.num_pages)
 
     # Pages that come from elsewhere, and go there.
-
-    def _begin_load(self, queued: _Queued, prefix: CachedPrefix) -> bool:
-        """Begins to load what follows the cached `prefix` of a request that could be admitted now, if that is possible.
-
-        Others that need the same pages wait for them.
-        """
-        request = queued[1]
-        load = self._loads.begin(request, prefix, self._shared_hashes(request))
-        if load is None:
-            return False
-        self._loading[request.request_id] = queued
-        self._computing.update(load.hashes)
-        return True
 
     @property
     def num_asked_pages(self) -> int:
         """Pages that were looked for elsewhere."""
-        return self._loads.num_asked
+        return self._shared.loads.num_asked
 
     @property
     def num_loaded_pages(self) -> int:
         """Pages that came from elsewhere."""
-        return self._loads.num_loaded
+        return self._shared.loads.num_loaded
 
     def take_loads(self) -> list[PageLoad]:
         """Returns the loads that began since the last call. Each ends with `loaded`, whatever becomes of it."""
-        return self._loads.take_new()
+        return self._shared.loads.take_new()
 
     def is_wanted(self, load: PageLoad) -> bool:
         """Returns whether the request of `load` still waits for it.
 
         Elsewhere its pages may be somebody else's by now.
         """
-        return self._loads.is_open(load)
+        return self._shared.loads.is_open(load)
 
     def loaded(self, load: PageLoad, num_loaded: int) -> None:
         """Ends `load`, whose first `num_loaded` pages are filled: its request is admitted next, or has ended."""
-        if self._loads.is_open(load):
-            self._loads.end(load, num_loaded)
-            self._computing.difference_update(load.hashes)
-            heapq.heappush(self._waiting, self._loading.pop(load.request.request_id))
+        if self._shared.end_load(load, num_loaded):
+            self.queue.bring_back(load.request.request_id)
 
     def take_saves(self) -> list[PageSave]:
         """Returns the pages that became full since the last call. Steps that were dispatched compute them.
 
         It is called before the next step is dispatched, which may write other tokens into them.
         """
-        saves, self._saves = self._saves, []
-        return saves
-
-    def _soon_cached(self, request: Request, num_hits: int) -> bool:
-        """Returns whether a running request is computing this one's next page now, so that waiting saves the work.
-
-        It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
-        It is False where only a new batch takes newcomers in: the wait would be longer than the work.
-        """
-        if not self.policy.joins_running or not self.cache.enable_prefix_caching or not request.reads_prefix_cache:
-            return False
-        if num_hits >= (request.num_tokens - 1) // self.cache.page_size:
-            return False
-        return request.page_hashes[num_hits] in self._computing
+        return self._shared.take_saves()
 
     # Bookkeeping.
 
-    def _plan(
-        self,
-        decode: SlotIds,
-        new_pages: Opened,
-        chunks: list[_Chunk],
-        admissions: list[Admission],
-        width: int,
-        num_drafts: int,
-    ) -> StepPlan:
-        slots = self.slots
-        num_decode, num_rows = len(decode), len(decode) + len(chunks)
-        rows = np.concatenate([decode, [chunk.slot for chunk in chunks]], dtype=np.intp) if chunks else decode
-        starts = slots.num_computed[rows]
-        lengths = np.ones(num_rows, np.int32)
-        max_new = lengths.copy()
-        if width > 1:
-            most = self._constrained.most(decode, width)
-            max_new[:num_decode] = np.minimum(most, slots.limit[decode] - slots.num_tokens[decode])
-        next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
-        are_prompts = np.zeros(num_rows, np.bool_)
-        for row, chunk in enumerate(chunks, num_decode):
-            lengths[row] = chunk.length
-            max_new[row] = chunk.yields
-            are_prompts[row] = chunk.of_prompt
-            if chunk.of_prompt and self._tenant(chunk.slot).wants_scores:
-                next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-        inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
-        plan = StepPlan(
-            slots=rows.astype(np.int32),
-            epochs=slots.epoch[rows],
-            starts=starts,
-            lengths=lengths,
-            new_pages=new_pages,
-            max_new=max_new,
-            num_decode=num_decode,
-            token_ids=np.concatenate(inputs) if inputs else np.empty(0, np.int32),
-            next_tokens=next_tokens,
-            wants_logprobs=some(slots.wants_logprobs) and some(slots.wants_logprobs[rows]),
-            width=width,
-            num_drafts=num_drafts,
-            masked=self._constrained.masked(rows, num_decode, max_new),
-            readouts=slots.readouts(rows, are_prompts, max_new > 0),
-            admissions=tuple(admissions),
-        )
-        slots.num_computed[rows] += lengths if width == 1 else max_new
-        slots.num_tokens[rows] += max_new
-        if self._beams:
-            slots.is_held[rows] = slots.is_beam[rows] & (max_new > 0)
-        for chunk in chunks:
-            if chunk.of_prompt:
-                self._register_computed(chunk.slot)
-        return plan
-
-    def _scored(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
-        """Returns what `plan` scored of the rows whose tenants are still there."""
-        first = np.cumsum(plan.lengths) - plan.lengths
-        if (is_wide := plan.readouts.get(WIDE_SCORES.name)) is not None:
-            wide_lengths = plan.lengths * is_wide
-            first = np.where(is_wide, np.cumsum(wide_lengths) - wide_lengths, first)
-        for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
-            request = self._tenant(plan.slots[row])
-            start = int(plan.starts[row]) + 1  # the first token is after none
-            end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
-            if start < end:
-                yield Scored(request, range(start, end), int(first[row]))
-
-    def _pooled(self, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Pooled]:
-        """Returns the rows of `plan` that are pooled and whose tenants are still there."""
-        for row in np.flatnonzero(is_present & plan.readouts[POOLED.name]).tolist():
-            yield Pooled(self._tenant(plan.slots[row]), int(plan.starts[row]), row)
-
-    def _register_computed(self, slot: int) -> None:
-        """Lets the prefix cache know the full pages of `slot` whose KV is computed and whose tokens are known."""
-        known = self.slots.num_prompt if self.slots.is_beam[slot] else self.slots.num_known  # not what beams try out
-        count = int(min(self.slots.num_computed[slot], known[slot]))
-        first = int(self.cache.num_registered[slot])
-        hashes = self.cache.register(slot, count, self._tenant(slot))
-        self._computing.difference_update(hashes)
-        self._offer_pages(slot, first, hashes)
-
-    def _offer_pages(self, slot: int, first: int, hashes: list[bytes]) -> None:
-        """Lets pages of `slot` with these hashes be saved, from column `first` on."""
-        if hashes and self._loads.has_source:
-            pages = self.cache.pages(slot, first, len(hashes))
-            self._saves.append(PageSave(self._tenant(slot), tuple(hashes), pages))
-
-    def _uncomputed_hashes(self, slot: int) -> list[bytes]:
-        return self._tenant(slot).page_hashes[int(self.cache.num_registered[slot]) :]
-
     def _release(self, slot: int) -> Request:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
-        self._computing.difference_update(self._uncomputed_hashes(slot))
-        request = self._tenant(slot)
+        self._shared.leaving(slot)
+        request = self.slots.tenant(slot)
         group = self._beams.of(request)
         if group is None:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
-        self._register_computed(slot)
+        self._shared.register_computed(slot)
         if group is not None:  # all beams together: a preempted search starts again
             self._beams.close(group)
         else:
@@ -764,68 +578,25 @@ class Scheduler:
         del self._slot_of[request.request_id]
         return request
 
-    def _enqueue(self, request: Request, watched: bool) -> None:
-        if forced := request.forced(request.limit - request.num_tokens - 1):
-            assert request.constraint is not None
-            request.constraint.take_forced(forced)
-            request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
-            request.num_unreported += len(forced)
-        self._waiting_ids[request.request_id] = request
-        self._num_waiting_tokens += request.num_tokens
-        heapq.heappush(self._waiting, (request.key, request, watched))
-
-    def _tenant(self, slot: int) -> Request:
-        tenant = self.slots.tenants[slot]
-        assert tenant is not None, f"slot {slot} is vacant"
-        return tenant
-
     def running(self) -> Iterator[tuple[int, Request]]:
         """Returns the slot and request of all that runs, in the queue's order, with one slot of a beam search."""
-        at = sorted(self._slot_of.values(), key=lambda slot: self._tenant(slot).key)
-        return ((slot, self._tenant(slot)) for slot in at)
+        at = sorted(self._slot_of.values(), key=lambda slot: self.slots.tenant(slot).key)
+        return ((slot, self.slots.tenant(slot)) for slot in at)
 
     def check_invariants(self) -> None:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
         self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
         self._beams.check_invariants()
-        assert {rid: self._tenant(s).request_id for rid, s in self._slot_of.items()} == {r: r for r in self._slot_of}
-        assert not self._waiting_ids.keys() & self._slot_of.keys(), "a request waits and runs"
-        queued = {request.request_id for _, request, _ in self._waiting} | self._loading.keys()
-        assert self._loading.keys() <= self._waiting_ids.keys(), "a request that has ended is loaded"
-        assert all(request_id in self._loads for request_id in self._loading), "a request waits for no load"
-        assert len(self._loading) == len(self._loads), "a load is nobody's"
-        waiting_tokens = sum(request.num_tokens for request in self._waiting_ids.values())
-        assert self._num_waiting_tokens == waiting_tokens, "the tokens that wait are miscounted"
-        assert self._waiting_ids.keys() <= queued, "a waiting request is not in the queue"
-        if not self._slot_of and not self._loading:
+        assert all(self.slots.tenant(slot).request_id == name for name, slot in self._slot_of.items())
+        self.queue.check_invariants()
+        assert not any(request_id in self.queue for request_id in self._slot_of), "a request waits and runs"
+        loads, aside = self._shared.loads, self.queue.aside
+        assert all(request_id in loads for request_id in aside), "a request waits for no load"
+        assert len(aside) == len(loads), "a load is nobody's"
+        if not self._slot_of and not aside:
             assert self.cache.is_empty, "an idle scheduler holds pages"
-            assert not self._computing, "an idle scheduler computes pages"
-
-
-def _proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
-    """Returns the next tokens that the beam of `row` proposes."""
-    if group.request.sampling_params.wants_distributions:
-        distributions = DISTRIBUTIONS.of(output.reports)
-        assert distributions is not None, "a step with beams was planned without distributions"
-        return Candidates.best(distributions[row], group.search.params.num_candidates)
-    assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
-    return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
-
-
-def _ended(request: Request, last_token: int, stopped: bool) -> Finished:
-    """Returns the end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
-    if not stopped:
-        return Finished(request, FinishReason.LENGTH)
-    # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
-    is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
-    asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
-    return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
-
-
-def _repeated(request: Request) -> Finished:
-    """Returns the end of `request` by a repetition, told as vLLM tells it."""
-    return Finished(request, FinishReason.REPETITION, "repetition_detected")
+            self._shared.check_idle()
 
 
 def check_token_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:

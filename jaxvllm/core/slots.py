@@ -83,6 +83,12 @@ class SlotTable:
     def num_active(self) -> int:
         return self.num_slots - len(self._free) - len(self._reserved)
 
+    def tenant(self, slot: int) -> Request:
+        """Returns the request that has `slot`."""
+        tenant = self.tenants[slot]
+        assert tenant is not None, f"slot {slot} is vacant"
+        return tenant
+
     def prefilling(self) -> SlotIds:
         return (self.active & (self.num_computed < self.prefill_len)).nonzero()[0]
 

@@ -24,9 +24,10 @@ from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
+from jaxvllm.engine.live_request import is_watched
 from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.new_weights import new_weights
-from jaxvllm.engine.output_processor import OutputProcessor, is_watched
+from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
 from jaxvllm.engine.replica import DEPTH, DEPTH_IN_TURNS, Replica

@@ -5,151 +5,27 @@ are detokenized once, when they end. What fails at one request ends that request
 """
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from jaxvllm.core.beam import Beam, Candidates
+from jaxvllm.core.beam import Beam
 from jaxvllm.core.errors import belongs_to_work
-from jaxvllm.core.explanation import MAX_CANDIDATES, Candidate, Explanation, OutputToken, PromptToken, Trail
 from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.core.step_plan import Emitted, Finished, Pooled, Scored, StepOutput, StepPlan, StepUpdate, TopLogprobs
-from jaxvllm.engine.exported_request import CompletionProgress, RequestProgress
+from jaxvllm.core.step_plan import Emitted, Finished, Pooled, Scored, StepOutput, StepPlan, StepUpdate
+from jaxvllm.engine.explaining import explain
+from jaxvllm.engine.exported_request import RequestProgress
+from jaxvllm.engine.live_request import LiveCompletion, LiveRequest, is_watched
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
+from jaxvllm.engine.token_ranks import TokenRanks
 from jaxvllm.text.completion_text import CompletionText, StopMatch
 from jaxvllm.text.draft_spans import DraftSpans
 from jaxvllm.text.stop_strings import StopStrings
 from jaxvllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-def is_watched(request: GenerationRequest) -> bool:
-    """Returns whether each token of the request must be processed as it comes. What beams yield counts at the end."""
-    params = request.params
-    if request.beam_search is not None:
-        return False
-    return (
-        bool(params.stop)
-        or params.wants_logprobs
-        or params.best_of is not None
-        or params.output_kind != RequestOutputKind.FINAL_ONLY
-        or request.wants_explanation
-    )
-
-
-@dataclass(slots=True)
-class _Completion:
-    """One of a request's `n` sequences."""
-
-    index: int
-    stream: CompletionText | None  # None: the engine has no tokenizer
-    spans: DraftSpans | None  # of the text; None: nobody wants them
-    token_ids: list[int] = field(default_factory=list)
-    unread: list[int] = field(default_factory=list)  # the last of `token_ids`, which are not in `stream` yet
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    num_taken: int = 0
-    num_shown: int = 0  # tokens that some output has contained
-    has_news: bool = False  # whether there is something that no delta has contained yet
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    wrong_param: str | None = None  # to blame for an error that ended it
-    trail: Trail | None = None  # once it has ended, if it is to be explained
-
-    @property
-    def num_new(self) -> int:
-        """The number of tokens that no output has contained yet."""
-        return len(self.token_ids) - self.num_shown
-
-    def read(self) -> StopMatch | None:
-        """Brings the text up to date with the tokens, and returns the stop string that ended it, if one did."""
-        if self.stream is None or not self.unread:
-            return None
-        unread, self.unread = self.unread, []
-        return self.stream.push(unread) if self.spans is None else self.spans.push(self.stream, unread)
-
-    def progress(self) -> CompletionProgress:
-        """Returns what another processor needs to go on from here."""
-        return CompletionProgress(
-            self.token_ids,
-            self.logprobs,
-            self.cumulative_logprob,
-            self.num_shown,
-            self.has_news,
-            None if self.finish_reason is None else self.finish_reason.value,
-            self.stop_reason,
-        )
-
-    def restore(self, progress: CompletionProgress, params: SamplingParams) -> None:
-        """Goes on from there: what was shown is not told again."""
-        self.token_ids, self.logprobs = list(progress.token_ids), list(progress.logprobs)
-        self.cumulative_logprob, self.has_news = progress.cumulative_logprob, progress.has_news
-        self.num_taken = self.num_shown = progress.num_shown
-        self.finish_reason = None if progress.finish_reason is None else FinishReason(progress.finish_reason)
-        self.stop_reason = progress.stop_reason
-        if self.stream is None:
-            return
-        spelled = self.token_ids
-        # A stop string ends the text itself, and any other stop is a token that may belong to no text.
-        ends_by_token = self.finish_reason is FinishReason.STOP and not isinstance(self.stop_reason, str)
-        if ends_by_token and not params.include_stop_str_in_output:
-            spelled = spelled[:-1]
-        self.stream.push(spelled[: self.num_shown])
-        self.stream.take()
-        self.stream.push(spelled[self.num_shown :])
-        if self.finish_reason is not None:
-            self.stream.finish()
-            if not self.has_news:
-                self.stream.take()
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A caller's request: one prompt, `n` completions."""
-
-    request: GenerationRequest
-    metrics: RequestMetrics
-    completions: dict[str, _Completion]  # by the id of the scheduler's request
-    warnings: list[str]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
-    pooled: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # f32[E], of its chunks so far
-    num_cached_tokens: int = 0
-    emitted_at: float | None = None
-    chosen: list[_Completion] | None = None  # of those that were generated, the ones to return; None: all
-    failure: BaseException | None = None  # what broke its processing off
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions.values())
-
-    @property
-    def shows_end_only(self) -> bool:
-        """Whether the only output is the last one, because the best completions are not known before."""
-        return self.params.output_kind is RequestOutputKind.FINAL_ONLY or self.is_ranked
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether completions are compared by their probabilities."""
-        return self.params.best_of is not None or self.request.beam_search is not None
-
-    def choose_best(self) -> None:
-        """Leaves the `n` best completions, best first. The earlier of two equal ones is better."""
-        ranked = sorted(self.completions.values(), key=lambda completion: -completion.cumulative_logprob)
-        self.chosen = ranked[: self.params.n]
-        for index, completion in enumerate(self.chosen):
-            completion.index = index
 
 
 @dataclass(frozen=True)
@@ -171,9 +47,10 @@ class OutputProcessor:
         cost for each one, no matter how much it contains.
         """
         self._tokenizer = tokenizer
+        self._ranks = TokenRanks(tokenizer)
         self._seconds_per_output = 0.0 if outputs_per_second is None else 1 / outputs_per_second
-        self._group_of: dict[str, _Group] = {}  # by the id of the scheduler's request
-        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, LiveRequest] = {}  # by the id of the scheduler's request
+        self._groups: dict[str, LiveRequest] = {}
         self._num_streaming = 0  # groups that have had their first output and not yet their last
         self._started: list[str] = []  # requests that have had their first token since `take_started`
 
@@ -204,14 +81,14 @@ class OutputProcessor:
         params, prompt_ids = request.params, request.prompt.token_list
         stops = StopStrings(params.stop) if params.stop else None
         completions = {
-            child_id: _Completion(
+            child_id: LiveCompletion(
                 index,
                 CompletionText.open(self._tokenizer, params, prompt_ids, stops) if self._tokenizer else None,
                 _draft_spans(request),
             )
             for index, child_id in enumerate(child_ids)
         }
-        group = _Group(request, RequestMetrics(arrival_time), completions, list(warnings))
+        group = LiveRequest(request, RequestMetrics(arrival_time), completions, list(warnings))
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(prompt_ids)
         self._groups[request.request_id] = group
@@ -234,7 +111,7 @@ class OutputProcessor:
     def process(self, update: StepUpdate, output: StepOutput) -> Processed:
         """Turns what a step yielded into outputs for callers."""
         now = time.monotonic()
-        touched: dict[str, _Group] = {}
+        touched: dict[str, LiveRequest] = {}
         stopped: dict[str, Request] = {}
         num_dropped = 0
         for request in update.started:
@@ -319,7 +196,7 @@ class OutputProcessor:
 
     @staticmethod
     def _attempt[**Arguments, Result](
-        group: _Group, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+        group: LiveRequest, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result | None:
         """Does work for one request, unless some has failed. What it raises is the failure of that request alone."""
         if group.failure is None:
@@ -333,7 +210,7 @@ class OutputProcessor:
         return None
 
     def _take_token(
-        self, group: _Group, emitted: Emitted, end: Finished | None, output: StepOutput
+        self, group: LiveRequest, emitted: Emitted, end: Finished | None, output: StepOutput
     ) -> StopMatch | None:
         completion = group.completions[emitted.request.request_id]
         if group.request.is_prompt_only:
@@ -352,19 +229,19 @@ class OutputProcessor:
         return completion.read() if group.params.stop else None
 
     def _take_logprobs(
-        self, completion: _Completion, params: SamplingParams, emitted: Emitted, output: StepOutput
+        self, completion: LiveCompletion, params: SamplingParams, emitted: Emitted, output: StepOutput
     ) -> None:
         if params.wants_distributions:
             distributions = DISTRIBUTIONS.of(output.reports)
             assert distributions is not None, "a row that wants distributions was planned without"
-            ranked = self._chosen(distributions[emitted.at], emitted.token_id, params)
+            ranked = self._ranks.chosen(distributions[emitted.at], emitted.token_id, params)
         else:
             assert output.logprobs is not None, "a row that wants log-probabilities was planned without"
-            ranked = self._ranked(output.logprobs, emitted.at, emitted.token_id, params.logprobs or 0)
+            ranked = self._ranks.ranked(output.logprobs, emitted.at, emitted.token_id, params.logprobs or 0)
         completion.logprobs.append(ranked)
         completion.cumulative_logprob += ranked[emitted.token_id].logprob
 
-    def _take_scores(self, group: _Group, scored: Scored, output: StepOutput) -> None:
+    def _take_scores(self, group: LiveRequest, scored: Scored, output: StepOutput) -> None:
         """Stores scores of the prompt. A prompt interrupted by preemption is scored again, and stores them again."""
         scores = WIDE_SCORES.of(output.reports) if group.params.wants_wide_scores else output.scores
         assert scores is not None, "a prompt that is scored was planned without"
@@ -372,37 +249,16 @@ class OutputProcessor:
         count = group.params.num_prompt_logprobs(scores.top.shape[1])  # all of a vocabulary are as many as there are
         for row, position in enumerate(scored.tokens, scored.first):
             token_id = group.request.prompt.token_list[position]
-            group.prompt_logprobs[position] = self._ranked(scores, row, token_id, count)
+            group.prompt_logprobs[position] = self._ranks.ranked(scores, row, token_id, count)
 
-    def _take_pooled(self, group: _Group, pooled: Pooled, output: StepOutput) -> None:
+    def _take_pooled(self, group: LiveRequest, pooled: Pooled, output: StepOutput) -> None:
         """Stores the report of a chunk. A prompt interrupted by preemption is pooled again from its first chunk on."""
         vectors, pooling = POOLED.of(output.reports), group.request.pooling
         assert vectors is not None and pooling is not None, "a prompt that is pooled was planned without"
         is_sum = pooling.kind == "MEAN" and pooled.start > 0
         group.pooled = group.pooled + vectors[pooled.row] if is_sum else vectors[pooled.row]
 
-    def _ranked(self, values: TopLogprobs, row: int, token_id: int, count: int) -> dict[int, Logprob]:
-        """Returns the token first, as in vLLM, so that next(iter(...)) is the token; then the `count` best tokens."""
-        ranked = {token_id: Logprob(float(values.token[row]), int(values.ranks[row]), self._spell(token_id))}
-        best = zip(values.top_ids[row, :count].tolist(), values.top[row, :count].tolist(), strict=True)
-        for rank, (token, value) in enumerate(best, 1):
-            ranked[token] = Logprob(value, rank, self._spell(token))
-        return ranked
-
-    def _chosen(self, values: NDArray[np.float32], token_id: int, params: SamplingParams) -> dict[int, Logprob]:
-        """Returns the token first, then those that the caller named, or the best ones, of the values f32[V] of all."""
-        if params.logprob_token_ids is None:
-            best = Candidates.best(values, params.num_logprobs(len(values))).token_ids
-            ranks = dict(zip(best.tolist(), range(1, len(best) + 1), strict=True))
-        else:
-            ranks = {one: int((values >= values[one]).sum()) for one in params.logprob_token_ids}
-        ranks = {token_id: ranks.get(token_id) or int((values >= values[token_id]).sum())} | ranks
-        return {one: Logprob(float(values[one]), rank, self._spell(one)) for one, rank in ranks.items()}
-
-    def _spell(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
-
-    def _stop_at(self, completion: _Completion, match: StopMatch) -> None:
+    def _stop_at(self, completion: LiveCompletion, match: StopMatch) -> None:
         dropped = zip(completion.logprobs[match.num_tokens :], completion.token_ids[match.num_tokens :], strict=False)
         completion.cumulative_logprob -= sum(ranked[token_id].logprob for ranked, token_id in dropped)
         del completion.token_ids[match.num_tokens :]
@@ -410,7 +266,7 @@ class OutputProcessor:
         completion.finish_reason = FinishReason.STOP
         completion.stop_reason = match.stop_reason
 
-    def _finish(self, group: _Group, completion: _Completion, end: Finished) -> None:
+    def _finish(self, group: LiveRequest, completion: LiveCompletion, end: Finished) -> None:
         if completion.finish_reason is not None:  # a stop string was complete with the last token
             return
         completion.trail = end.request.trail
@@ -437,7 +293,7 @@ class OutputProcessor:
         completion.stop_reason = end.stop_reason
         completion.wrong_param = end.wrong_param
 
-    def _found(self, group: _Group, index: int, beam: Beam) -> _Completion:
+    def _found(self, group: LiveRequest, index: int, beam: Beam) -> LiveCompletion:
         """Returns a completion that a beam search has found. EOS is never in its text, and in its tokens on demand."""
         search, params, path = group.request.beam_search, group.params, beam.path()
         assert search is not None, "only a beam search finds beams"
@@ -450,31 +306,24 @@ class OutputProcessor:
             stream.finish()
         if search.include_stop_str_in_output:
             shown = path
-        return _Completion(
+        return LiveCompletion(
             index,
             stream,
             _draft_spans(group.request),
             token_ids=[one.token_id for one in shown],
-            logprobs=[self._proposed(one) for one in shown] if params.logprobs is not None else [],
+            logprobs=[self._ranks.proposed(one) for one in shown] if params.logprobs is not None else [],
             cumulative_logprob=beam.cumulative_logprob,
             has_news=True,
             finish_reason=FinishReason.STOP if beam.is_complete else FinishReason.LENGTH,
             stop_reason=beam.token_id if beam.is_complete else None,
         )
 
-    def _proposed(self, beam: Beam) -> dict[int, Logprob]:
-        """Returns the token of `beam` first, then all that were proposed in its place, most likely first."""
-        assert beam.candidates is not None, "a beam without a token has no log-probabilities"
-        pairs = zip(beam.candidates.token_ids.tolist(), beam.candidates.logprobs.tolist(), strict=True)
-        ranked = {token: Logprob(value, rank, self._spell(token)) for rank, (token, value) in enumerate(pairs, 1)}
-        return {beam.token_id: ranked[beam.token_id]} | ranked
-
-    def _note_preemptions(self, group: _Group, ended: Request) -> None:
+    def _note_preemptions(self, group: LiveRequest, ended: Request) -> None:
         if ended.num_preemptions:
             total = group.metrics.num_preemptions + ended.num_preemptions
             group.metrics = replace(group.metrics, num_preemptions=total)
 
-    def _is_due(self, group: _Group, now: float) -> bool:
+    def _is_due(self, group: LiveRequest, now: float) -> bool:
         if group.failure is not None:
             return True
         if group.finished or group.shows_end_only:
@@ -486,7 +335,7 @@ class OutputProcessor:
             return False
         return now - group.emitted_at >= self._seconds_per_output * self._num_streaming
 
-    def _emit(self, group: _Group, now: float) -> RequestOutput:
+    def _emit(self, group: LiveRequest, now: float) -> RequestOutput:
         """Returns the output of `group`, which is its last one if it has failed."""
         is_first = group.emitted_at is None
         if group.finished or group.failure is not None:
@@ -498,7 +347,7 @@ class OutputProcessor:
             self._forget(group)
         return result
 
-    def _failed(self, group: _Group) -> RequestOutput:
+    def _failed(self, group: LiveRequest) -> RequestOutput:
         """Returns the last output of a request whose processing broke off. Its text may be what cannot be had."""
         told = f"the output of this request could not be processed ({type(group.failure).__name__})"
         return RequestOutput(
@@ -515,7 +364,7 @@ class OutputProcessor:
             warnings=group.warnings,
         )
 
-    def _output(self, group: _Group) -> RequestOutput:
+    def _output(self, group: LiveRequest) -> RequestOutput:
         """Returns what is to be told. A delta has only completions with something new, so that each ends once."""
         delta = group.params.output_kind == RequestOutputKind.DELTA
         if group.finished and group.params.best_of is not None:
@@ -536,16 +385,16 @@ class OutputProcessor:
             prompt_logprobs=_shaped(group.params, group.prompt_logprobs)
             if group.emitted_at is None or not delta
             else None,
-            pooled=_vector(group),
+            pooled=group.vector,
             warnings=group.warnings,
         )
 
-    def _forget(self, group: _Group) -> None:
+    def _forget(self, group: LiveRequest) -> None:
         del self._groups[group.request.request_id]
         for child_id in group.completions:
             del self._group_of[child_id]
 
-    def _completion_output(self, group: _Group, completion: _Completion) -> CompletionOutput:
+    def _completion_output(self, group: LiveRequest, completion: LiveCompletion) -> CompletionOutput:
         params, first = group.params, 0
         completion.read()
         text = completion.stream.text if completion.stream else ""
@@ -563,44 +412,8 @@ class OutputProcessor:
             stop_reason=completion.stop_reason,
             wrong_param=completion.wrong_param,
             draft_spans=None if completion.spans is None else completion.spans.split(text),
-            explanation=None if completion.trail is None else self._explanation(group, completion, completion.trail),
+            explanation=None if completion.trail is None else explain(group, completion, completion.trail, self._ranks),
         )
-
-    def _explanation(self, group: _Group, completion: _Completion, trail: Trail) -> Explanation:
-        tokens = [
-            OutputToken(
-                token_id,
-                self._spell(token_id),
-                trail.origin(index),
-                _candidates(logprobs or {}),
-            )
-            for index, (token_id, logprobs) in enumerate(zip_longest(completion.token_ids, completion.logprobs))
-        ]
-        metrics = group.metrics
-        return Explanation(
-            request_id=group.request.request_id,
-            prompt=tuple(PromptToken(one, self._spell(one)) for one in group.request.prompt.token_list),
-            tokens=tuple(tokens),
-            steps=tuple(trail.steps),
-            num_steps_left_out=trail.num_left_out,
-            page_size=trail.page_size,
-            num_groups=trail.num_groups,
-            vocab_size=trail.vocab_size,
-            finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
-            stop_reason=completion.stop_reason,
-            queued_seconds=metrics.queued_seconds,
-            first_token_seconds=metrics.first_token_seconds,
-            total_seconds=metrics.total_seconds,
-        )
-
-
-def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[Candidate, ...]:
-    """Returns the chosen token, which is the first of `logprobs`, and the best of those that could have come."""
-    could = (item for index, item in enumerate(logprobs.items()) if not index or item[1].logprob > -math.inf)
-    return tuple(
-        Candidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
-        for one, ranked in islice(could, 1 + MAX_CANDIDATES)
-    )
 
 
 def _draft_spans(request: GenerationRequest) -> DraftSpans | None:
@@ -610,15 +423,6 @@ def _draft_spans(request: GenerationRequest) -> DraftSpans | None:
     """
     is_delta = request.params.output_kind is RequestOutputKind.DELTA
     return DraftSpans() if is_delta and request.wants_draft_spans else None
-
-
-def _vector(group: _Group) -> NDArray[np.float32] | None:
-    """Returns the vector f32[dimensions] of a request that wants one and whose prompt is computed."""
-    pooling = group.request.pooling
-    ends = [completion.finish_reason for completion in group.completions.values()]
-    if pooling is None or ends != [FinishReason.LENGTH]:
-        return None
-    return pooling.finish(group.pooled, len(group.request.prompt.token_ids))
 
 
 def _shaped[Ranked: (dict[int, Logprob], dict[int, Logprob] | None)](

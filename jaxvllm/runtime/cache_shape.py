@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvllm.core.kv_cache import GroupSize, windowed_pages
+from jaxvllm.core.kv_cache import GroupSize
+from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.models.layer_loops import known_windows
 from jaxvllm.models.spec import ModelSpec

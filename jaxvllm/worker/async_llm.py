@@ -3,12 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any, Self, cast
-
-import msgspec
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import OverloadedError, ParameterError
@@ -27,6 +25,7 @@ from jaxvllm.worker.engine_client import (
     FollowedError,
 )
 from jaxvllm.worker.engine_process import EngineProcess, LocalPlace, Place
+from jaxvllm.worker.engine_questions import EngineQuestions
 from jaxvllm.worker.observer import LossReason, Observer
 from jaxvllm.worker.open_requests import DivergedError, OpenRequest, OpenRequests
 from jaxvllm.worker.queue_limits import QueueLimits
@@ -46,14 +45,6 @@ STUCK_SECONDS = 120.0
 BUILD_FACTOR = 10
 # The pause before a new start. It doubles after each start that did not make the engine ready.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-
-# The errors that the kinds of `wire.Answer` stand for.
-_ERRORS: Mapping[str, type[Exception]] = {
-    "wrong": ValueError,
-    "unsupported": NotImplementedError,
-    "unavailable": EngineUnavailableError,
-    "died": EngineDiedError,
-}
 
 # A request that waits for its engine to be started again fails after this time.
 KEPT_SECONDS = 120.0
@@ -129,8 +120,7 @@ class AsyncLLM(EngineClient):
         self._requests = OpenRequests()
         self._kept: dict[int, asyncio.TimerHandle] = {}  # serials of requests that wait for the engine to start again
         self._observers: list[Observer] = []
-        self._questions: dict[int, tuple[AnyCommand, asyncio.Future[Any]]] = {}  # that the engine has not answered
-        self.lasting: dict[str, AnyCommand] = {}  # the latest of each kind, which a process that is started again gets
+        self.questions = EngineQuestions()
         self._num_unanswered = 0  # pings since the engine's last message
         self._was_ready = False  # whether the present process has been ready
         self._began = 0.0  # time when the present process was started
@@ -176,7 +166,7 @@ class AsyncLLM(EngineClient):
             timer.cancel()
         error = EngineUnavailableError(self._reason)
         self._fail(self._requests.serials(), error)
-        self._fail_questions(error)
+        self.questions.fail(error)
 
     def kill(self) -> None:
         """Kills the engine's process, if there is one."""
@@ -316,29 +306,8 @@ class AsyncLLM(EngineClient):
             self._abort(serial, EngineDiedError(f"request {request_id!r} was aborted"))
 
     async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
-        answer: Reply = await self._ask(self._ready_process(), cast(AnyCommand, command))
-        if command.lasts:
-            self.lasting[type(command).__name__] = cast(AnyCommand, command)
+        answer: Reply = await self.questions.ask(self._ready_process(), cast(AnyCommand, command))
         return answer
-
-    def _ask(self, process: EngineProcess, command: AnyCommand) -> asyncio.Future[Any]:
-        number = self._requests.new_serial()
-        process.send(wire.Ask(number, command))
-        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions[number] = command, answered
-        return answered
-
-    def _repeat_lasting(self) -> None:
-        """Tells a process that was started again what the one before it was told. If that fails, it is killed."""
-        process = self._ready_process()
-
-        def done(answered: asyncio.Future[Any]) -> None:
-            if not answered.cancelled() and (error := answered.exception()) is not None:
-                logger.error("the engine is killed, since it could not do again what it was told: %s", error)
-                process.kill()
-
-        for command in self.lasting.values():
-            self._ask(process, command).add_done_callback(done)
 
     # ---- the process ----
 
@@ -357,7 +326,7 @@ class AsyncLLM(EngineClient):
                 failed = EngineDiedError("the engine has failed: see the server's log")
                 self._rescue(self._requests.serials(), failed, none_is_guilty=True)
                 self._fail(self._requests.serials(), failed)
-                self._fail_questions(failed)
+                self.questions.fail(failed)
                 raise
             # A process that was ready is started again after the shortest pause: the start itself takes time.
             pause = FIRST_PAUSE if self._was_ready else min(2 * pause, LONGEST_PAUSE)
@@ -385,7 +354,7 @@ class AsyncLLM(EngineClient):
             self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
             died = EngineDiedError(f"{reason} while it worked on this request: send it again")
             self._rescue(self._requests.serials(), died, process.is_out_of_reach)
-            self._fail_questions(died)
+            self.questions.fail(died)
         finally:
             pinging.cancel()
             self._process = None
@@ -396,7 +365,7 @@ class AsyncLLM(EngineClient):
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self._state is EngineState.READY:
-                if any(command.takes_long for command, _ in self._questions.values()):
+                if self.questions.take_long:
                     continue
                 if self._silent_seconds > STUCK_SECONDS:
                     logger.error("the engine has not answered %d pings: it is killed", self._num_unanswered)
@@ -432,7 +401,7 @@ class AsyncLLM(EngineClient):
                         request.started()
                 self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
             case wire.Answer():
-                self._take_answer(report)
+                self.questions.answer(report)
             case wire.Broken(reason):
                 # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
                 error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
@@ -462,8 +431,8 @@ class AsyncLLM(EngineClient):
         self._was_ready = True
         self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")
-        if self.lasting:
-            self._repeat_lasting()
+        if self._process is not None:
+            self.questions.repeat(self._process)
         self._send_kept()
         self._tell(lambda observer: observer.on_start(self.num_starts, facts))
 
@@ -550,24 +519,6 @@ class AsyncLLM(EngineClient):
     def _fail(self, serials: Iterable[int], error: RuntimeError) -> None:
         for serial in serials:
             self._lose(serial, error, "error")
-
-    def _fail_questions(self, error: RuntimeError) -> None:
-        """Fails what was asked of the engine beside requests."""
-        for _, answered in self._questions.values():
-            if not answered.done():
-                answered.set_exception(error)
-                answered.exception()  # marks it as seen: the caller may have left
-        self._questions.clear()
-
-    def _take_answer(self, answer: wire.Answer) -> None:
-        """Gives the answer of a command to its caller, unless the caller has left."""
-        command, answered = self._questions.pop(answer.number, (None, None))
-        if command is None or answered is None or answered.done():
-            return
-        if answer.kind:
-            answered.set_exception(_ERRORS[answer.kind](answer.reason))
-        else:
-            answered.set_result(msgspec.msgpack.decode(answer.answer, type=command.answers))
 
     def _tell(self, what: Callable[[Observer], None]) -> None:
         for observer in self._observers:

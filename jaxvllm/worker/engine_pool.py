@@ -288,7 +288,7 @@ class EnginePool(EngineClient):
 
     async def _grow(self, new: list[Member]) -> None:
         for member in new:
-            member.llm.lasting |= self._members[0].llm.lasting
+            member.llm.questions.lasting |= self._members[0].llm.questions.lasting
             member.llm.launch()
         self._members += new
         try:

@@ -26,7 +26,7 @@ from jaxvllm.bench.ladder.rung import RUNGS, Rung, Sizes, chosen_rungs
 from jaxvllm.bench.ladder.workload import Chat, Workload
 from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.kv_cache import FullGroup
+from jaxvllm.core.page_groups import FullGroup
 from jaxvllm.core.page_pool import PagePool
 from jaxvllm.model_name import resolve
 from jaxvllm.text.tokenizer import Tokenizer

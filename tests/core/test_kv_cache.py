@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.kv_cache import GroupSize, KVCache, windowed_pages
+from jaxvllm.core.kv_cache import GroupSize, KVCache
+from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.core.page_pool import TRASH_PAGE, extend_page_hashes
 from tests.core.fake_device import VOCAB_SIZE
 from tests.core.simulation import Job, Setup, Simulation

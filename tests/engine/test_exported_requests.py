@@ -144,7 +144,7 @@ def test_its_pages_come_along(llm: LLM, second: LLM) -> None:
     assert len(exported.sequences[0].output_token_ids) > 3
     assert len(exported.pages) == (len(tokens) - 1) // page_size
     second.engine.import_request(exported)
-    [(_, queued, _)] = second.engine.replicas[0].scheduler._waiting
+    [queued] = second.engine.replicas[0].scheduler.queue
     cached = second.engine.replicas[0].scheduler.num_cached_tokens(queued)
     assert cached == (len(tokens) - 1) // page_size * page_size
     [output] = finish(second)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxvllm import LLM
-from jaxvllm.core.kv_cache import windowed_pages
+from jaxvllm.core.page_groups import windowed_pages
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
 from tests.jax_cache import same_programs_once
 from tests.models.fixture import NAMES, Fixture

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvllm import LLM, EngineConfig, SamplingParams
-from jaxvllm.core.kv_cache import windowed_pages
+from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.engine.exported_request import ExportedRequest
 from jaxvllm.models import families
 from jaxvllm.models.families.family import Family

@@ -98,7 +98,7 @@ def generate(llm: LLM, params: SamplingParams, constraints: dict[int, Rising], g
     outputs: dict[str, list[int]] = {}
     for index, prompt in enumerate(PROMPTS):
         engine.submit(engine.check(str(index), prompt, replace(params, seed=index)))
-        request = scheduler._waiting_ids[str(index)]
+        request = scheduler.queue[str(index)]
         request.constraint, request.masks_commute = GuardedConstraint.of(constraints.get(index)), guesses
     while engine.has_work:
         outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
@@ -182,7 +182,7 @@ def test_a_request_that_leaves_while_its_step_is_held_back_waits_for_nothing(llm
     scheduler = engine.replicas[0].scheduler
     for name in ("constrained", "free"):
         engine.submit(engine.check(name, PROMPTS[0], GREEDY))
-    scheduler._waiting_ids["constrained"].constraint = GuardedConstraint(rule := Rising())
+    scheduler.queue["constrained"].constraint = GuardedConstraint(rule := Rising())
     for _ in range(8):
         engine.step()
     replica = engine.replicas[0]
@@ -211,7 +211,7 @@ def test_a_constraint_that_fails_at_any_call_ends_its_request_alone(bursting: LL
         outputs: dict[str, RequestOutput] = {}
         for index, prompt in enumerate(prompts):
             engine.submit(engine.check(str(index), prompt, replace(params[index], ignore_eos=True)))
-            request = scheduler._waiting_ids[str(index)]
+            request = scheduler.queue[str(index)]
             if index in failing:
                 error = Panic if rng.random() < 0.5 else RuntimeError
                 failure = Failing(failing[index], int(rng.integers(8)), error)
@@ -330,7 +330,7 @@ def test_what_a_request_excludes_is_excluded_from_forced_tokens_too(bursting: LL
             engine.submit(engine.check(f"free {index}", PROMPTS[index], GREEDY))
         params = SamplingParams(max_tokens=20, allowed_token_ids=[20, 21, 22, 30])
         engine.submit(engine.check("form", PROMPTS[0], params))
-        scheduler._waiting_ids["form"].constraint = GuardedConstraint(Forcing())
+        scheduler.queue["form"].constraint = GuardedConstraint(Forcing())
         outputs: dict[str, RequestOutput] = {}
         while engine.has_work:
             outputs |= {output.request_id: output for output in engine.step() if output.finished}
@@ -357,7 +357,7 @@ def test_log_probabilities_of_forced_tokens_are_the_same_in_company(llm: LLM, op
         for index in range(beside):
             engine.submit(engine.check(f"free {index}", PROMPTS[index], replace(GREEDY, max_tokens=30)))
         engine.submit(engine.check("form", PROMPTS[0], replace(GREEDY, max_tokens=24, **options)))
-        scheduler._waiting_ids["form"].constraint = GuardedConstraint(Forcing())
+        scheduler.queue["form"].constraint = GuardedConstraint(Forcing())
         outputs: dict[str, RequestOutput] = {}
         while engine.has_work:
             outputs |= {output.request_id: output for output in engine.step() if output.finished}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from jaxvllm.core.kv_cache import windowed_pages
+from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread

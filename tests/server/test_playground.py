@@ -213,7 +213,7 @@ def test_an_answer_is_explained_on_a_click(tab: Browser, fake: Fake, mode: str) 
     assert tab.run("return document.title") == "demo · jaxvllm"
     assert "Token probabilities" in tab.text(".explanation > .facts:last-child")
     tab.click("dialog .close")
-    assert tab.run("return document.querySelector('.explanation')") is None
+    tab.wait("!document.querySelector('.explanation')")
     tab.click("#clear")
     ask(tab, "break")  # which has no end to explain
     wait_for_answer(tab)
@@ -259,7 +259,7 @@ def test_an_explanation_opens_at_its_first_step_as_wide_as_the_page(tab: Browser
     tab.run("document.querySelector('.explanation button.chip:last-child').click()")  # its step is the last one
     assert tab.run(f"return {seen(last)}")
     tab.click("dialog .close")
-    assert tab.run("return document.querySelector('.explanation')") is None
+    tab.wait("!document.querySelector('.explanation')")
 
 
 def test_escape_closes_an_explanation_and_does_not_stop_another_answer(tab: Browser, fake: Fake) -> None:

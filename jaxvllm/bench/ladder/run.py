@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxvllm.core.kv_cache import FullGroup
+from jaxvllm.core.page_groups import FullGroup
 from jaxvllm.core.scheduler import Scheduler
 
 

@@ -1,0 +1,102 @@
+"""The meaning of a step's output for its requests: new tokens, ends, and reports."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvllm.core.beam import Candidates
+from jaxvllm.core.beam_groups import BeamGroup
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
+from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.slots import SlotIds, SlotTable, some
+from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Scored, StepOutput, StepPlan
+
+
+def scored(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
+    """Yields what `plan` scored of the rows whose tenants are still there, bool[R]."""
+    first = np.cumsum(plan.lengths) - plan.lengths
+    if (is_wide := plan.readouts.get(WIDE_SCORES.name)) is not None:
+        wide_lengths = plan.lengths * is_wide
+        first = np.where(is_wide, np.cumsum(wide_lengths) - wide_lengths, first)
+    for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
+        request = slots.tenant(plan.slots[row])
+        start = int(plan.starts[row]) + 1  # the first token is after none
+        end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
+        if start < end:
+            yield Scored(request, range(start, end), int(first[row]))
+
+
+def pooled(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Pooled]:
+    """Yields the rows of `plan` that are pooled and whose tenants are still there, bool[R]."""
+    for row in np.flatnonzero(is_present & plan.readouts[POOLED.name]).tolist():
+        yield Pooled(slots.tenant(plan.slots[row]), int(plan.starts[row]), row)
+
+
+def cut_repetitions(
+    slots: SlotTable, at: SlotIds, tokens: Ints, counts: Ints, ends: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Returns which rows repeat themselves, bool[len(at)], and lowers their `counts` to the end of the repetition.
+
+    A row whose last token `ends` it anyhow ends for that reason.
+    """
+    repeats = np.zeros(len(at), np.bool_)
+    if not some(slots.detects_repetition):
+        return repeats
+    for index in np.flatnonzero(slots.detects_repetition[at]):
+        request, count = slots.tenant(at[index]), int(counts[index])
+        assert request.repetition is not None
+        end = request.repetition.first_end(tokens[index, :count].tolist(), request.sampling_params.min_tokens)
+        if end is not None and not (end == count and ends[index]):
+            repeats[index] = True
+            slots.num_known[at[index]] -= count - end
+            counts[index] = end
+    return repeats
+
+
+def emitted(
+    slots: SlotTable, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints, num_forced: NDArray[np.int32]
+) -> Iterator[Emitted]:
+    """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
+    width = tokens.shape[1]
+    watched = slots.watched[at]
+    row, index = np.nonzero(watched[:, None] & (np.arange(width) < counts[:, None]))
+    found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
+    for slot, place, token in zip(*found, strict=True):
+        if slots.num_unreported[slot]:
+            yield from _forced(slots, slot, place, 1)  # its row yields one token
+        yield Emitted(slots.tenant(slot), place, token)
+    for ended_at in np.flatnonzero(watched & (counts == 0) & (num_forced > 0)).tolist():
+        yield from _forced(slots, int(at[ended_at]), int(rows[ended_at]) * width, 0)
+
+
+def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator[Emitted]:
+    """Yields the tokens of `slot` that no update has reported. So many others follow them."""
+    end = int(slots.num_known[slot]) - num_after
+    for token in slots.token_ids[slot, end - slots.num_unreported[slot] : end].tolist():
+        yield Emitted(slots.tenant(slot), place, token)
+
+
+def proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
+    """Returns the next tokens that the beam of `row` proposes."""
+    if group.request.sampling_params.wants_distributions:
+        distributions = DISTRIBUTIONS.of(output.reports)
+        assert distributions is not None, "a step with beams was planned without distributions"
+        return Candidates.best(distributions[row], group.search.params.num_candidates)
+    assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
+    return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
+
+
+def ended(request: Request, last_token: int, stopped: bool) -> Finished:
+    """Returns the end of `request` by its last token, a stop id if it `stopped`, or by its limit."""
+    if not stopped:
+        return Finished(request, FinishReason.LENGTH)
+    # As in vLLM, an EOS that counts is never reported, even if the caller gave it as a stop token, too.
+    is_eos = last_token in request.eos_token_ids and not request.sampling_params.ignore_eos
+    asked_for = last_token in request.sampling_params.stop_token_ids and not is_eos
+    return Finished(request, FinishReason.STOP, last_token if asked_for else None, hides_last=True)
+
+
+def repeated(request: Request) -> Finished:
+    """Returns the end of `request` by a repetition, told as vLLM tells it."""
+    return Finished(request, FinishReason.REPETITION, "repetition_detected")

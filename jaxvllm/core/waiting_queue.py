@@ -1,0 +1,108 @@
+"""The queue of requests that wait for a slot and pages, in the order in which they run."""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxvllm.core.request import QueueKey, Request
+
+
+@dataclass(frozen=True, order=True)
+class Queued:
+    """A request in the queue, and whether updates report each of its tokens."""
+
+    key: QueueKey
+    request: Request = field(compare=False)
+    watched: bool = field(compare=False)
+
+
+class WaitingQueue:
+    """Requests that wait, by their keys. One that has ended while it waited is skipped when its turn comes.
+
+    A request whose pages are being loaded waits too, beside the queue: it is `set_aside`, and `brought_back`.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[Queued] = []  # keys are unique
+        self._waiting: dict[str, Request] = {}
+        self._aside: dict[str, Queued] = {}  # by id
+        self.num_tokens = 0  # of all requests that wait
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._waiting[request_id]
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yields the requests that wait in the queue itself, in no order but that the first is the next."""
+        return (one.request for one in self._heap if self._is_open(one))
+
+    def push(self, request: Request, watched: bool) -> None:
+        """Queues a request. Tokens with which its constraint begins are known from now on."""
+        if forced := request.forced(request.limit - request.num_tokens - 1):
+            assert request.constraint is not None
+            request.constraint.take_forced(forced)
+            request.output_token_ids = np.concatenate([request.output_token_ids, np.array(forced, np.int32)])
+            request.num_unreported += len(forced)
+        self._waiting[request.request_id] = request
+        self.num_tokens += request.num_tokens
+        heapq.heappush(self._heap, Queued(request.key, request, watched))
+
+    @property
+    def next(self) -> Queued | None:
+        """The request whose turn it is, which stays in the queue."""
+        while self._heap and not self._is_open(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+    def pop(self) -> Queued:
+        """Takes the first request out of the queue. It still waits until it is `admitted`, or comes back."""
+        return heapq.heappop(self._heap)
+
+    def put_back(self, queued: Queued) -> None:
+        """Puts back a request that was popped."""
+        heapq.heappush(self._heap, queued)
+
+    def set_aside(self, queued: Queued) -> None:
+        """Lets a request that was popped wait beside the queue."""
+        self._aside[queued.request.request_id] = queued
+
+    def bring_back(self, request_id: str) -> None:
+        """Puts back a request that was set aside."""
+        self.put_back(self._aside.pop(request_id))
+
+    def admitted(self, request: Request) -> None:
+        """Takes note that a request that was popped runs now."""
+        del self._waiting[request.request_id]
+        self.num_tokens -= request.num_tokens
+
+    def end(self, request_id: str) -> tuple[Request | None, bool]:
+        """Ends a request that waits, and returns it, if there is one, and whether it had been set aside."""
+        was_aside = self._aside.pop(request_id, None) is not None
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            self.num_tokens -= request.num_tokens
+        return request, was_aside
+
+    def _is_open(self, queued: Queued) -> bool:
+        """Returns whether the request has not ended while it waited. Another one may have its id by now."""
+        return self._waiting.get(queued.request.request_id) is queued.request
+
+    @property
+    def aside(self) -> tuple[str, ...]:
+        """The ids of the requests that wait beside the queue."""
+        return tuple(self._aside)
+
+    def check_invariants(self) -> None:
+        """Asserts that the queue agrees with itself. For tests."""
+        queued = {one.request.request_id for one in self._heap} | self._aside.keys()
+        assert self._aside.keys() <= self._waiting.keys(), "a request that has ended is loaded"
+        tokens = sum(request.num_tokens for request in self._waiting.values())
+        assert self.num_tokens == tokens, "the tokens that wait are miscounted"
+        assert self._waiting.keys() <= queued, "a waiting request is not in the queue"
