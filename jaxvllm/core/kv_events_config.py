@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, Self
 
-from jaxvllm.core.value_checks import boolean, integer
+from jaxvllm.core.value_checks import boolean, check_members, integer, json_members
 
 _TCP = re.compile(r"tcp://(.+):(\d{1,5})")
 _MAX_QUEUE_SIZE = 100_000  # vLLM's default
@@ -48,18 +47,10 @@ class KVEventsConfig:
     @classmethod
     def read(cls, value: object) -> Self:
         """Reads a mapping or a JSON object. Raises ValueError for anything else, and for unknown names."""
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                pass
-        names = [field.name for field in fields(cls)]
         try:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"must be a JSON object, not {value!r}")
-            if unknown := [str(name) for name in value if name not in names]:
-                raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
-            return cls(**value)
+            members = json_members(value)
+            check_members(members, [field.name for field in fields(cls)])
+            return cls(**members)
         except ValueError as error:
             example = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
             raise ValueError(f"kv_events_config {error}; an example: {example}") from error

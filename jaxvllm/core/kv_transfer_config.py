@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
-from jaxvllm.core.value_checks import integer, number, shown
+from jaxvllm.core.value_checks import check_members, integer, number, shown
 
 Connector = Literal["host", "files", "peer"]
 Transport = Literal["tcp", "device"]  # how pages cross between peers
@@ -154,12 +154,8 @@ class KVTransferConfig:
         try:
             if not isinstance(value, Mapping):
                 raise ValueError(f"must be a JSON object, not {shown(value)}")
-            for name, (neutral, why) in _NO_CHOICE.items():
-                if name in value and value[name] not in neutral:
-                    raise ValueError(f"{name} = {value[name]!r} is not supported ({why}): leave it out")
             names = [one.name for one in fields(cls)]
-            if unknown := [str(name) for name in value if name not in names and name not in _NO_CHOICE]:
-                raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
+            check_members(value, names, _NO_CHOICE)
             if value.get("kv_connector") is None:
                 raise ValueError(f"needs kv_connector: one of {', '.join(get_args(Connector))}")
             return cls(**{name: one for name, one in value.items() if name in names and one is not None})

@@ -1,11 +1,11 @@
 """`PoolerConfig`: vLLM's `pooler_config`, which says how an engine makes vectors of prompts."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Self, get_args
 
-from jaxvllm.core.value_checks import MAX_INT32, boolean, integer
+from jaxvllm.core.pooler import PoolingType
+from jaxvllm.core.value_checks import MAX_INT32, boolean, check_members, integer, json_members
 
 # Ways of pooling that vLLM has and that a causal decoder has no use for, or that need more than one vector a prompt.
 _NOT_HERE = {
@@ -19,8 +19,8 @@ _NOT_HERE = {
 class PoolerConfig:
     """The operator's choice of the pooling. What is None is the checkpoint's. Raises ValueError for a wrong value."""
 
-    pooling_type: str | None = None  # LAST or MEAN
-    seq_pooling_type: str | None = None  # vLLM's newer name of it
+    pooling_type: PoolingType | None = None
+    seq_pooling_type: PoolingType | None = None  # vLLM's newer name of it
     use_activation: bool | None = None  # whether vectors get length 1
     dimensions: int | None = None  # of vectors whose requests do not say
     task: str | None = None  # embed, the only one
@@ -29,7 +29,7 @@ class PoolerConfig:
         given = self.seq_pooling_type or self.pooling_type
         if self.pooling_type and self.seq_pooling_type and self.pooling_type != self.seq_pooling_type:
             raise ValueError("pooling_type and seq_pooling_type differ, and mean the same: leave one of them out")
-        if given is not None and given not in ("LAST", "MEAN"):
+        if given is not None and given not in get_args(PoolingType):
             known = f"pooling_type must be LAST or MEAN, not {given!r}"
             raise ValueError(f"{known}: {_NOT_HERE[given]}" if given in _NOT_HERE else known)
         if self.use_activation is not None:
@@ -42,18 +42,10 @@ class PoolerConfig:
     @classmethod
     def read(cls, value: object) -> Self:
         """Reads a mapping or a JSON object. Raises ValueError for anything else, and for unknown names."""
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                pass
-        names = [field.name for field in fields(cls)]
         try:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"must be a JSON object, not {value!r}")
-            if unknown := [str(name) for name in value if name not in names]:
-                raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
-            return cls(**value)
+            members = json_members(value)
+            check_members(members, [field.name for field in fields(cls)])
+            return cls(**members)
         except ValueError as error:
             raise ValueError(f'pooler_config {error}; an example: {{"pooling_type": "MEAN"}}') from error
 
@@ -61,6 +53,6 @@ class PoolerConfig:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     @property
-    def kind(self) -> Any:
+    def kind(self) -> PoolingType | None:
         """LAST or MEAN, or None where the checkpoint says it."""
         return self.seq_pooling_type or self.pooling_type

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
-from jaxvllm.core.value_checks import number
+from jaxvllm.core.value_checks import check_members, json_members, number
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
 MAX_DRAFTS = 15  # of a row in a step
@@ -86,22 +86,11 @@ class SpeculativeConfig:
         A field of vLLM that is no choice here may have the values that change nothing. As in vLLM, where only one of
         `prompt_lookup_min` and `prompt_lookup_max` is given, both are that.
         """
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                pass
         try:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"must be a JSON object, not {value!r}")
-            value = {name: one for name, one in value.items() if name not in _KERNELS}
-            for name, (neutral, why) in _NO_CHOICE.items():
-                if name in value and value[name] not in neutral:
-                    raise ValueError(f"{name} = {value[name]!r} is not supported ({why}): leave it out")
+            members = {name: one for name, one in json_members(value).items() if name not in _KERNELS}
             names = [field.name for field in fields(cls)]
-            if unknown := [str(name) for name in value if name not in names and name not in _NO_CHOICE]:
-                raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
-            given = {name: one for name, one in value.items() if name in names}
+            check_members(members, names, _NO_CHOICE)
+            given = {name: one for name, one in members.items() if name in names}
             given = {name: one for name, one in given.items() if one is not None or name not in _LOOKUP}
             if len(one := [given[name] for name in _LOOKUP if name in given]) == 1:
                 given |= dict.fromkeys(_LOOKUP, one[0])

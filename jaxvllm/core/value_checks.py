@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -106,6 +106,34 @@ def json_object(param: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ParameterError(f"{param} must be a JSON object, not {shown(value)}", param)
     return dict(value)
+
+
+def json_members(value: object) -> Mapping[str, Any]:
+    """Returns an object that is given as a mapping or as JSON. Raises ValueError for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            pass
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a JSON object, not {value!r}")
+    return value
+
+
+def check_members(
+    members: Mapping[str, Any], names: Sequence[str], no_choice: Mapping[str, tuple[tuple[Any, ...], str]] | None = None
+) -> None:
+    """Raises ValueError for a member that is none of `names`.
+
+    Members that exist elsewhere only are in `no_choice`. Each has the values that change nothing, and the reason why
+    another one is an error.
+    """
+    known = no_choice or {}
+    for name, (neutral, why) in known.items():
+        if name in members and members[name] not in neutral:
+            raise ValueError(f"{name} = {members[name]!r} is not supported ({why}): leave it out")
+    if unknown := [str(name) for name in members if name not in names and name not in known]:
+        raise ValueError(f"has no {unknown[0]!r}: it may have {', '.join(names)}")
 
 
 def shown(value: object) -> str:

@@ -131,8 +131,7 @@ class Engine:
         `options` are the optional fields of `GenerationRequest`, such as `priority`.
         Raises ValueError with the rule, the value and the way out.
         """
-        is_pooled = options.get("pooling") is not None
-        room = PromptRoom.of_vector(params.truncate_prompt_tokens) if is_pooled else PromptRoom.of(params)
+        room = PromptRoom.of(params, is_pooled=options.get("pooling") is not None)
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
         request = GenerationRequest(request_id, read, params, **options)
         self._rules.check(request)

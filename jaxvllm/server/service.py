@@ -187,6 +187,21 @@ class Service(Drainable):
         with concerning(field):
             return self.reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
 
+    def read_prompts(
+        self, prompts: Sequence[str | Sequence[int]], *, field: str, add_special_tokens: bool, room: PromptRoom
+    ) -> list[Prompt]:
+        """Reads the prompts of the request's `field`. An error names the prompt that is wrong."""
+        read = []
+        for index, prompt in enumerate(prompts):
+            name = field if len(prompts) == 1 else f"{field}[{index}]"
+            try:
+                read.append(self.read_prompt(prompt, field=name, add_special_tokens=add_special_tokens, room=room))
+            except ParameterError as error:
+                if len(prompts) > 1:
+                    error.args = (f"{name}: {error}",)
+                raise
+        return read
+
     def count_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the tokens of a text, which may be longer than the model's context.
 

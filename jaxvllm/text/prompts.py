@@ -26,14 +26,14 @@ class PromptRoom:
     keep: int | None = None  # only so many of the prompt's last tokens; -1: as many as leave room for max_tokens
 
     @classmethod
-    def of(cls, params: SamplingParams) -> "PromptRoom":
-        """Returns the room that a request with these parameters leaves for its prompt."""
-        return cls(params.scores_only, params.max_tokens, params.truncate_prompt_tokens)
+    def of(cls, params: SamplingParams, is_pooled: bool = False) -> "PromptRoom":
+        """Returns the room that a request with these parameters leaves for its prompt.
 
-    @classmethod
-    def of_vector(cls, keep: int | None) -> "PromptRoom":
-        """Returns the room of a prompt whose only answer is a vector. `keep` is as in the class."""
-        return cls(scores_only=True, max_tokens=0, keep=keep)
+        Nothing is generated after a prompt that `is_pooled`.
+        """
+        if is_pooled:
+            return cls(scores_only=True, max_tokens=0, keep=params.truncate_prompt_tokens)
+        return cls(params.scores_only, params.max_tokens, params.truncate_prompt_tokens)
 
 
 ANY_LENGTH = PromptRoom()

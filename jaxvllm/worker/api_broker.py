@@ -11,6 +11,7 @@ from jaxvllm.core.request import GenerationRequest
 from jaxvllm.engine.commands import AnyCommand
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_client import EngineClient, EngineDiedError, EngineState, EngineUnavailableError
+from jaxvllm.worker.engine_questions import COMMAND_ERRORS, failed
 from jaxvllm.worker.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
@@ -120,14 +121,8 @@ class ApiBroker:
     async def _ask(self, number: int, command: AnyCommand) -> None:
         try:
             answer = wire.Answer.of(number, await self._engines.ask(command))
-        except EngineUnavailableError as error:
-            answer = wire.Answer(number, reason=str(error), kind="unavailable")
-        except EngineDiedError as error:
-            answer = wire.Answer(number, reason=str(error), kind="died")
-        except ValueError as error:
-            answer = wire.Answer(number, reason=str(error), kind="wrong")
-        except NotImplementedError as error:
-            answer = wire.Answer(number, reason=str(error), kind="unsupported")
+        except COMMAND_ERRORS as error:
+            answer = failed(number, error)
         self._send(answer)
 
     async def _show_metrics(self) -> None:

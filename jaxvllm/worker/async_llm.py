@@ -306,8 +306,7 @@ class AsyncLLM(EngineClient):
             self._abort(serial, EngineDiedError(f"request {request_id!r} was aborted"))
 
     async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
-        answer: Reply = await self.questions.ask(self._ready_process(), cast(AnyCommand, command))
-        return answer
+        return cast(Reply, await self.questions.ask(self._ready_process(), cast(AnyCommand, command)))
 
     # ---- the process ----
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Literal
 
 import zmq
 
@@ -20,6 +19,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_link import Address, connect
+from jaxvllm.worker.engine_questions import failed
 from jaxvllm.worker.preparing import Preparing
 from jaxvllm.worker.queue_limits import QueueLimits
 
@@ -177,8 +177,7 @@ class CommandLoop:
         try:
             answer = wire.Answer.of(number, command.run(self._engine))
         except (ValueError, NotImplementedError) as error:
-            kind: Literal["wrong", "unsupported"] = "wrong" if isinstance(error, ValueError) else "unsupported"
-            answer = wire.Answer(number, reason=str(error), kind=kind)
+            answer = failed(number, error)
         self._send(answer)
 
     def _abort(self, request_id: str) -> None:

@@ -194,8 +194,7 @@ class EngineClient(ABC):
         optional fields of `GenerationRequest`, such as `priority`.
         """
         params = self.facts.default_params if sampling_params is None else sampling_params
-        is_pooled = options.get("pooling") is not None
-        room = PromptRoom.of_vector(params.truncate_prompt_tokens) if is_pooled else PromptRoom.of(params)
+        room = PromptRoom.of(params, is_pooled=options.get("pooling") is not None)
         read = self.reader.read(prompt, room=room)
         if request_id is None:
             request_id = self.new_request_id()

@@ -15,12 +15,19 @@ from jaxvllm.worker.engine_process import EngineProcess
 logger = logging.getLogger(__name__)
 
 # The errors that the kinds of `wire.Answer` stand for.
-_ERRORS: Mapping[str, type[Exception]] = {
+_ERRORS: Mapping[wire.AnswerKind, type[Exception]] = {
     "wrong": ValueError,
     "unsupported": NotImplementedError,
     "unavailable": EngineUnavailableError,
     "died": EngineDiedError,
 }
+COMMAND_ERRORS = tuple(_ERRORS.values())
+
+
+def failed(number: int, error: Exception) -> wire.Answer:
+    """Returns the answer to a command that raised one of `COMMAND_ERRORS`."""
+    kind = next(kind for kind, one in _ERRORS.items() if isinstance(error, one))
+    return wire.Answer(number, reason=str(error), kind=kind)
 
 
 class EngineQuestions:
@@ -61,7 +68,7 @@ class EngineQuestions:
         command, answered = self._open.pop(answer.number, (None, None))
         if command is None or answered is None or answered.done():
             return
-        if answer.kind:
+        if answer.kind is not None:
             answered.set_exception(_ERRORS[answer.kind](answer.reason))
             return
         if command.lasts:

@@ -183,6 +183,9 @@ class Pulse(Message, frozen=True):
     started: list[int] = []  # serials of requests that have had their first token since the last pulse, and go on
 
 
+AnswerKind = Literal["wrong", "unsupported", "unavailable", "died"]
+
+
 class Answer(Message, frozen=True):
     """Contains the answer of a command, in its own encoding, or the reason why there is none."""
 
@@ -191,7 +194,7 @@ class Answer(Message, frozen=True):
     reason: str | None = None
     # What kind of error the reason is: one of the caller's, or of something that this engine cannot do, or that there
     # was no engine, or that it died meanwhile.
-    kind: Literal["", "wrong", "unsupported", "unavailable", "died"] = ""
+    kind: AnswerKind | None = None
 
     @classmethod
     def of(cls, number: int, answer: Any) -> Self:

@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Explanation
 from jaxvllm.server.protocol.fields import (
     ALL_LOGPROBS,
@@ -17,6 +16,7 @@ from jaxvllm.server.protocol.fields import (
     Strings,
     Tokens,
     Usage,
+    as_prompts,
     neutral,
 )
 from jaxvllm.server.protocol.logprobs import CompletionLogprobs, PromptLogprobList
@@ -73,16 +73,7 @@ class CompletionRequest(EngineFields, SamplingFields, CompletionFields):
 
     def prompts(self) -> list[OnePrompt]:
         """Returns the prompts as a list, even if there is only one."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            prompt = [prompt]
-        if not prompt:
-            raise ParameterError("prompt is an empty list: give at least one prompt", "prompt")
-        if len(prompt) > MAX_PROMPTS:
-            raise ParameterError(
-                f"prompt has {len(prompt)} prompts, and {MAX_PROMPTS} are the most: send several requests", "prompt"
-            )
-        return list(prompt)
+        return as_prompts(self.prompt, "prompt", MAX_PROMPTS)
 
 
 class CompletionChoice(Reply):

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field
 
-from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.server.protocol.fields import (
@@ -18,6 +17,7 @@ from jaxvllm.server.protocol.fields import (
     Strings,
     TemplateVariables,
     Tokens,
+    as_prompts,
     neutral,
 )
 
@@ -58,16 +58,7 @@ class EmbeddingRequest(Strict):
 
     def inputs(self) -> list[str | list[int]]:
         """Returns the inputs as a list, even if there is only one. Raises ParameterError for none, or too many."""
-        given: Any = self.input
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
-            raise ParameterError("input is empty: give at least one text", "input")
-        if len(given) > MAX_INPUTS:
-            raise ParameterError(
-                f"input has {len(given)} texts, and {MAX_INPUTS} are the most: send several requests", "input"
-            )
-        return list(given)
+        return as_prompts(self.input, "input", MAX_INPUTS)
 
     def pooling_params(self) -> PoolingParams:
         """Returns what the client wants of the vectors."""

@@ -235,6 +235,17 @@ _OF_BEAMS = frozenset(
 )
 
 
+def as_prompts(given: Any, field: str, most: int) -> list[str | list[int]]:
+    """Returns one text, its tokens, or several of either as a list. Raises ParameterError for none and for too many."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ParameterError(f"{field} is an empty list: give at least one prompt", field)
+    if len(given) > most:
+        raise ParameterError(f"{field} has {len(given)} prompts, and {most} are the most: send several requests", field)
+    return list(given)
+
+
 class KVTransferParams(BaseModel):
     """Parameters that proxies between engines add, or pass on from the first answer.
 

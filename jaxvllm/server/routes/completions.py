@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.errors import ApiError
@@ -203,21 +202,10 @@ def _read(service: Service, body: CompletionRequest, room: PromptRoom) -> list[P
                 400, f"{field} is one prompt, and prompt has {len(prompts)}: send several requests", param=field
             )
         return [forwarded]
-    read = []
-    for index, prompt in enumerate(prompts):
-        field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
-        try:
-            one = service.read_prompt(
-                prompt,
-                field=field,
-                add_special_tokens=body.add_special_tokens is not False,
-                room=room,
-            )
-        except ParameterError as error:
-            if len(prompts) > 1:
-                error.args = (f"{field}: {error}",)
-            raise
-        if body.echo and one.text is None:
-            one = replace(one, text=service.tokenizer.decode(one.token_list))
-        read.append(one)
-    return read
+    adds = body.add_special_tokens is not False
+    read = service.read_prompts(prompts, field="prompt", add_special_tokens=adds, room=room)
+    if not body.echo:
+        return read
+    return [
+        one if one.text is not None else replace(one, text=service.tokenizer.decode(one.token_list)) for one in read
+    ]

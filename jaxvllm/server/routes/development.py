@@ -48,8 +48,7 @@ def router(service: Service) -> APIRouter:
         The endpoint exists only with `--dev-endpoints`. It refuses web pages, because any page could make a browser
         send this request.
         """
-        if "origin" in request.headers:
-            raise ApiError(403, "a web page may not reset the prefix cache: use a program such as curl")
+        _refuse_web_page(request, "reset the prefix cache")
         async with asyncio.timeout(service.config.request_timeout):
             await service.llm.reset_prefix_cache(reset_running_requests, reset_external)
         return Response(status_code=200)
@@ -65,8 +64,7 @@ def router(service: Service) -> APIRouter:
         The endpoint exists only with `--dev-endpoints`. It refuses web pages, because any page could make a browser
         send this request.
         """
-        if "origin" in request.headers:
-            raise ApiError(403, "a web page may not replace the weights: use a program such as curl")
+        _refuse_web_page(request, "replace the weights")
         if not Path(body.model_path).is_absolute():
             raise ApiError(400, f"model_path must be absolute, not {body.model_path[:60]!r}", param="model_path")
         try:
@@ -76,3 +74,8 @@ def router(service: Service) -> APIRouter:
         return UpdateWeightsResponse(success=True, message="")
 
     return routes
+
+
+def _refuse_web_page(request: Request, what: str) -> None:
+    if "origin" in request.headers:
+        raise ApiError(403, f"a web page may not {what}: use a program such as curl")

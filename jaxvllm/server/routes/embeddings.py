@@ -6,7 +6,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.engine.outputs import RequestOutput
@@ -46,14 +45,15 @@ async def create(service: Service, body: EmbeddingRequest, request: Request) -> 
         raise ApiError(400, "this server's engine makes no vectors of texts")
     params = body.pooling_params()
     pooling = pooler.resolve(params)
-    prompts = await run_in_threadpool(_read, service, body, PromptRoom.of_vector(params.truncate_prompt_tokens))
+    sampling = Pooling.sampling_params(params.truncate_prompt_tokens)
+    prompts = await run_in_threadpool(_read, service, body, PromptRoom.of(sampling, is_pooled=True))
     answer_id, engine_id = RequestId.of(request).names("embd-", body.request_id)
     ids = [engine_id] if len(prompts) == 1 else [f"{engine_id}-{index}" for index in range(len(prompts))]
     asked = [
         GenerationRequest(
             name,
             replace(prompt, cache_salt=body.cache_salt),
-            Pooling.sampling_params(params.truncate_prompt_tokens),
+            sampling,
             body.priority,
             pooling=pooling,
         )
@@ -94,14 +94,5 @@ def _read(service: Service, body: EmbeddingRequest, room: PromptRoom) -> list[Pr
     for name in OF_MESSAGES:
         if getattr(body, name):
             raise ApiError(400, f"{name} belongs to messages, not to an input: leave it out", param=name)
-    read, inputs = [], body.inputs()
-    for index, one in enumerate(inputs):
-        field = "input" if len(inputs) == 1 else f"input[{index}]"
-        try:
-            adds = body.add_special_tokens is not False
-            read.append(service.read_prompt(one, field=field, add_special_tokens=adds, room=room))
-        except ParameterError as error:
-            if len(inputs) > 1:
-                error.args = (f"{field}: {error}",)
-            raise
-    return read
+    adds = body.add_special_tokens is not False
+    return service.read_prompts(body.inputs(), field="input", add_special_tokens=adds, room=room)
