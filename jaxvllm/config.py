@@ -19,6 +19,7 @@ from jaxvllm.core.value_checks import MAX_INT32, json_object
 from jaxvllm.ranges import Count, Range, Seed, Share, Tokens, check_ranges
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
+from jaxvllm.vllm_options import Refused
 from jaxvllm.vllm_translation import translate, translated_value
 from pallas_kernels.backend import BackendName
 from sharding.mesh import MeshShape
@@ -26,6 +27,8 @@ from sharding.mesh import MeshShape
 logger = logging.getLogger(__name__)
 
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
+Quantization = Literal["int8"]
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64
@@ -50,6 +53,7 @@ class EngineConfig:
     override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
+    quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own
@@ -104,7 +108,8 @@ class EngineConfig:
         """
         names = [field.name for field in fields(cls)]
         ours = {name: translated_value(name, value) for name, value in options.items() if name in names}
-        foreign = {name: value for name, value in options.items() if name not in names}
+        ours = {name: value for name, value in ours.items() if not isinstance(value, Refused)}
+        foreign = {name: value for name, value in options.items() if name not in ours}
         translation = translate(foreign, ours, names, _Keywords())
         problems = [*translation.problems, *(f"unknown option {_nearest(name, names)}" for name in translation.unknown)]
         if problems:
@@ -120,6 +125,11 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ValueError(
+                f"quantization must be one of {', '.join(QUANTIZATIONS)} or None, not {self.quantization!r}: "
+                "quantized checkpoints are not supported, and these are made of one in 16 or 32 bits"
+            )
         overrides = json_object("hf_overrides", self.hf_overrides)
         object.__setattr__(self, "hf_overrides", json.dumps(overrides))
         object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))

@@ -20,16 +20,6 @@ ALIASES: Mapping[str, str] = {
     "max_num_queued_reqs": "max_num_queued_requests",
 }
 
-# Values of options that exist here under the same name: patterns of vLLM's values, and what these are here. None: the
-# same as leaving the option out.
-VALUES: Mapping[str, Mapping[str, str | None]] = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "kv_cache_dtype": {"fp8_inc": "fp8"},
-    "load_format": {"hf|safetensors|fastsafetensors|instanttensor|runai_streamer": "auto"},
-    "attention_backend": {"[A-Z0-9_]+": "auto"},  # the names of vLLM's kernels
-    "max_model_len": {"auto|-1": None},
-}
-
 
 @dataclass(frozen=True)
 class Unneeded:
@@ -64,6 +54,25 @@ class Refused:
 
 
 type Option = Unneeded | Translated | Refused
+
+# Values of options that exist here under the same name: patterns of vLLM's values, and what these are here. None: the
+# same as leaving the option out.
+VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_inc": "fp8"},
+    "load_format": {"hf|safetensors|fastsafetensors|instanttensor|runai_streamer": "auto"},
+    "attention_backend": {"[A-Z0-9_]+": "auto"},  # the names of vLLM's kernels
+    "max_model_len": {"auto|-1": None},
+    "quantization": {
+        "none|null": None,
+        "int8|int8_per_channel_weight_only": "int8",
+        ".*": Refused(
+            "quantized checkpoints are not supported; int8 is made of one in 16 or 32 bits",
+            field="quantization",
+            value="int8",
+        ),
+    },
+}
 
 
 def _each(option: Option, names: str) -> dict[str, Option]:
@@ -235,10 +244,6 @@ OPTIONS: Mapping[str, Option] = {
         neutral=("auto", "hf", "slow"),
     ),
     "config_format": Refused("config.json is read", neutral=("auto", "hf")),
-    "quantization": Refused(
-        "quantized checkpoints are not supported; kv_cache_dtype fp8 halves the KV cache",
-        neutral=("none", "null"),
-    ),
     **_each(
         Refused("quantized checkpoints are not supported", neutral=("none", "null")),
         "quantization_config kv_cache_dtype_skip_layers",

@@ -31,8 +31,8 @@ from jaxvllm.kv_transfer.connector import KVConnector
 from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
+from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.orientation import prefers_in_out, to_in_out, with_kernel
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -53,7 +53,6 @@ from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, ge
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
 from pallas_kernels.backend import Backend
-from pallas_kernels.chips import CpuChip
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
 
@@ -124,8 +123,10 @@ def build(
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
+    forms = resolved.forms(backend, meshes[0].size)
     speculation = config.drafting
-    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory)
+    # What drafts is kept as the table is: never quantized or turned.
+    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, forms.table)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = bucket_ladder(config, resolved, on_cpu, proposer)
@@ -144,9 +145,9 @@ def build(
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once
     with clock.stage("weights"):
-        replicas = _load(config, directory, resolved, meshes, backend)
+        replicas = _load(config, directory, resolved, meshes, forms)
         for params, mesh in zip(replicas, meshes, strict=True):
-            if drafting is not None and (draft := drafting.place(mesh, backend)) is not None:
+            if drafting is not None and (draft := drafting.place(mesh)) is not None:
                 params[DRAFT] = draft
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
@@ -200,8 +201,8 @@ def build(
 
     def read_weights(given: Mapping[str, Any] | Path) -> list[Params]:
         if isinstance(given, Path):
-            return _load(replace(config, load_format="auto"), given, resolved, meshes, backend)
-        return _load(config, directory, resolved, meshes, backend, given)
+            return _load(replace(config, load_format="auto"), given, resolved, meshes, forms)
+        return _load(config, directory, resolved, meshes, forms, given)
 
     def make_scheduler(events: KVEventLog | None) -> Scheduler:
         cache = KVCache(
@@ -270,7 +271,7 @@ def _load(
     directory: Path,
     resolved: ResolvedConfig,
     meshes: Sequence[Mesh],
-    backend: Backend,
+    forms: Forms,
     tensors: Mapping[str, Any] | None = None,
 ) -> list[Params]:
     """Returns the weights on each of `meshes`: read once, from `directory` or `tensors`, and copied between devices."""
@@ -284,12 +285,8 @@ def _load(
         mesh=meshes[0],
         hf_config=resolved.hf_config,
         tensors=tensors,
+        forms=forms,
     )
-    if isinstance(backend.chip, CpuChip) and resolved.layout == "separate":
-        params = with_kernel(params, resolved.spec, backend.chip)
-    # Only on one device: several on a CPU are virtual, for proving what real ones will do, not for speed.
-    elif resolved.layout == "separate" and meshes[0].size == 1 and prefers_in_out():
-        params = to_in_out(params, resolved.spec)
 
     def copied(mesh: Mesh) -> Params:
         copy: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)

@@ -15,20 +15,16 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import Form, Forms
 from jaxvllm.models.heads.draft_model import DraftModel
 from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa, read_mtp
 from jaxvllm.models.heads.kinds import check_kind, method_of
-from jaxvllm.models.ops import KernelMatrix
-from jaxvllm.models.orientation import with_kernel
 from jaxvllm.models.params import Params
-from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
 from jaxvllm.runtime.proposers.medusa import MedusaProposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.proposers.suffix import SuffixProposer
-from pallas_kernels.backend import Backend
-from pallas_kernels.chips import CpuChip
 from sharding.placement import mesh_of, place
 
 # Arrays of heads by which matmuls multiply; others are norms, biases and tables.
@@ -41,11 +37,13 @@ class Drafting:
 
     proposer: Proposer
     params: Params | None = None
-    spec: ModelSpec | None = None  # of the draft, where that is a whole model
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path) -> "Drafting":
-        """Reads what `config` names, for the model `target`. Raises ValueError where they do not go together."""
+    def of(cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path, form: Form) -> "Drafting":
+        """Reads what `config` names, for the model `target`, and keeps its matrices in `form`.
+
+        Raises ValueError where they do not go together.
+        """
         if config.method == "ngram":
             return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
         if config.method == "suffix":
@@ -57,7 +55,7 @@ class Drafting:
         if method != "mtp":  # whose head is a part of the model
             check_kind(method, directory, hf_config)
         if method == "draft_model":
-            return cls._of_model(directory, hf_config, target)
+            return cls._of_model(directory, hf_config, target, form)
         proposer: Proposer
         if method == "mtp":
             heads, params = read_mtp(directory, hf_config, target.spec, config.num_speculative_tokens)
@@ -68,10 +66,10 @@ class Drafting:
         else:
             eagle, params = (read_eagle if method == "eagle" else read_eagle3)(directory, hf_config, target.spec)
             proposer = AutoregressiveProposer((eagle,))
-        return cls(proposer, jax.tree.map(partial(_in_dtype, dtype=target.dtype), params))
+        return cls(proposer, _kept(jax.tree.map(partial(_in_dtype, dtype=target.dtype), params), form))
 
     @classmethod
-    def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig) -> "Drafting":
+    def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig, form: Form) -> "Drafting":
         spec = model_spec(hf_config)
         if spec.max_position < target.max_model_len:
             raise ValueError(
@@ -79,27 +77,21 @@ class Drafting:
                 f"{target.max_model_len}: lower it, or take another draft"
             )
         host = mesh_of(jax.local_devices()[0])
-        params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host)
-        return cls(AutoregressiveProposer((DraftModel(spec),)), jax.tree.map(np.asarray, params), spec)
+        forms = Forms(form, form, form)
+        params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host, forms=forms)
+        return cls(AutoregressiveProposer((DraftModel(spec),)), jax.tree.map(np.asarray, params))
 
-    def place(self, mesh: Mesh, backend: Backend) -> Params | None:
+    def place(self, mesh: Mesh) -> Params | None:
         """Returns the parameters on every device of `mesh`."""
         if self.params is None:
             return None
-        params = _everywhere(self.params, mesh)
-        if not isinstance(backend.chip, CpuChip):
-            return params
-        if self.spec is not None:
-            return with_kernel(params, self.spec, backend.chip)
-        return {name: _with_kernel(part, backend.chip, name) for name, part in params.items()}
 
+        def placed(array: np.ndarray) -> jax.Array:
+            everywhere = place(mesh)((None,) * array.ndim)
+            return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
 
-def _everywhere(params: Params, mesh: Mesh) -> Params:
-    def placed(array: np.ndarray) -> jax.Array:
-        everywhere = place(mesh)((None,) * array.ndim)
-        return jax.make_array_from_callback(array.shape, everywhere, lambda index: array[index])
-
-    return {name: jax.tree.map(placed, part) for name, part in params.items()}
+        params: Params = jax.tree.map(placed, self.params)
+        return params
 
 
 def _in_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -108,10 +100,10 @@ def _in_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
     return np.asarray(array.astype(dtype) if is_float else array)
 
 
-def _with_kernel(tree: Any, chip: CpuChip, name: str) -> Any:
-    """Lets our own kernel multiply by the matrices of a head."""
+def _kept(tree: Any, form: Form, name: str = "") -> Any:
+    """Returns the parameters of a head with its matrices in `form`."""
     if isinstance(tree, dict):
-        return {key: _with_kernel(value, chip, key) for key, value in tree.items()}
+        return {key: _kept(value, form, key) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_with_kernel(value, chip, name) for value in tree]
-    return KernelMatrix(tree, chip) if name in _MATRICES else tree
+        return [_kept(value, form, name) for value in tree]
+    return form.wrapped(form.keep(tree, {})) if name in _MATRICES else tree

@@ -11,10 +11,13 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import Forms
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers import Proposer
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.host import kernels_multiply_bfloat16
 
 # As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
@@ -34,6 +37,7 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     page_size: int
     page_dtype: jnp.dtype
+    quantization: str | None  # of the layers' matrices
 
     @classmethod
     def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> Self:
@@ -62,7 +66,16 @@ class ResolvedConfig:
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=config.page_size,
             page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
+            quantization=config.quantization,
         )
+
+    def forms(self, backend: Backend, num_devices: int) -> Forms:
+        """Returns the forms in which a replica on `num_devices` devices keeps the matrices of the model."""
+        # XLA turns and reads only the arrays of single layers. Several devices on a CPU are virtual, for proving what
+        # real ones will do, not for speed.
+        of_layers = self.layout == "separate"
+        chip = backend.chip if of_layers and isinstance(backend.chip, CpuChip) else None
+        return Forms.chosen(self.quantization, chip, may_turn=of_layers and num_devices == 1)
 
     def cache_shape(self, num_pages: int, proposer: Proposer | None = None) -> CacheShape:
         """Returns the shape of a cache with slots for all requests at full length, and what `proposer` keeps or reads.

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models import orbax_tree
 from jaxvllm.models.families import find_family, model_spec
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.held_tensors import HeldTensors
 from jaxvllm.models.hf_weights import INDEX, StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
@@ -76,6 +77,7 @@ def load(
     mesh: Mesh | None = None,
     hf_config: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
+    forms: Forms = PLAIN_FORMS,
 ) -> Params:
     """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
@@ -83,6 +85,7 @@ def load(
     process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
     needed: they are made from `seed`, the same on every mesh. `hf_config` replaces the config.json of the
     directory, which names the family, and `tensors` replace its weights: arrays by the names in safetensors.
+    Matrices are kept in the forms of `forms`, which are made one matrix at a time.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
     if load_format not in get_args(LoadFormat):
@@ -113,8 +116,8 @@ def load(
         else:
             fill = partial(_dummy, spec, dtype, seed) if weights is None else weights.fill
             parts = read_shards(fill, spread, layout, dtype, sharding_of)
-        of_stages.append(assemble(spread, number, layout, dtype, sharding_of, parts))
-    return joined(of_stages, abstract_params(spec, dtype, layout, mesh)) if spread.stages > 1 else of_stages[0]
+        of_stages.append(assemble(spread, number, layout, dtype, sharding_of, parts, forms))
+    return joined(of_stages, abstract_params(spec, dtype, layout, mesh, forms)) if spread.stages > 1 else of_stages[0]
 
 
 def _dummy(spec: ModelSpec, dtype: DTypeLike, seed: int, name: str, layer: int | None) -> Fill:
@@ -142,7 +145,7 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
     for file in companions:
         shutil.copyfile(file, output / file.name)
     parts = read_shards(weights.fill, Spread(spec), "separate", name, sharding_of)
-    orbax_tree.save(output / TREE, assemble(Spread(spec), 0, "separate", name, sharding_of, parts))
+    orbax_tree.save(output / TREE, assemble(Spread(spec), 0, "separate", name, sharding_of, parts, PLAIN_FORMS))
     # The config comes last: if anything went wrong before, the directory has none and is not taken for a model. Its
     # dtype is the one that `auto` will load.
     (output / CONFIG).write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n", encoding="utf-8")

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.models.block import Block
+from jaxvllm.models.forms import Matrix
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_loops import Scalar, over_layers
-from jaxvllm.models.ops import KernelMatrix, project
+from jaxvllm.models.ops import lookup_table, project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec, RopeSpec
 from sharding.axis import ALONE, ModelAxis
@@ -133,9 +134,9 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
         return logits
 
 
-def embed(table: jax.Array | KernelMatrix, tokens: jax.Array, axis: ModelAxis) -> jax.Array:
+def embed(table: jax.Array | Matrix, tokens: jax.Array, axis: ModelAxis) -> jax.Array:
     """Looks up the rows [T, E] of `tokens` in `table`, of which each device has its share."""
-    table = table.array if isinstance(table, KernelMatrix) else table
+    table = lookup_table(table)
     if axis.size == 1:
         return jnp.take(table, tokens, axis=0, mode="clip")
     tokens = tokens - axis.first(len(table))

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.ops import LayerMatrix, LayerSlice
+from jaxvllm.models.ops import OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
 from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
@@ -181,7 +181,7 @@ class _Run:
 
     @cached_property
     def matrices(self) -> dict[str, tuple[Any, ...]]:
-        """The matrices of all layers of the run, where layers have arrays of their own. `LayerMatrix` chooses one.
+        """The matrices of all layers of the run, where layers have arrays of their own. `OneOf` chooses one.
 
         A stack of them would be copied slice by slice on CPU. So each matmul branches to its layer's own array.
         """
@@ -191,7 +191,7 @@ class _Run:
         return {name: tuple(self.params[number][name] for number in self.numbers.flat) for name in names}
 
     @cached_property
-    def stacks(self) -> dict[str, tuple[jax.Array, np.ndarray]]:
+    def stacks(self) -> dict[str, tuple[Any, np.ndarray]]:
         """The stacks that contain all other arrays, and the places of these layers in them, i32[turns, length]."""
         if isinstance(self.params, list):
             layers = [self.params[number] for number in self.numbers.flat]
@@ -208,7 +208,7 @@ class _Run:
         """Applies `step` to all layers of a loop that has one turn."""
         first = int(self.numbers[0, 0])
         # A stack of exactly these layers is scanned. A part of a larger stack would be copied first.
-        scanned = {name: stack for name, (stack, where) in self.stacks.items() if len(stack) == where.size}
+        scanned = {name: stack for name, (stack, where) in self.stacks.items() if _length(stack) == where.size}
         varying = {name: values for name, values in self.shared.items() if not isinstance(values, int)}
 
         def scan_step(carry: Carry, xs: tuple[Params, dict[str, jax.Array]]) -> tuple[Carry, None]:
@@ -229,15 +229,24 @@ class _Run:
 
     def _weights(self, turn: Scalar, i: Scalar, slices: Params) -> Params:
         """Returns the arrays of a layer. `slices` are those that a scan has sliced already."""
-        weights: Params = {name: LayerMatrix(of, turn * self.length + i) for name, of in self.matrices.items()}
+        weights: Params = {name: OneOf(of, turn * self.length + i) for name, of in self.matrices.items()}
         for name, (stack, where) in self.stacks.items():
             if name in slices:
                 array = slices[name]
             else:
                 at = _computed(where, turn, i)
-                array = jax.lax.dynamic_index_in_dim(stack, at, keepdims=False, allow_negative_indices=False)
-            weights[name] = LayerSlice(array) if self.decls[name].storage == "matrix" else array
+                array = jax.tree.map(partial(_at, index=at), stack)
+            weights[name] = Slice(array) if self.decls[name].storage == "matrix" else array
         return weights
+
+
+def _length(stack: Any) -> int:
+    """Returns how many layers a stack has."""
+    return len(jax.tree.leaves(stack)[0])
+
+
+def _at(stack: jax.Array, index: Scalar) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 
 def _computed(table: np.ndarray, turn: Scalar, i: Scalar) -> Scalar:

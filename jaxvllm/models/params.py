@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.ops import lookup_table
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from sharding.placement import place
@@ -80,6 +82,11 @@ def head_of(params: Params) -> Params:
     return {name: params[name] for name in ("embed", "lm_head") if name in params}
 
 
+def activation_dtype(params: Params) -> Any:
+    """Returns the dtype that the layers compute in, whatever the forms of their matrices are."""
+    return lookup_table(params["embed"]).dtype
+
+
 def num_parameters(spec: ModelSpec) -> int:
     """Counts the weights of the model. A tied LM head counts once."""
     layers = (declare_layer(spec, layer) for layer in range(spec.num_layers))
@@ -106,13 +113,18 @@ def build(spec: ModelSpec, layout: Layout, array: Callable[[str, ParamDecl, tupl
     return params
 
 
-def abstract_params(spec: ModelSpec, dtype: DTypeLike, layout: Layout, mesh: Mesh) -> Params:
+def abstract_params(
+    spec: ModelSpec, dtype: DTypeLike, layout: Layout, mesh: Mesh, forms: Forms = PLAIN_FORMS
+) -> Params:
     """Returns the tree of `spec` spread over `mesh`, as jax.ShapeDtypeStruct: enough to compile, without weights."""
     sharding = place(mesh)
 
-    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
-        whole = decl.stacked(len(layers)) if layers and layout == "stacked" else decl
-        return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
+    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> Any:
+        def array(decl: ParamDecl) -> jax.ShapeDtypeStruct:
+            whole = decl.stacked(len(layers)) if layers and layout == "stacked" else decl
+            return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
+
+        return forms.node(decl, layers is not None, array)
 
     return build(Spread.on(spec, mesh).whole, layout, leaf)
 

@@ -1,6 +1,7 @@
 """Builds the tree of parameters on devices. Each device's shard of each array is read alone, one layer at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms import Forms
 from jaxvllm.models.params import Layout, Params, build, declaration
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
@@ -63,7 +65,7 @@ def sharding_on(mesh: Mesh) -> ShardingOf:
 
 
 def assemble(
-    spread: Spread, stage: int, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts
+    spread: Spread, stage: int, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts, forms: Forms
 ) -> Params:
     """Builds the tree of a stage of `spread` from its arrays. Only those of a stacked layer may come in several parts.
 
@@ -71,20 +73,30 @@ def assemble(
     """
     first_layer = stage * spread.stage_layers
 
-    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> jax.Array:
+    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> Any:
         if layers is None or layout == "separate":
             [array] = parts(name, decl, layers[0] if layers else None)
-            return jax.block_until_ready(array)
-        whole = decl.stacked(len(layers))
-        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding_of(whole))
-        put = jax.jit(_put, donate_argnums=0, out_shardings=sharding_of(whole))
-        stack = zeros(whole.shape, whole.dtype_in(dtype))
+            return jax.block_until_ready(forms.kept(array, decl, layers is not None, sharding_of))
+
+        def zeros(decl: ParamDecl) -> jax.Array:
+            whole = decl.stacked(len(layers))
+            made = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding_of(whole))
+            array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
+            return array
+
+        stack = forms.node(decl, True, zeros)
+        puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in jax.tree.leaves(stack)]
         for i, layer in enumerate(layers):
             if first_layer + layer >= spread.spec.num_layers:
                 break  # layers of zeros follow
             first = 0
             for part in parts(name, decl, first_layer + layer):
-                stack = jax.block_until_ready(put(stack, part, np.int32(i), np.int32(first)))
+                kept = jax.tree.leaves(forms.kept(part, decl, True, sharding_of))
+                held = jax.tree.leaves(stack)
+                at = np.int32(i), np.int32(first)
+                after = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]
+                stack = jax.tree.unflatten(jax.tree.structure(stack), after)
+                jax.block_until_ready(stack)
                 first += len(part)
         return stack
 

@@ -80,7 +80,7 @@ class Steps:
         self.num_pages = max(count_pages(half, deployment.pool_bytes, deployment.useful_pages), 2)
         shape = deployment.cache_shape(self.num_pages)
         params, pages = (
-            abstract_params(deployment.spec, dtype, layout, mesh),
+            abstract_params(deployment.spec, dtype, layout, mesh, deployment.forms),
             shape.pages(deployment.spec, deployment.backend, mesh),
         )
         self.platform = devices[0].platform

@@ -13,6 +13,7 @@ from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import Forms
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.share import Share
@@ -43,6 +44,7 @@ class Deployment:
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
@@ -65,6 +67,7 @@ class Deployment:
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             page_size=resolved.page_size,
+            quantization=resolved.quantization,
         )
 
     @cached_property
@@ -95,7 +98,12 @@ class Deployment:
     @property
     def share(self) -> Share:
         """The share of the model on each device."""
-        return Share(self.spread, jnp.dtype(self.dtype))
+        return Share(self.spread, jnp.dtype(self.dtype), self.forms)
+
+    @property
+    def forms(self) -> Forms:
+        """The forms of the matrices, which need no turning to be counted and compiled."""
+        return Forms.chosen(self.quantization, chip=None, may_turn=False)
 
     @property
     def page_bytes(self) -> int:

@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.params import build
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -33,6 +36,7 @@ class Share:
 
     spread: Spread
     dtype: np.dtype
+    forms: Forms = PLAIN_FORMS  # in which the matrices are kept
 
     @property
     def spec(self) -> ModelSpec:
@@ -77,7 +81,10 @@ class Share:
         return int(page.size * page.dtype.itemsize)
 
     def _held(self) -> list[_Held]:
-        def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> _Held:
+        def leaf(name: str, matrix: ParamDecl, layers: tuple[int, ...] | None) -> Any:
+            return self.forms.node(matrix, layers is not None, partial(of_array, layers=layers))
+
+        def of_array(decl: ParamDecl, layers: tuple[int, ...] | None) -> _Held:
             elements = math.prod(decl.shape) // (self.spread.size if MODEL in partition_spec(decl.axes) else 1)
             count = 1 if layers is None else len(layers)
             num_bytes = count * elements * decl.dtype_in(self.dtype).itemsize

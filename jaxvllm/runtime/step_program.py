@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES
 from jaxvllm.core.step_sizes import step_overhead
-from jaxvllm.models.params import Params, head_of
+from jaxvllm.models.params import Params, activation_dtype, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
@@ -174,7 +174,7 @@ class StepCompiler:
 
     def hidden(self, count: int) -> Any:
         """Returns the shape of so many hidden states."""
-        return self.everywhere((count, self.spec.hidden_size), self.params["embed"].dtype)
+        return self.everywhere((count, self.spec.hidden_size), activation_dtype(self.params))
 
     def _make(
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]

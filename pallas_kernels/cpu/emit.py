@@ -11,10 +11,11 @@ from typing import Any
 from llvmlite import ir
 
 from pallas_kernels.chips import CpuChip
-from pallas_kernels.cpu.values import F32, I1, I16, I32, I64, Value, Variable, elements
+from pallas_kernels.cpu.values import F32, I1, I8, I16, I32, I64, Value, Variable, elements
 
-# What is in memory becomes float32 when it is loaded, and is rounded when it is stored.
-SIZE_OF = {"float32": 4, "bfloat16": 2}
+# What is in memory becomes float32 when it is loaded, and is rounded when it is stored. Int8 is only loaded.
+SIZE_OF = {"float32": 4, "bfloat16": 2, "int8": 1}
+_ELEMENTS = {"float32": F32, "bfloat16": I16, "int8": I8}
 
 
 class Emitter:
@@ -201,18 +202,20 @@ class Emitter:
 
     def load(self, address: Value, dtype: str = "float32", mask: Value | None = None) -> Value:
         """Loads a vector of `dtype` as float32. Lanes outside `mask` are 0, and their memory is not read."""
-        element = F32 if dtype == "float32" else I16
-        loaded = self._load_raw(address, element, self.lanes, mask)
+        loaded = self._load_raw(address, _ELEMENTS[dtype], self.lanes, mask)
         if dtype == "float32":
             return Value(self, loaded)
+        if dtype == "int8":
+            whole = self.builder.sext(loaded, ir.VectorType(I32, self.lanes))
+            return Value(self, self.builder.sitofp(whole, ir.VectorType(F32, self.lanes)))
         return self._widened(Value(self, loaded))
 
     def _load_raw(self, address: Value, element: Any, lanes: int, mask: Value | None) -> Any:
         vector = ir.VectorType(element, lanes)
-        pointer, align = self._pointer(address, vector), 4 if element == F32 else 2
+        pointer, align = self._pointer(address, vector), 4 if element == F32 else element.width // 8
         if mask is None:
             return self.builder.load(pointer, align=align)
-        name = f"llvm.masked.load.v{lanes}{'f32' if element == F32 else 'i16'}.p0"
+        name = f"llvm.masked.load.v{lanes}{'f32' if element == F32 else f'i{element.width}'}.p0"
         zeros = ir.Constant(vector, elements(0, vector))
         others = (Value(self, pointer), Value(self, ir.Constant(I32, align)), mask, Value(self, zeros))
         return self.intrinsic(name, vector, *others).ir

@@ -12,7 +12,7 @@ from llvmlite import ir
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter
 
-I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
 
 type Number = "Value | int | float"

@@ -5,6 +5,7 @@ so that a matrix is read from memory once. The tile of a few rows by a few colum
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llvmlite import ir
 
@@ -22,21 +23,27 @@ ROWS = 64  # at a time: 512 rows by 384 columns of 2048 took 5.9 ms all at once,
 AHEAD = 2 * COLUMNS
 
 
-def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
-    """Emits y [M, N] = x [M, K] w[index] [N, K]^T. Its arguments are x, index, w[0], w[1], ..."""
+INT8 = "int8"
+
+
+def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str, weight_dtype: str) -> None:
+    """Emits y [M, N] = x [M, K] w[index] [N, K]^T. Its arguments are x, index, w[0], w[1], ...
+
+    Where the weights are int8, each is followed by its scales s [N], and column n of y is multiplied by s[n].
+    """
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:
-        tile, size = _tile(t, rows, dtype, out_dtype), SIZE_OF[out_dtype]
+        tile, size = _tile(t, rows, dtype, out_dtype, weight_dtype), SIZE_OF[out_dtype]
 
-        def emit(x: Value, weight: Value, y: Value, row: Value, column: Value, K: Value, N: Value) -> None:
-            t.call(tile, x, weight + column * K * SIZE_OF[dtype], y + (row * N + column) * size, K, N)
+        def emit(x: Value, w: _Weight, y: Value, row: Value, column: Value, K: Value, N: Value) -> None:
+            t.call(tile, x, w.row(column, K), w.scale(column), y + (row * N + column) * size, K, N)
 
         return emit
 
-    _multiply(e, frame, dtype, tile_of)
+    _multiply(e, frame, dtype, weight_dtype, tile_of)
 
 
-def gated(e: Emitter, frame: Frame, dtype: str, activation: str) -> None:
+def gated(e: Emitter, frame: Frame, dtype: str, activation: str, weight_dtype: str) -> None:
     """Emits h [M, F] = activation(x a^T) * (x b^T), where w[index] [2, F, K] is a and b.
 
     It takes the arguments of `matmul`.
@@ -44,15 +51,15 @@ def gated(e: Emitter, frame: Frame, dtype: str, activation: str) -> None:
     activate = {"silu": silu, "gelu_tanh": gelu_tanh}[activation]
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:
-        tile, size = _tile(t, rows, dtype, "float32"), SIZE_OF[dtype]
+        tile, size = _tile(t, rows, dtype, "float32", weight_dtype), SIZE_OF[dtype]
         # The products of both halves, [rows, COLUMNS] each and a vector after them, which partial vectors may read.
         floats = rows * COLUMNS
         gate, up = (t.words((floats + t.lanes) // 2) for _ in range(2))
 
-        def emit(x: Value, weight: Value, h: Value, row: Value, column: Value, K: Value, F: Value) -> None:
+        def emit(x: Value, w: _Weight, h: Value, row: Value, column: Value, K: Value, F: Value) -> None:
             for half, products in enumerate((gate, up)):
                 first = F + column if half else column
-                t.call(tile, x, weight + first * K * size, products, K, t.integer(COLUMNS))
+                t.call(tile, x, w.row(first, K), w.scale(first), products, K, t.integer(COLUMNS))
             for start in range(0, floats, t.lanes):
                 result = activate(t.load(gate + start * 4)) * t.load(up + start * 4)
                 for place in range(start, min(start + t.lanes, floats), COLUMNS):
@@ -61,22 +68,46 @@ def gated(e: Emitter, frame: Frame, dtype: str, activation: str) -> None:
 
         return emit
 
-    _multiply(e, frame, dtype, tile_of)
+    _multiply(e, frame, dtype, weight_dtype, tile_of)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A matrix [N, K] in memory, and the scales of its rows if it is int8."""
+
+    address: Value
+    scales: Value
+    dtype: str
+
+    def row(self, number: Value, K: Value) -> Value:
+        """Returns the address of a row."""
+        return self.address + number * K * SIZE_OF[self.dtype]
+
+    def scale(self, number: Value) -> Value:
+        """Returns the address of a row's scale."""
+        return self.scales + number * SIZE_OF["float32"]
 
 
 # Emits a tile of the result: (x at the first row, weight, result, first row, first column, K, columns of the result).
-EmitTile = Callable[[Value, Value, Value, Value, Value, Value, Value], None]
+EmitTile = Callable[[Value, _Weight, Value, Value, Value, Value, Value], None]
 
 
-def _multiply(e: Emitter, frame: Frame, dtype: str, tile_of: Callable[[Emitter, int], EmitTile]) -> None:
+def _multiply(
+    e: Emitter, frame: Frame, dtype: str, weight_dtype: str, tile_of: Callable[[Emitter, int], EmitTile]
+) -> None:
     """Emits a loop over all tiles of the result; `tile_of(emitter, rows)` emits tiles of that many rows."""
     x, y = frame.argument(0), frame.result(0)
-    weight = frame.argument(e.load_int(frame.argument(1).data, 32) + 2)
+    index = e.load_int(frame.argument(1).data, 32)
+    if weight_dtype == INT8:
+        weight, scales = frame.argument(index * 2 + 2).data, frame.argument(index * 2 + 3).data
+    else:
+        weight, scales = frame.argument(index + 2).data, e.integer(0)
     num_columns = y.size(1)
-    captured = (x.data, weight.data, y.data, x.size(0), x.size(1), num_columns)
+    captured = (x.data, weight, scales, y.data, x.size(0), x.size(1), num_columns)
 
     def block(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
-        x, weight, y, M, K, N = captured
+        x, address, scales, y, M, K, N = captured
+        weight = _Weight(address, scales, weight_dtype)
         tiles = {rows: tile_of(t, rows) for rows in t.chip.group_sizes}
         # `x` of these rows stays in the second cache while all columns of the item pass by.
         with t.loop(0, M, ROWS) as first:
@@ -90,22 +121,24 @@ def _multiply(e: Emitter, frame: Frame, dtype: str, tile_of: Callable[[Emitter, 
     parallel_loop(e, frame, (num_columns + (BLOCK - 1)) // BLOCK, captured, block)
 
 
-def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:
+def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str, weight_dtype: str) -> ir.Function:
     """Emits the product of `rows` rows with COLUMNS columns. Each is a sum over vectors, then over lanes."""
-    t = e.function(f"tile{rows}", 5)
-    x, weight, y, K, N = t.arguments
-    size = SIZE_OF[dtype]
+    t = e.function(f"tile{rows}", 6)
+    x, weight, scales, y, K, N = t.arguments
+    size, weight_size = SIZE_OF[dtype], SIZE_OF[weight_dtype]
     totals = {(m, n): t.variable(t.vector(0)) for m in range(rows) for n in range(COLUMNS)}
-    pairs = dtype == "bfloat16" and t.chip.has_bf16_dot
+    pairs = dtype == weight_dtype == "bfloat16" and t.chip.has_bf16_dot
     step = t.lanes * 2 if pairs else t.lanes
+
+    def load(address: Value, dtype: str, mask: Value | None) -> Value:
+        return t.load_pairs(address, mask) if pairs else t.load(address, dtype, mask)
 
     def add(k: Value, mask: Value | None = None) -> None:
         for n in range(COLUMNS):
-            t.prefetch(weight + (K * (n + AHEAD) + k) * size, level=2)
-        load = t.load_pairs if pairs else lambda address, mask: t.load(address, dtype, mask)
-        a = [load(x + (K * m + k) * size, mask) for m in range(rows)]
+            t.prefetch(weight + (K * (n + AHEAD) + k) * weight_size, level=2)
+        a = [load(x + (K * m + k) * size, dtype, mask) for m in range(rows)]
         for n in range(COLUMNS):
-            b = load(weight + (K * n + k) * size, mask)
+            b = load(weight + (K * n + k) * weight_size, weight_dtype, mask)
             for m in range(rows):
                 totals[m, n].set((dot_pairs if pairs else t.fma)(a[m], b, totals[m, n].get()))
 
@@ -114,10 +147,14 @@ def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str) -> ir.Function:
         add(k)
     with t.when(whole < K):
         add(whole, first_lanes(K - whole, step))
+    if weight_dtype == INT8:
+        columns = t.load(scales, mask=first_lanes(t.integer(COLUMNS), t.lanes))
+        scale = shuffle(columns, columns, [place % COLUMNS for place in range(t.lanes)])
     places = list(totals)
     for first in range(0, len(places), t.lanes):
         some = places[first : first + t.lanes]
         total = sums([totals[place].get() for place in some])
+        total = total * scale if weight_dtype == INT8 else total
         for start in range(0, len(some), COLUMNS):
             m, n = some[start]
             address = y + (N * m + n) * SIZE_OF[out_dtype]

@@ -152,6 +152,7 @@ def test_the_table_of_vllms_options_is_of_options_that_exist_here_and_names_that
         ({"gpu_memory_utilization": 0.5, "block_size": 32}, {"memory_utilization": 0.5, "page_size": 32}),
         ({"trust_remote_code": True, "enforce_eager": False, "enable_chunked_prefill": True, "swap_space": 4}, {}),
         ({"quantization": None, "enable_lora": False, "dtype": "half", "max_model_len": -1}, {"dtype": "float16"}),
+        ({"quantization": "int8_per_channel_weight_only"}, {"quantization": "int8"}),
         ({"compilation_config": {"level": 3}, "limit_mm_per_prompt": {"image": 0}}, {}),
         ({"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": False}}, {}),
     ],
@@ -165,7 +166,7 @@ def test_python_takes_the_same_options(options, ours):
     [
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill: use scheduler='v0' (steps then hold"),
         ({"enable_lora": True, "xyz": 1}, "enable_lora: leave it out (LoRA adapters are not supported yet); unknown"),
-        ({"quantization": "awq"}, "quantization: leave it out (quantized checkpoints"),
+        ({"quantization": "awq"}, "quantization: use quantization='int8' (quantized checkpoints"),
         ({"max_num_sequences": 1}, "unknown option 'max_num_sequences': did you mean 'max_num_seqs'?"),
         # Only a server logs its load.
         ({"disable_log_stats": True}, "unknown option 'disable_log_stats'"),

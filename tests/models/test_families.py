@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.ops import InOut
-from jaxvllm.models.orientation import to_in_out
+from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
+from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.params import Layout
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
@@ -45,9 +45,13 @@ FAMILIES = (
 )
 
 
-def load(fixture: Fixture, directory: Path, layout: Layout) -> tuple[Any, Any]:
+TURNED = Forms(Turned(), Turned())
+
+
+def load(fixture: Fixture, directory: Path, layout: Layout, forms: Forms = PLAIN_FORMS) -> tuple[Any, Any]:
     spec = model_spec(fixture.config, fixture.max_model_len)
-    return checkpoint.load(fixture.write_checkpoint(directory), spec, dtype=jnp.float32, layout=layout), spec
+    path = fixture.write_checkpoint(directory)
+    return checkpoint.load(path, spec, dtype=jnp.float32, layout=layout, forms=forms), spec
 
 
 def test_every_family_has_a_fixture() -> None:
@@ -57,10 +61,9 @@ def test_every_family_has_a_fixture() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     fixture = Fixture.load(name)
-    forms: list[tuple[Layout, bool]] = [("separate", False), ("stacked", False), ("separate", True)]
-    for layout, turned in forms:
-        params, spec = load(fixture, tmp_path / layout, layout)
-        params = to_in_out(params, spec) if turned else params
+    kinds: list[tuple[Layout, Forms]] = [("separate", PLAIN_FORMS), ("stacked", PLAIN_FORMS), ("separate", TURNED)]
+    for layout, forms in kinds:
+        params, spec = load(fixture, tmp_path / layout, layout, forms)
         # Padded to one length, so that each layout compiles once: what comes after cannot change what was.
         run = jax.jit(lambda params, tokens, spec=spec: dense_logits(params, spec, tokens))
         for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
@@ -68,7 +71,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
             padded[: len(prompt)] = prompt
             logits = run(params, padded)[len(prompt) - 1]
             chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
-        if (layout, turned) != forms[0]:
+        if (layout, forms) != kinds[0]:
             continue
         # Fed with the expected tokens at once: each must be the best after those before it.
         for prompt, greedy in zip(fixture.prompts, fixture.greedy, strict=True):
@@ -79,13 +82,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
 
 
 def test_turning_round_takes_every_matrix_and_nothing_else(tmp_path: Path) -> None:
-    params, spec = load(Fixture.load("llama"), tmp_path, "separate")
-    before = dict(params["layers"][0])
-    turned = to_in_out(params, spec)["layers"][0]
-    assert {name for name, value in turned.items() if isinstance(value, InOut)} == {"qkv", "o", "gate_up", "down"}
-    again = turned["gate_up"].array.T.reshape(before["gate_up"].shape)
-    chex.assert_trees_all_equal(again, before["gate_up"])
-    assert turned["gate_up"].out_shape == (2, spec.ffn_size)
+    params, spec = load(Fixture.load("llama"), tmp_path / "plain", "separate")
+    before = params["layers"][0]
+    turned = load(Fixture.load("llama"), tmp_path / "turned", "separate", TURNED)[0]["layers"][0]
+    assert {name for name, value in turned.items() if isinstance(value, Matrix)} == {"qkv", "o", "gate_up", "down"}
+    array = turned["gate_up"].arrays["turned"]
+    assert array.shape[1:] == (2, spec.ffn_size)
+    chex.assert_trees_all_equal(np.moveaxis(array, 0, -1), before["gate_up"])
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])

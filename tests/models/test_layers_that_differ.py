@@ -24,10 +24,11 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.ffn import GatedFfn
+from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
+from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.layer_loops import Loop, layer_loops
-from jaxvllm.models.ops import InOut, project
-from jaxvllm.models.orientation import to_in_out
+from jaxvllm.models.ops import project
 from jaxvllm.models.params import Layout, abstract_params, num_parameters
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -186,9 +187,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(model: Path, layout: Layout, size: int = 1) -> tuple[Any, ModelSpec]:
+TURNED = Forms(Turned(), Turned())
+
+
+def load(model: Path, layout: Layout, size: int = 1, forms: Forms = PLAIN_FORMS) -> tuple[Any, ModelSpec]:
     spec, mesh = model_spec(checkpoint.read_config(model)), make_mesh(MeshShape(1, size), jax.devices())
-    return checkpoint.load(model, spec, dtype=jnp.float32, layout=layout, mesh=mesh), spec
+    return checkpoint.load(model, spec, dtype=jnp.float32, layout=layout, mesh=mesh, forms=forms), spec
 
 
 def check(logits: jax.Array) -> None:
@@ -203,9 +207,8 @@ def test_what_the_layers_compute(model: Path, layout: Layout) -> None:
 
 
 def test_turned_round(model: Path) -> None:
-    params, spec = load(model, "separate")
-    params = to_in_out(params, spec)
-    assert {name for name, array in params["layers"][5].items() if isinstance(array, InOut)} == {
+    params, spec = load(model, "separate", forms=TURNED)
+    assert {name for name, array in params["layers"][5].items() if isinstance(array, Matrix)} == {
         *("qkv", "o", "router", "experts_up", "experts_down")
     }
     check(jax.jit(lambda params: dense_logits(params, spec, TOKENS))(params))
@@ -295,10 +298,9 @@ def test_arrays_have_the_dtype_that_they_are_declared_with() -> None:
     stacks = jax.tree.leaves(abstract_params(spec, jnp.bfloat16, "stacked", make_mesh(MeshShape(1, 1), jax.devices())))
     assert share.weight_bytes == sum(stack.size * by_dtype[str(stack.dtype)] for stack in stacks)
     assert share.flops(1, 0) == 2 * LAYERS * (E * (4 + 2 * 2) * D + E * 4 * D + 3 * E * 24)
-    turned = to_in_out(checkpoint.load(Path(), spec, dtype=jnp.bfloat16, layout="separate", load_format="dummy"), spec)[
-        "layers"
-    ][0]
-    assert turned["down"].array.dtype == jnp.int8 and isinstance(turned["down_scale"], jax.Array)
+    options: dict[str, Any] = {"layout": "separate", "load_format": "dummy", "forms": TURNED}
+    turned = checkpoint.load(Path(), spec, dtype=jnp.bfloat16, **options)["layers"][0]
+    assert turned["down"].arrays["turned"].dtype == jnp.int8 and isinstance(turned["down_scale"], jax.Array)
 
 
 def test_one_kind_for_each_layer_or_none() -> None:

@@ -149,7 +149,11 @@ def test_the_kernels_compile_for_machines_that_are_not_here(
     chip = CpuChip(name=name, triple=triple, features=features)
     check_features(chip)
     for dtype in ("float32", "bfloat16"):
-        for kernel, dtypes in ((attention, (dtype,)), (matmul, (dtype, "float32"))):
+        for kernel, dtypes in (
+            (attention, (dtype,)),
+            (matmul, (dtype, "float32", dtype)),
+            (matmul, (dtype, "float32", "int8")),
+        ):
             code = compile_handler("handler", lambda e, f, k=kernel, d=dtypes: k(e, f, *d), chip)
             assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == machine
 

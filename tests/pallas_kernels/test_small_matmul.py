@@ -129,6 +129,73 @@ def test_gated_matrices_have_two_halves(shape: tuple[int, ...]) -> None:
         jax.eval_shape(lambda x, w: small_gated_matmul(x, [w], 0, gate="silu", chip=CPU_CHIPS[LANES[-1]]), *structs)
 
 
+def rounded(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Integers, scales, and the matrix that these are."""
+    scales = jnp.abs(w.astype(jnp.float32)).max(-1) / 100
+    values = jnp.round(w.astype(jnp.float32) / scales[..., None])
+    return values.astype(jnp.int8), scales, values * scales[..., None]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.num_rows in (1, 3, 33)], ids=str)
+def test_int8_equals_float64(case: MatmulCase, dtype: str, lanes: int) -> None:
+    x, w = operands(case, dtype)
+    values, scales, exact = rounded(w)
+    # The second of two: a program that takes the first one's values or scales is seen.
+    result = int8_product(lanes)(x, [values * 0, values], [scales * 0 + 1, scales])
+    assert (result.shape, result.dtype) == ((case.num_rows, case.size_out), dtype)
+    assert error(result, x, exact) < TOLERANCES[dtype]
+
+
+@cache
+def int8_product(lanes: int) -> Any:
+    return jax.jit(lambda x, ws, ss: small_matmul(x, ws, 1, scales=ss, chip=CPU_CHIPS[lanes]))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_gated_int8_equals_float64(rows: int, gate: Gate, lanes: int) -> None:
+    x, w = operands(MatmulCase("", rows, 84, 2 * 37), "float32")
+    values, scales, exact = rounded(w.reshape(2, 37, 84))
+
+    @jax.jit
+    def call(x: jax.Array, values: jax.Array, scales: jax.Array) -> jax.Array:
+        return small_gated_matmul(x, [values], 0, scales=[scales], gate=gate, chip=CPU_CHIPS[lanes])
+
+    a, b = np.asarray(x, np.float64) @ np.asarray(exact, np.float64).transpose(0, 2, 1)
+    expected = GATES[gate](a) * b
+    difference = np.abs(np.asarray(call(x, values, scales)) - expected).max(axis=1) / np.abs(expected).max(axis=1)
+    assert difference.max() < TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_times_int8_have_the_same_bits_alone(dtype: str) -> None:
+    x, w = operands(MatmulCase("", 11, 84, 108), dtype)
+    values, scales, _ = rounded(w)
+    call = int8_product(LANES[-1])
+    together = np.asarray(call(x, [values] * 2, [scales] * 2).astype(jnp.float32))
+    for row in range(11):
+        alone = call(x[row : row + 1], [values] * 2, [scales] * 2).astype(jnp.float32)
+        np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "message"),
+    [
+        (jnp.int8, None, "x and matrices must both be of float32 or bfloat16, got float32 and int8"),
+        (jnp.float32, (16,), "matrices must be int8, got float32 and float32"),
+        (jnp.int8, (15,), r"each of 1 matrices \(16, 8\) needs scales f32\[16\]"),
+    ],
+)
+def test_scales_belong_to_int8(values: Any, scales: Any, message: str) -> None:
+    x, w = jax.ShapeDtypeStruct((3, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), values)
+    given = None if scales is None else [jax.ShapeDtypeStruct(scales, jnp.float32)]
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda x, w, s: small_matmul(x, [w], 0, scales=s, chip=CPU_CHIPS[LANES[-1]]), x, w, given)
+
+
 @pytest.mark.parametrize(
     ("x", "matrices", "message"),
     [

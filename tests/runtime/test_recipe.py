@@ -15,14 +15,18 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import PLAIN, Matrix
+from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.norm import RmsNorm
-from jaxvllm.models.ops import InOut, biased, project
+from jaxvllm.models.ops import biased, project
 from jaxvllm.runtime import recipe
 from jaxvllm.runtime.recipe import TRACED_PACKAGES, NoName, Recipe
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
 from pallas_kernels.backend import REFERENCE
+from pallas_kernels.cpu.host import host_chip
 from tests.models.fixture import Fixture
 from tests.runtime.test_step_memory import SHAPE
 
@@ -67,8 +71,10 @@ def test_whatever_differs_gives_another_name() -> None:
                 (struct(4),),
                 {"x": struct(4)},
                 {"y": struct(4)},
-                InOut(struct(4), (4,)),  # type: ignore[arg-type]
-                InOut(struct(4), (2, 2)),  # type: ignore[arg-type]
+                Matrix(PLAIN, {"x": struct(4)}),  # type: ignore[dict-item]
+                Matrix(Turned(), {"x": struct(4)}),  # type: ignore[dict-item]
+                Matrix(Int8(), {"x": struct(4)}),  # type: ignore[dict-item]
+                Matrix(Int8(host_chip()), {"x": struct(4)}),  # type: ignore[dict-item]
             )
         ),
         replace(add(), arguments=(struct(4, on=mesh(1)),) * 2, mesh=mesh(1)),

@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.orientation import to_in_out
+from jaxvllm.models.forms import Forms
+from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.params import Layout, abstract_params, head_of
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
@@ -26,6 +27,7 @@ from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
 from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 from pallas_kernels.backend import REFERENCE
+from pallas_kernels.cpu.host import host_chip
 from sharding.placement import mesh_of
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -133,9 +135,15 @@ def test_no_copy_of_a_weight_where_layers_follow_a_period() -> None:
 
 
 def test_no_copy_of_a_weight_that_was_turned_round() -> None:
-    params = checkpoint.load(Path(), SPEC, dtype=jnp.float32, layout="separate", load_format="dummy")
-    turned = StepCompiler(to_in_out(params, SPEC), KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(Turned(), Turned()))
+    turned = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert turned.step_bytes < smallest_matrix("separate")
+
+
+def test_no_copy_of_int8_in_another_dtype() -> None:
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(Int8(host_chip()), CpuKernel(host_chip())))
+    kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
+    assert kernels.step_bytes < smallest_matrix("separate")
 
 
 def test_a_copy_of_weights_would_be_seen() -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.heads.head import DraftHead
-from jaxvllm.models.params import Params
+from jaxvllm.models.params import Params, activation_dtype
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
 from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
 from jaxvllm.runtime.sampler import guess
@@ -83,7 +83,7 @@ class AutoregressiveProposer:
             return kv_pages, features, tokens, drafts.at[:, place].set(tokens)
 
         last = state["history"][slots, jnp.maximum(lengths - 1, 0)]
-        features = jnp.zeros((len(slots), 0), known.params["embed"].dtype)
+        features = jnp.zeros((len(slots), 0), activation_dtype(known.params))
         if self.follows_all:
             features = known.features
         drafts = jnp.zeros((len(slots), num_drafts), jnp.int32)
@@ -95,7 +95,7 @@ class AutoregressiveProposer:
         """Computes of the rows `wanted` bool[R] what the head has not seen before their last token."""
         state, slots, num_rows = known.state, known.slots, len(known.slots)
         tables, ends = state["page_tables"][slots], jnp.where(wanted, known.lengths - 1, 0)
-        features = jnp.zeros((num_rows * CATCH_UP, 0), known.params["embed"].dtype)
+        features = jnp.zeros((num_rows * CATCH_UP, 0), activation_dtype(known.params))
 
         def some(carry: tuple[jax.Array, KVCachePages]) -> tuple[jax.Array, KVCachePages]:
             done, kv_pages = carry
@@ -162,7 +162,7 @@ class AutoregressiveProposer:
         """Runs `head` over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
         *others, pages = kv_pages
         spec, backend = head.spec, model.backend
-        plan = plan_rows(rows, pages, num_heads=spec.num_heads, dtype=params["embed"].dtype, backend=backend)
+        plan = plan_rows(rows, pages, num_heads=spec.num_heads, dtype=activation_dtype(params), backend=backend)
         # Pages that left the window of the model's first group are somebody else's.
         window = model.shape.groups(model.spec)[0].window
 

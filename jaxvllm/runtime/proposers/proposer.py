@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.params import Params
+from jaxvllm.models.params import Params, activation_dtype
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
 from jaxvllm.runtime.slot_fields import FEATURE_LENGTH, FEATURES, DeviceState
 from jaxvllm.runtime.step_model import Computed, StepModel, trash_slot
@@ -37,7 +37,7 @@ class _OnDevice:
     @property
     def features(self) -> jax.Array:
         """The features [R, F] that `Followed.with_features` has kept, in the dtype of the model."""
-        return self.state[FEATURES.name][self.slots].astype(self.params["embed"].dtype)
+        return self.state[FEATURES.name][self.slots].astype(activation_dtype(self.params))
 
 
 @dataclass(frozen=True)

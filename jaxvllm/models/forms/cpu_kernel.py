@@ -1,0 +1,48 @@
+"""The form for our own kernels on CPUs: the array as checkpoints store it, multiplied where it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.form import Activation, Arrays, Form
+from jaxvllm.models.forms.plain import MATRIX
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
+
+
+@dataclass(frozen=True)
+class CpuKernel(Form):
+    """One array, which is never copied: `pallas_kernels.small_matmul` chooses among those of all layers."""
+
+    chip: CpuChip
+
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        return {MATRIX: matrix}
+
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        return {MATRIX: matrix}
+
+    def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
+        return self.product_with_one(x, [arrays], 0, dtype)
+
+    def product_with_one(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
+    ) -> jax.Array:
+        ours = [arrays[MATRIX] for arrays in matrices]
+        y = small_matmul(x, ours, index, dtype=dtype, chip=self.chip)
+        return y.reshape(x.shape[0], *ours[0].shape[:-1])
+
+    def gated_product(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, activation: Activation
+    ) -> jax.Array | None:
+        if activation != "silu" and activation != "gelu_tanh":
+            return None
+        ours = [arrays[MATRIX] for arrays in matrices]
+        return small_gated_matmul(x, ours, index, gate=activation, chip=self.chip)
+
+    def table(self, arrays: Arrays) -> jax.Array:
+        return arrays[MATRIX]

@@ -1,0 +1,71 @@
+"""`Form`: how a matrix of weights is kept on devices, and how rows are multiplied by it.
+
+A new form is one file beside this one and, if users choose it by a name, one line in `choice.QUANTIZATIONS`. Attention,
+FFNs, families and loops over layers know no form: they pass a matrix on to `ops.project`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from jaxvllm.models.declaration import ParamDecl
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# The arrays of one matrix, by the names that its form has given them.
+Arrays = Mapping[str, jax.Array]
+
+
+class Form(ABC):
+    """How matrices `[.., in]` are kept. It is frozen and hashable.
+
+    `dtype` is that of a product, and None stands for the dtype of x.
+    """
+
+    @abstractmethod
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        """Returns the arrays that keep a matrix. Those that may be stacked by layer begin with its first dimension."""
+
+    @abstractmethod
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        """Makes the arrays of a matrix that is on its devices. `shardings` are those of the arrays."""
+
+    @abstractmethod
+    def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
+        """Multiplies x [T, in] by the matrix: [T, ..]. With `is_slice`, the arrays are slices of stacks of layers."""
+
+    def product_with_one(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
+    ) -> jax.Array:
+        """Multiplies x by matrix number `index`, which is known while the step runs. Equal layers have one each."""
+        branches = [partial(self.product, arrays=arrays, dtype=dtype) for arrays in matrices]
+        result: jax.Array = jax.lax.switch(index, branches, x)
+        return result
+
+    def gated_product(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, activation: Activation
+    ) -> jax.Array | None:
+        """Returns activation(a x) * b x for a matrix of the halves a and b, if the form has its own way to do that."""
+        return None
+
+    def table(self, arrays: Arrays) -> jax.Array:
+        """Returns the matrix as a table whose rows can be looked up, for embeddings that are the LM head too."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no rows that could be looked up")
+
+    def wrapped(self, arrays: Mapping[str, Any]) -> Any:
+        """Returns the node that stands for the matrix in the tree of parameters."""
+        return Matrix(self, dict(arrays))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["form"])
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in a form, or a stack of such matrices: a node in the tree of parameters."""
+
+    form: Form
+    arrays: dict[str, jax.Array]

@@ -1,0 +1,175 @@
+"""Forms: the same model whatever its matrices are kept as, and a form that this file adds from outside."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec, Sharding
+from jax.typing import DTypeLike
+
+from jaxvllm.models import checkpoint, orbax_tree
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import PLAIN_FORMS, Form, Forms, Matrix
+from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.form import Arrays
+from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.plain import xla_product
+from jaxvllm.models.params import Layout, abstract_params
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+from jaxvllm.planner.share import Share
+from pallas_kernels.cpu.host import host_chip
+from sharding.axis import ModelAxis
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from sharding.rules import MODEL
+from tests.models.dense import dense_logits
+from tests.models.fixture import Fixture
+
+TOKENS = list(range(3, 20))
+INT8 = Forms(layers=Int8())
+KERNELS = Forms(Int8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))
+# A gated FFN with grouped heads, and one with two matrices, biases and a tied embedding.
+NAMES = ["llama", "gpt2"]
+
+
+@dataclass(frozen=True)
+class Halves(Form):
+    """A form that is registered nowhere: two arrays, each with every second value of a row, in bfloat16."""
+
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        half = replace(matrix, shape=(*matrix.shape[:-1], matrix.shape[-1] // 2), dtype="bfloat16")
+        return {"even": half, "odd": half}
+
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        parts = matrix.astype(jnp.bfloat16)
+        return {
+            name: jax.device_put(parts[..., first::2], shardings[name]) for first, name in enumerate(("even", "odd"))
+        }
+
+    def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
+        even, odd = (arrays[name].astype(x.dtype) for name in ("even", "odd"))
+        return xla_product(x[:, ::2], even, dtype, is_slice) + xla_product(x[:, 1::2], odd, dtype, is_slice)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with the values to which int8 rounds its matrices, by NumPy."""
+
+    path: Path
+    spec: ModelSpec
+    params: dict[str, Any]  # as stored
+    rounded: dict[str, Any]
+
+    def load(self, layout: Layout, forms: Forms, size: int = 1, stages: int = 1) -> dict[str, Any]:
+        mesh = make_mesh(MeshShape(1, size, stages), jax.devices())
+        return checkpoint.load(self.path, self.spec, dtype=jnp.float32, layout=layout, mesh=mesh, forms=forms)
+
+
+def by_hand(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `Int8` says in words."""
+    largest = np.abs(matrix).max(-1)
+    scales = np.where(largest > 0, largest * np.float32(1 / 127), np.float32(1))
+    return np.rint(matrix / scales[..., None]).astype(np.int8), scales
+
+
+def is_of_form(decl: ParamDecl) -> bool:
+    return decl.storage == "matrix"
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    fixture = Fixture.load(request.param)
+    path = fixture.write_checkpoint(tmp_path_factory.mktemp(request.param))
+    spec = model_spec(fixture.config, fixture.max_model_len)
+    params = checkpoint.load(path, spec, dtype=jnp.float32, layout="separate")
+    decls = spec.layers[0].declare()
+
+    def rounded(name: str, array: jax.Array) -> jax.Array:
+        if not is_of_form(decls[name]):
+            return array
+        values, scales = by_hand(np.asarray(array))
+        return jnp.asarray(values * scales[..., None])
+
+    layers = [{name: rounded(name, array) for name, array in layer.items()} for layer in params["layers"]]
+    return Case(path, spec, params, params | {"layers": layers})
+
+
+@pytest.mark.parametrize(
+    ("layout", "forms"),
+    [("separate", INT8), ("stacked", INT8), ("separate", KERNELS)],
+    ids=["xla", "stacked", "kernels"],
+)
+def test_int8_is_what_numpy_makes_of_each_row(case: Case, layout: Layout, forms: Forms) -> None:
+    params = case.load(layout, forms)
+    names = {name for name, decl in case.spec.layers[0].declare().items() if is_of_form(decl)}
+    for number, stored in enumerate(case.params["layers"]):
+        of_layer = params["layers"][number] if layout == "separate" else params["layers"]
+        assert {name for name, node in of_layer.items() if isinstance(node, Matrix)} == names
+        for name in names:
+            arrays = {key: np.asarray(a) for key, a in of_layer[name].arrays.items()}
+            if layout == "stacked":
+                arrays = {key: array[number] for key, array in arrays.items()}
+            values, scales = by_hand(np.asarray(stored[name]))
+            np.testing.assert_array_equal(arrays["values"], values)
+            np.testing.assert_array_equal(arrays["scales"], scales)
+    logits = jax.jit(lambda params: dense_logits(params, case.spec, TOKENS))(params)
+    expected = dense_logits(case.rounded, case.spec, TOKENS)
+    chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=0)
+    assert np.abs(np.asarray(logits - dense_logits(case.params, case.spec, TOKENS))).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layout", "forms"), [("stacked", INT8), ("separate", Forms(layers=Halves()))], ids=["int8", "halves"]
+)
+def test_on_a_mesh_as_on_one_device(case: Case, layout: Layout, forms: Forms) -> None:
+    size = 2
+    params = case.load(layout, forms, size)
+    run = jax.shard_map(
+        lambda params: dense_logits(params, Spread(case.spec, size).shard, TOKENS, ModelAxis(size)),
+        mesh=make_mesh(MeshShape(1, size), jax.devices()),
+        in_specs=(jax.tree.map(lambda x: x.sharding.spec, params),),
+        out_specs=PartitionSpec(None, MODEL),
+        check_vma=False,
+    )
+    alone = jax.jit(lambda params: dense_logits(params, case.spec, TOKENS))(case.load(layout, forms))
+    chex.assert_trees_all_close(np.asarray(jax.jit(run)(params))[:, : case.spec.vocab_size], alone, atol=2e-5, rtol=0)
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    abstract = abstract_params(case.spec, jnp.float32, layout, mesh, forms)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, params)
+    assert jax.tree.map(lambda x: x.sharding, abstract) == jax.tree.map(lambda x: x.sharding, params)
+
+
+def test_stages_have_the_same_arrays(case: Case) -> None:
+    # Three layers in two stages of two: the last one is filled up with zeros.
+    staged, whole = (case.load("stacked", INT8, size=2, stages=stages)["layers"] for stages in (2, 1))
+    num_layers = case.spec.num_layers
+    own = jax.tree.map(lambda stack: np.asarray(stack)[:num_layers], staged)
+    chex.assert_trees_all_equal(own, jax.tree.map(np.asarray, whole))
+    assert not any(np.asarray(stack)[num_layers:].any() for stack in jax.tree.leaves(staged))
+
+
+def test_an_orbax_tree_is_rounded_when_it_is_read(case: Case, tmp_path: Path) -> None:
+    orbax_tree.save(tmp_path / "orbax", case.params)
+    read = checkpoint.load(tmp_path, case.spec, dtype=jnp.float32, layout="separate", forms=INT8)
+    chex.assert_trees_all_equal(read, case.load("separate", INT8))
+
+
+def test_the_planner_counts_what_is_kept(case: Case) -> None:
+    plain, int8 = (Share(Spread(case.spec), jnp.dtype("float32"), forms) for forms in (PLAIN_FORMS, INT8))
+    kept = jax.tree.leaves(case.load("stacked", INT8))
+    assert int8.weight_bytes == sum(array.size * array.dtype.itemsize for array in kept)
+    assert int8.weight_bytes < plain.weight_bytes
+    assert int8.flops(7, 3) == plain.flops(7, 3)
+
+
+def test_a_table_of_a_form_without_rows_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Halves keeps no rows that could be looked up"):
+        Halves().table({})
