@@ -15,7 +15,7 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import Form, Forms
+from jaxvllm.models.forms import PLAIN, Form, Forms
 from jaxvllm.models.heads.draft_model import DraftModel
 from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa, read_mtp
 from jaxvllm.models.heads.kinds import check_kind, method_of
@@ -39,7 +39,9 @@ class Drafting:
     params: Params | None = None
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path, form: Form) -> "Drafting":
+    def of(
+        cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path, form: Form = PLAIN
+    ) -> "Drafting":
         """Reads what `config` names, for the model `target`, and keeps its matrices in `form`.
 
         Raises ValueError where they do not go together.

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
 from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
-from jaxvllm.models.ops import biased, project
 
 # head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
 QkNorm = Literal["none", "head", "full"]
@@ -78,18 +78,25 @@ class GroupedQueryAttention:
         """The number of query heads that share a KV head, G."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def qkv(self) -> Linear:
+        """The projection to, for each KV head, its G query heads, its key and its value."""
+        K, G, D = self.num_kv_heads, self.group_size, self.head_size
+        shape, axes = (K, (G + 2) * D, self.hidden_size), ("kv_heads", None, "embed")
+        return Linear(shape, axes, self.qkv_bias, HeadGroups(G, D, 2 * D))
+
+    @property
+    def o(self) -> Linear:
+        """The projection of all heads' outputs back to the hidden size."""
+        shape, heads = (
+            (self.hidden_size, self.num_heads * self.head_size),
+            HeadGroups(self.group_size, self.head_size, 0),
+        )
+        return Linear(shape, ("embed", "heads"), self.o_bias, heads)
+
     def declare(self) -> dict[str, ParamDecl]:
-        E, K, G, D = self.hidden_size, self.num_kv_heads, self.group_size, self.head_size
-        heads = HeadGroups(G, D, 2 * D)
-        decls = {
-            # For each KV head: its G query heads, its key and its value.
-            "qkv": ParamDecl((K, (G + 2) * D, E), ("kv_heads", None, "embed"), storage="matrix", heads=heads),
-            "o": ParamDecl((E, K * G * D), ("embed", "heads"), storage="matrix", heads=HeadGroups(G, D, 0)),
-        }
-        if self.qkv_bias:
-            decls["qkv_bias"] = ParamDecl((K, (G + 2) * D), ("kv_heads", None), "zeros", heads=heads)
-        if self.o_bias:
-            decls["o_bias"] = ParamDecl((E,), ("embed",), "zeros")
+        K, G, D = self.num_kv_heads, self.group_size, self.head_size
+        decls = self.qkv.declare("qkv") | self.o.declare("o")
         if self.qk_norm == "head":
             decls |= self.norm.declare("q_norm", (D,), (None,)) | self.norm.declare("k_norm", (D,), (None,))
         elif self.qk_norm == "full":
@@ -121,15 +128,14 @@ class GroupedQueryAttention:
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v = self._qkv(weights, x, given)
         out, kv = given.attend(kv, q, k, v)
-        out = given.axis.sum(project(out.reshape(out.shape[0], -1), weights["o"]))
-        return biased(out, weights.get("o_bias")), kv
+        return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
 
     def _qkv(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated."""
         T, K, G, D = x.shape[0], self.num_kv_heads, self.group_size, self.head_size
-        qkv = project(x, weights["qkv"], weights.get("qkv_bias")).reshape(T, K, G + 2, D)
+        qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + 2, D)
         q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1], qkv[:, :, G + 1]
         if self.qk_norm == "head":
             q, k = self.norm.apply(weights, "q_norm", q), self.norm.apply(weights, "k_norm", k)

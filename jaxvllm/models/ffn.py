@@ -10,7 +10,9 @@ from typing import Any, Protocol, Self
 import jax
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.ops import Activation, activate, biased, project, project_gated
+from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.linear import Linear
+from jaxvllm.models.ops import activate
 from sharding.axis import ModelAxis
 
 
@@ -43,13 +45,9 @@ class _SplitFfn:
     def shard(self, size: int) -> Self:
         return replace(self, size=self.size // size)
 
-    def _down_decls(self, has_bias: bool) -> dict[str, ParamDecl]:
-        decls = {"down": ParamDecl((self.hidden_size, self.size), ("embed", "ffn"), storage="matrix")}
-        bias = {"down_bias": ParamDecl((self.hidden_size,), ("embed",), "zeros")}
-        return decls | bias if has_bias else decls
-
-    def _down(self, weights: Mapping[str, Any], h: jax.Array, axis: ModelAxis) -> jax.Array:
-        return biased(axis.sum(project(h, weights["down"])), weights.get("down_bias"))
+    def down(self, bias: bool) -> Linear:
+        """Returns the projection of the inner features back to the hidden size."""
+        return Linear((self.hidden_size, self.size), ("embed", "ffn"), bias)
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,17 @@ class GatedFfn(_SplitFfn):
     activation: Activation = "silu"
     bias: bool = False
 
+    @property
+    def gate_up(self) -> Linear:
+        """The projection to the gate and to the features that it multiplies."""
+        return Linear((2, self.size, self.hidden_size), (None, "ffn", "embed"), self.bias)
+
     def declare(self) -> dict[str, ParamDecl]:
-        E, F = self.hidden_size, self.size
-        decls = {"gate_up": ParamDecl((2, F, E), (None, "ffn", "embed"), storage="matrix")}
-        if self.bias:
-            decls["gate_up_bias"] = ParamDecl((2, F), (None, "ffn"), "zeros")
-        return decls | self._down_decls(self.bias)
+        return self.gate_up.declare("gate_up") | self.down(self.bias).declare("down")
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
-        h = project_gated(x, weights["gate_up"], self.activation, weights.get("gate_up_bias"))
-        return self._down(weights, h, axis)
+        h = self.gate_up.apply_gated(weights, "gate_up", x, self.activation)
+        return self.down(self.bias).apply_summed(weights, "down", h, axis)
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,14 @@ class PlainFfn(_SplitFfn):
     activation: Activation
     bias: bool = True
 
+    @property
+    def up(self) -> Linear:
+        """The projection to the inner features."""
+        return Linear((self.size, self.hidden_size), ("ffn", "embed"), self.bias)
+
     def declare(self) -> dict[str, ParamDecl]:
-        E, F = self.hidden_size, self.size
-        decls = {"up": ParamDecl((F, E), ("ffn", "embed"), storage="matrix")}
-        if self.bias:
-            decls["up_bias"] = ParamDecl((F,), ("ffn",), "zeros")
-        return decls | self._down_decls(self.bias)
+        return self.up.declare("up") | self.down(self.bias).declare("down")
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
-        h = activate(project(x, weights["up"], weights.get("up_bias")), self.activation)
-        return self._down(weights, h, axis)
+        h = activate(self.up.apply(weights, "up", x), self.activation)
+        return self.down(self.bias).apply_summed(weights, "down", h, axis)

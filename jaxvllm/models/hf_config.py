@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxvllm.models.ffn import Activation
+from jaxvllm.models.forms.form import Activation
 from jaxvllm.models.rope import RopeLengths, make_rope, no_rope, served_positions
 from jaxvllm.models.spec import RopeSpec
 

@@ -6,7 +6,8 @@ from functools import cached_property
 
 from jaxvllm.models.attention import Attention, GroupedQueryAttention, QkNorm, QueryGrowth, RopePairs
 from jaxvllm.models.block import Block, Placement
-from jaxvllm.models.ffn import Activation, Ffn, GatedFfn
+from jaxvllm.models.ffn import Ffn, GatedFfn
+from jaxvllm.models.forms.form import Activation
 from jaxvllm.models.norm import Norm
 
 

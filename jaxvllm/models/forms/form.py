@@ -22,14 +22,14 @@ Arrays = Mapping[str, jax.Array]
 
 
 class Form(ABC):
-    """How matrices `[.., in]` are kept. It is frozen and hashable.
+    """A way to keep matrices `[.., in]`. It is frozen and hashable.
 
     `dtype` is that of a product, and None stands for the dtype of x.
     """
 
     @abstractmethod
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
-        """Returns the arrays that keep a matrix. Those that may be stacked by layer begin with its first dimension."""
+        """Returns the arrays that keep a matrix. Arrays that layers stack begin with its first dimension."""
 
     @abstractmethod
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:

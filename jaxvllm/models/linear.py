@@ -1,0 +1,46 @@
+"""`Linear`: a matrix and perhaps a bias, with their sizes and the axes along which devices share them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxvllm.models.declaration import HeadGroups, ParamDecl
+from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.norm import bias_of
+from jaxvllm.models.ops import biased, project, project_gated
+from sharding.axis import ModelAxis
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Multiplies x [T, in] by a matrix [.., in], whose dimensions have logical axes, and adds a bias [..].
+
+    The form in which the matrix is kept is chosen when the model is loaded, and no `Linear` knows it.
+    """
+
+    shape: tuple[int, ...]  # of the matrix
+    axes: tuple[str | None, ...]
+    bias: bool = False
+    heads: HeadGroups | None = None  # of the dimension that is split by heads
+
+    def declare(self, name: str) -> dict[str, ParamDecl]:
+        """Returns its arrays for a matrix of that name."""
+        matrix = {name: ParamDecl(self.shape, self.axes, storage="matrix", heads=self.heads)}
+        if not self.bias:
+            return matrix
+        heads = None if self.axes[-1] == "heads" else self.heads
+        return matrix | {bias_of(name): ParamDecl(self.shape[:-1], self.axes[:-1], "zeros", heads=heads)}
+
+    def apply(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
+        """Returns [T, ..] with the arrays that it has declared under that name."""
+        return project(x, weights[name], weights.get(bias_of(name)))
+
+    def apply_summed(self, weights: Mapping[str, Any], name: str, x: jax.Array, axis: ModelAxis) -> jax.Array:
+        """Does the same where each device of `axis` has a part of x and of the columns of the matrix."""
+        return biased(axis.sum(project(x, weights[name])), weights.get(bias_of(name)))
+
+    def apply_gated(self, weights: Mapping[str, Any], name: str, x: jax.Array, activation: Activation) -> jax.Array:
+        """Returns activation(a x) * b x, [T, F], for a matrix [2, F, in] of the halves a and b."""
+        return project_gated(x, weights[name], activation, weights.get(bias_of(name)))
