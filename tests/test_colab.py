@@ -62,8 +62,8 @@ def run(name: str, *, quickly: bool = False, smaller: Mapping[str, str] = {}) ->
         [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source]
         cell.source = cell.source.replace(old, new)
     if quickly:
-        # After the cell that installs what this one imports.
-        place = next(place for place, cell in enumerate(notebook.cells) if cell.cell_type == "code") + 1
+        # Before the first cell that imports it too: by then it is installed, and jax knows how many devices to have.
+        place = next(place for place, cell in enumerate(notebook.cells) if "from jaxvllm" in cell.source)
         notebook.cells.insert(place, nbformat.v4.new_code_cell(QUICKLY))
     # The kernel's outputs come by another channel than its "done": by default those later than 4 s are lost.
     patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), int(PATIENCE))
@@ -75,7 +75,7 @@ def run(name: str, *, quickly: bool = False, smaller: Mapping[str, str] = {}) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_quickstart() -> None:
-    text = run("quickstart")
+    text = run("quickstart", quickly=True)
     assert "Installing" not in text
     assert "first token after" in text
     # The three completions, caught at work: a letter each, and the page that they share.
@@ -99,7 +99,9 @@ def test_structured_outputs_and_tools() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_speculative_decoding() -> None:
-    text = run("speculative_decoding", quickly=True)
+    # One draft a step needs fewer programs than five or three: `tests/engine/test_draft_heads.py` has several.
+    fewer = {'"eagle3", 5': '"eagle3", 1', '"draft_model", 3': '"draft_model", 1'}
+    text = run("speculative_decoding", quickly=True, smaller=fewer)
     lines = text.splitlines()
     assert [line.split(":")[0] for line in lines if "drafts were checked" in line] == ["eagle3", "draft_model"]
     # The first drafts of what was trained on this model's texts are mostly right.
@@ -114,7 +116,8 @@ def test_meshes_and_planner() -> None:
     if not (ROOT / ".aot" / "bin" / "python").is_file():
         missing = "needs the environment .aot: make .aot/.stamp"
         pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
-    text = run("meshes_and_planner")
+    # One mesh beside 1x1: `tests/engine/test_meshes.py` and `test_pipeline.py` have the others.
+    text = run("meshes_and_planner", quickly=True, smaller={'("1x2", "2x1", "2x1x1")': '("1x2",)'})
     assert "every mesh wrote the same tokens" in text
     assert "Llama-3.1-8B on 1x1 v5e: does not fit" in text and "about 1x2 of v5e would hold it" in text
     assert "Llama-3.1-8B on 1x2 v5e: fits" in text and "all-reduce" in text and "roofline" in text
@@ -141,10 +144,11 @@ def test_bring_your_own_checkpoint() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_ladder() -> None:
-    text = run("ladder", smaller={"requests=10": "requests=4"})
+    # All rungs are measured in `tests/bench/test_ladder_rungs.py`.
+    two_rungs = {"requests=10": "requests=4", "chosen_rungs(NAMES)": "chosen_rungs(NAMES)[1::5]"}
+    text = run("ladder", quickly=True, smaller=two_rungs)
     assert "Every rung gave the same tokens." in text
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("static ", "bursts "))}
-    # Bursts came on top of five other rungs, and need fewer steps than a batch that waits for its last request.
     assert rows.keys() == {"static", "bursts"}
     assert "jaxvllm bench" not in text
 

@@ -1,12 +1,17 @@
-"""Plans for devices that are not here: real compilers, in the environment .aot, through the command itself."""
+"""Plans for devices that are not here: real compilers, in the environment .aot."""
 
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from jaxvllm.planner import capacity_plan
+from jaxvllm.planner.capacity_plan import Plan, Question, make_plan
+from jaxvllm.planner.compiler import Findings, StepFindings
+from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.known_models import find_config
 from pallas_kernels.chips import GpuChip
 from tests.planner.deployments import deployment
@@ -32,67 +37,101 @@ def run_python(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([AOT / "bin" / "python", *argv], capture_output=True, text=True, cwd=ROOT, **options)
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "jaxvllm", "plan", *argv)
+# So few tokens that activations are smaller than a weight, and a copied weight or page cannot hide among them.
+# Seven slots and the trash slot fill the tiles of eight rows in which a TPU keeps the state of the slots.
+# A half of the model's length keeps the slots' history, 4 MiB at the whole of it, smaller than a weight, too.
+LLAMA = {"mesh": "1x8", "max_num_seqs": 7, "max_num_batched_tokens": 64, "max_model_len": 65536}
+# Layers of Gemma 3 27B: two periods of three and two more, each loop reading its slices of the same stacks. A smaller
+# vocabulary compiles sooner, and its logits hide no copy.
+GEMMA = find_config("gemma-3-27b-it")[1]
+GEMMA |= {"num_hidden_layers": 8, "sliding_window_pattern": 3, "vocab_size": 32768}
+GEMMA_LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 4096}
+# On two devices the vocabulary is too large for a TPU's VMEM.
+GEMMA_MESHES = {"v5e": "1x2", "h200": "1x1"}
 
+# On a GPU the step with prompts is Gemma's alone. Its collectives would be those of the TPU's: the same passes of XLA
+# divide a program among devices for both, which the decode steps show.
+LLAMA_STEPS = {"v5e": ("largest", "decode"), "h200": ("decode",)}
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["v5e", "h200"])
-def test_llama_8b_on_eight(device: str) -> None:
-    # So few tokens that activations are smaller than a weight, and a copied weight or page cannot hide among them.
-    # Seven slots and the trash slot fill the tiles of eight rows in which a TPU keeps the state of the slots.
-    # A half of the model's length keeps the slots' history, 4 MiB at the whole of it, smaller than a weight, too.
-    limits = {"mesh": "1x8", "max_num_seqs": 7, "max_num_batched_tokens": 64, "max_model_len": 65536}
-    flags = [part for name, value in limits.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    done = run("--model", "Llama-3.1-8B", "--device", device, *flags, "--json")
-    assert done.returncode == 0, done.stderr
-    planned = json.loads(done.stdout)
-    share = deployment("Llama-3.1-8B", device, **limits).share
-    assert planned["fits"]
-    assert planned["memory"]["weights"] == share.weight_bytes
-    findings = planned["findings"]
-    for step in (findings["largest"], findings["decode"]):
-        assert step["step_bytes"] - spare_bytes(device) < share.smallest_matrix_bytes < findings["pool_bytes"] // 1000
-        # Nor is there a copy in a TPU's VMEM, which temporaries do not count. The largest array there is one of logits:
-        # 64 tokens over a device's eighth of the vocabulary, 3.9 MiB.
-        assert step["vmem_array_bytes"] < share.smallest_matrix_bytes
-        # What goes in is what the planner counts; the compiler adds a little to align.
-        counted = share.weight_bytes + planned["memory"]["state"] + findings["pool_bytes"]
-        assert 0 <= step["argument_bytes"] - counted < 2 * 2**20
-        always = [(c["kind"], c["count"], c["num_bytes"]) for c in step["collectives"] if not c["conditional"]]
-        assert always == [
-            ("all-reduce", 2 * 32 + 1, step["num_tokens"] * 4096 * 2),  # two a layer and the embedding's, in bfloat16
-            ("all-gather", 1, 8 * 2 * step["num_rows"] * 4),  # the best token of each device
-        ]
-    assert findings["largest"]["seconds"] + findings["decode"]["seconds"] < 120
-
-
-# What the planner's process does, for the decode step alone.
-COMPILE_DECODE = """
+# What the planner's process does, but for the program that samples after a step with prompts: the decode step has the
+# same inside. All that the command compiles for a TPU is compiled by the notebook meshes_and_planner (test_colab.py).
+COMPILE = """
 import json, sys
 from dataclasses import asdict
 from jaxvllm.planner.compile_worker import Steps
 from jaxvllm.planner.deployment import Deployment
+from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 
-deployment = Deployment.from_json(sys.stdin.read())
-print(json.dumps(asdict(Steps(deployment).compile(deployment.decode))))
+StepCompiler.compile = lambda self, bucket: StepProgram(self.compile_begin(bucket))
+for line in sys.stdin:
+    names, text = json.loads(line)
+    deployment = Deployment.from_json(text)
+    steps = Steps(deployment)
+    found = {name: asdict(steps.compile(getattr(deployment, name))) for name in names}
+    print(json.dumps([deployment.pool_bytes(steps.num_pages), found]))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("device", "mesh"), [("v5e", "1x2"), ("h200", "1x1")])
-def test_layers_in_periods_copy_nothing(device: str, mesh: str) -> None:
-    # Layers of Gemma 3 27B: two periods of three and two more, each loop reading its slices of the same stacks. A
-    # smaller vocabulary compiles sooner, and its logits hide no copy; on two devices it is too large for a TPU's VMEM.
-    config = find_config("gemma-3-27b-it")[1]
-    small = config | {"num_hidden_layers": 8, "sliding_window_pattern": 3, "vocab_size": 32768}
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 4096}
-    planned = deployment(small, device, mesh=mesh, **limits)
-    done = run_python("-c", COMPILE_DECODE, input=planned.to_json())
+@dataclass(frozen=True)
+class Compiled:
+    """What was found out about some steps of a deployment."""
+
+    device: str
+    deployment: Deployment
+    pool_bytes: int
+    steps: dict[str, StepFindings]
+
+
+@pytest.fixture(scope="module", params=["v5e", "h200"])
+def compiled(request: pytest.FixtureRequest) -> list[Compiled]:
+    """A Llama and a Gemma on one kind of device. Both are compiled in one process, which starts once."""
+    device = str(request.param)
+    jobs = [
+        (LLAMA_STEPS[device], deployment("Llama-3.1-8B", device, **LLAMA)),
+        (("largest",), deployment(GEMMA, device, mesh=GEMMA_MESHES[device], **GEMMA_LIMITS)),
+    ]
+    lines = "\n".join(json.dumps([names, job.to_json()]) for names, job in jobs)
+    done = run_python("-c", COMPILE, input=lines, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
-    step = json.loads(done.stdout.splitlines()[-1])
-    assert step["step_bytes"] - spare_bytes(device) < planned.share.smallest_matrix_bytes
-    assert step["vmem_array_bytes"] < planned.share.smallest_matrix_bytes
+    answers = [json.loads(line) for line in done.stdout.splitlines()[-len(jobs) :]]
+    return [
+        Compiled(device, job, pool_bytes, {name: StepFindings.from_dict(step) for name, step in steps.items()})
+        for (_, job), (pool_bytes, steps) in zip(jobs, answers, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_llama_8b_on_eight(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, _ = compiled
+    share, pool_bytes, decode = llama.deployment.share, llama.pool_bytes, llama.steps["decode"]
+    findings = Findings(llama.steps.get("largest", decode), decode, pool_bytes, versions={})
+    monkeypatch.setattr(capacity_plan, "compile_in_child", lambda _: findings)
+    planned = make_plan(Question("Llama-3.1-8B", llama.deployment, 0.9, 4096, 2048))
+    assert isinstance(planned, Plan)
+    assert planned.fits
+    assert planned.memory.weights == share.weight_bytes
+    assert llama.steps.keys() == set(LLAMA_STEPS[llama.device])
+    for name, step in llama.steps.items():
+        assert step.step_bytes - spare_bytes(llama.device) < share.smallest_matrix_bytes < pool_bytes // 1000
+        # Nor is there a copy in a TPU's VMEM, which temporaries do not count. The largest array there is one of logits:
+        # 64 tokens over a device's eighth of the vocabulary, 3.9 MiB.
+        assert step.vmem_array_bytes < share.smallest_matrix_bytes
+        # What goes in is what the planner counts; the compiler adds a little to align.
+        counted = share.weight_bytes + planned.memory.state + pool_bytes
+        assert 0 <= step.argument_bytes - counted < 2 * 2**20
+        always = [(c.kind, c.count, c.num_bytes) for c in step.collectives if not c.conditional]
+        reduced = ("all-reduce", 2 * 32 + 1, step.num_tokens * 4096 * 2)  # two a layer and the embedding's, in bfloat16
+        best = ("all-gather", 1, 8 * 2 * step.num_rows * 4)  # the best token of each device, where a step samples
+        assert always == [reduced, *([best] if name == "decode" else [])]
+    assert sum(step.seconds for step in llama.steps.values()) < 120
+
+
+@pytest.mark.slow
+def test_layers_in_periods_copy_nothing(compiled: list[Compiled]) -> None:
+    _, gemma = compiled
+    smallest = gemma.deployment.share.smallest_matrix_bytes
+    assert gemma.steps["largest"].step_bytes - spare_bytes(gemma.device) < smallest
+    assert gemma.steps["largest"].vmem_array_bytes < smallest
 
 
 @pytest.mark.slow
@@ -100,7 +139,7 @@ def test_a_step_without_room_does_not_fit() -> None:
     # The weights take 6 of 15.75 GiB, and activations of so many tokens 59: XLA:TPU compiles no such program.
     # Requests are short, because slots for long ones would already leave no room for pages.
     flags = ["--max-num-batched-tokens", "20000", "--max-num-seqs", "20000", "--max-model-len", "1024"]
-    done = run("--model", "Llama-3.2-3B", "--device", "v5e", *flags)
+    done = run_python("-m", "jaxvllm", "plan", "--model", "Llama-3.2-3B", "--device", "v5e", *flags)
     assert done.returncode == 1
     assert "finds no room for a step: RESOURCE_EXHAUSTED" in done.stdout
     assert "about 1x2 of v5e would hold it" in done.stderr
