@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import pytest
 
+from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 
 
@@ -24,3 +26,21 @@ def quick_compilation() -> Iterator[None]:
             yield
         finally:
             jax.config.update("jax_disable_most_optimizations", before)
+
+
+_begin = Programs.__init__
+
+
+def _begin_with_buckets_alone(self: Any, ladder: Any, compile_step: Any, yields: bool, afterwards: Any) -> None:
+    _begin(self, ladder, compile_step, yields)
+
+
+@contextmanager
+def rare_programs(on_demand: bool) -> Iterator[None]:
+    """Engines that start within compile what few requests need when the first of these comes, or in advance, as served.
+
+    It is what beam searches, masks, rare parameters and readouts need: nearly two seconds of the CPU an engine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "__init__", _begin_with_buckets_alone if on_demand else _begin)
+        yield

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,9 +30,12 @@ from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step import forward, sample_rows
 from jaxvllm.runtime.step_model import DeviceOutput, StepModel
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import REFERENCE, Backend
 from sharding.axis import ModelAxis, StageAxis
 from sharding.rules import MODEL, STAGE
+
+# For a program that touches no page.
+_NO_PAGES = CacheShape(1, 1, 1, 1, jnp.dtype(jnp.float32), 1)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,9 @@ class StepCompiler:
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """Compiles `StepProgram.sample` for every bucket that has `num_rows` and computes prompts."""
         arguments = (head_of(self.params), self.state, self.unsampled(num_rows))
-        return self._make(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
+        # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled.
+        of_all = replace(self, shape=_NO_PAGES, backend=REFERENCE)
+        return of_all._make(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
 
     def compile_readouts(self) -> None:
         """Compiles the programs of readouts that requests are expected to want, for every bucket that was compiled."""

@@ -14,7 +14,7 @@ from jaxvllm import LLM, SamplingParams
 from jaxvllm.config import EngineConfig
 from jaxvllm.models.families import model_spec
 from pallas_kernels.backend import BackendName
-from tests.engine.tiny import GREEDY, assert_idle, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, one_program, tiny_llm
 from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 from tests.quick import quick_compilation
@@ -95,14 +95,14 @@ SMALL: dict[str, Any] = dict(
 @pytest.fixture(scope="module")
 def full() -> Iterator[LLM]:
     """An engine whose pages have the model's own dtype. The others share its sampler."""
-    with same_programs_once(), LLM(**SMALL) as llm:
+    with same_programs_once(), one_program(num_rows=2), LLM(**SMALL) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_pages_of_eight_bits_take_a_quarter_of_the_memory(dtype: str, full: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
-    with LLM(kv_cache_dtype=dtype, **SMALL) as small:
+    with one_program(num_rows=2), LLM(kv_cache_dtype=dtype, **SMALL) as small:
         sizes = [
             sum(one.size * one.dtype.itemsize for one in llm.engine.replicas[0].runner.page_like)
             for llm in (small, full)

@@ -306,37 +306,3 @@ def test_steps_have_drafts_while_requests_wait(plain: LLM, drafted: LLM) -> None
     while engine.has_work:
         found |= {int(output.request_id): output.outputs for output in engine.step() if output.finished}
     assert_equal([found[index] for index in range(20)], expected)
-
-
-DEMO = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
-TOOLS = ReasoningFormat("<tool_call>", "</tool_call>", is_open=True)
-THOUGHTS = thinkers(end=2047)[:30]
-STORIES = [f"{'Once upon a time there was a fox. ' * (number % 3)}Number {number}:" for number in range(len(PARAMS))]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[tuple[Answers, Answers]]:
-    """The answers of the demo model, and those after its reasoning."""
-    with LLM("demo", dtype="float32", max_decode_burst=1, **DEMO) as llm:
-        llm.engine._masks_commute = False
-        answers = complete(llm, STORIES, PARAMS)
-        with thinking(llm, TOOLS):
-            yield answers, complete(llm, STORIES[:30], THOUGHTS)
-
-
-@pytest.mark.slow
-def test_the_demo_model_answers_as_without_drafts(demo: tuple[Answers, Answers], hasty: None) -> None:
-    """With what was trained for it, most of whose drafts are right. `test_draft_heads` has the other kinds."""
-    assert_valid(PARAMS, demo[0])
-    config = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 2}
-    options: dict[str, Any] = DEMO | {"max_decode_burst": 8, "warm_up": "full"}
-    with all_drafts_or_none(), LLM("demo", dtype="float32", speculative_config=config, **options) as llm:
-        assert_equal(complete(llm, STORIES, PARAMS), demo[0])
-        for index in range(0, len(PARAMS), 9):
-            assert_equal(complete(llm, [STORIES[index]], [PARAMS[index]]), [demo[0][index]])
-        with thinking(llm, TOOLS):
-            assert_equal(complete(llm, STORIES[:30], THOUGHTS), demo[1])
-        with few_pages(llm, 60):
-            assert_equal(complete(llm, STORIES, PARAMS), demo[0])
-        assert_idle(llm)
-        assert llm.engine.replicas[0].num_accepted[0] > 0

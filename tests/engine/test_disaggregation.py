@@ -12,7 +12,7 @@ import pytest
 from jaxvllm import LLM, RequestOutput, SamplingParams
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.kv_transfer.peer_connector import PeerConnector
-from tests.engine.tiny import GREEDY, assert_idle, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, all_drafts_or_none, assert_idle, random_prompts, tiny_llm
 from tests.waiting import wait_until
 
 PEER: dict[str, Any] = {
@@ -168,7 +168,7 @@ def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, 
 def test_drafts_go_on_from_pages_of_the_draft_model(tiny_checkpoint: Path) -> None:
     prompts = PROMPTS[:6]
     drafting = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
-    with ExitStack() as stack:
+    with ExitStack() as stack, all_drafts_or_none():
         first, second = (stack.enter_context(peer(tiny_checkpoint, speculative_config=drafting)) for _ in range(2))
         expected = tokens(first.generate([list(prompt) for prompt in prompts], GREEDY, use_tqdm=False))
         assert tokens(run(second, prompts, GREEDY, computed(first, prompts))) == expected

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from jaxvllm import LLM, SamplingParams
+from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.text.reasoning import ReasoningFormat
+from tests.engine import test_constrained_drafts as constrained
 from tests.engine.test_speculation import PROMPTS, REQUESTS, assert_equal
 from tests.engine.tiny import GREEDY, all_drafts_or_none, assert_idle, choose_drafts, few_pages, tiny_llm
 from tests.run_cache import run_cache
@@ -37,7 +40,7 @@ def test_a_model_drafts_for_itself_and_is_always_right(
     numbers = iter(())
     choose_drafts(monkeypatch, lambda possible: next(numbers, max(possible)))
     config = {"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3}
-    with tiny_llm(tiny_checkpoint, speculative_config=config) as llm:
+    with all_drafts_or_none(divides=True), tiny_llm(tiny_checkpoint, speculative_config=config) as llm:
         assert_equal([output.outputs for output in llm.generate(*REQUESTS, use_tqdm=False)], answers)
         [replica] = llm.engine.replicas
         replica.num_drafted[:] = replica.num_accepted[:] = 0
@@ -65,6 +68,7 @@ FEW: dict[str, Any] = dict(
     max_num_batched_tokens=32,
     row_buckets=(4,),
     token_buckets=(32,),
+    max_decode_burst=8,
     compilation_cache=run_cache(),
 )
 
@@ -127,3 +131,46 @@ def test_on_a_mesh_every_device_has_the_whole_draft(
         outputs = [llm.generate(list(STORIES), params, use_tqdm=False) for params in PARAMS]
         assert_equal([output.outputs for some in outputs for output in some], stories)
         assert replica.num_accepted[0] > 0.4 * replica.num_drafted[0] > 0
+
+
+TOOLS = ReasoningFormat("<tool_call>", "</tool_call>", is_open=True)
+THOUGHTS = constrained.thinkers(end=2047)[:30]
+NUMBERED = [
+    f"{'Once upon a time there was a fox. ' * (number % 3)}Number {number}:"
+    for number in range(len(constrained.PARAMS))
+]
+
+
+@pytest.fixture(scope="module")
+def constrained_answers() -> constrained.Answers:
+    """The answers of the demo model in grammars, and then those after its reasoning."""
+    with pytest.MonkeyPatch.context() as patch, LLM("demo", dtype="float32", **FEW) as llm:
+        patch.setattr(BurstPace, "width", lambda self, num_rows, most: 1)
+        llm.engine._masks_commute = False
+        answers = constrained.complete(llm, NUMBERED, constrained.PARAMS)
+        constrained.assert_valid(constrained.PARAMS, answers)
+        with constrained.thinking(llm, TOOLS):
+            return answers + constrained.complete(llm, NUMBERED[:30], THOUGHTS)
+
+
+@pytest.mark.slow
+def test_in_grammars_the_demo_model_answers_as_without_drafts(
+    constrained_answers: constrained.Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was trained for it, most of whose drafts are right. `test_constrained_drafts` has other kinds."""
+    params, answers = constrained.PARAMS, constrained_answers[: len(constrained.PARAMS)]
+    choose_drafts(monkeypatch)
+    monkeypatch.setattr(BurstPace, "width", lambda self, num_rows, most: most)
+    config = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}
+    with all_drafts_or_none(), LLM("demo", dtype="float32", speculative_config=config, warm_up="full", **FEW) as llm:
+        assert_equal(constrained.complete(llm, NUMBERED, params), answers)
+        for index in range(0, len(params), 9):
+            assert_equal(constrained.complete(llm, [NUMBERED[index]], [params[index]]), [answers[index]])
+        with constrained.thinking(llm, TOOLS):
+            assert_equal(constrained.complete(llm, NUMBERED[:30], THOUGHTS), constrained_answers[len(params) :])
+        before = llm.engine.stats().num_preemptions
+        with few_pages(llm, 8):
+            assert_equal(constrained.complete(llm, NUMBERED, params), answers)
+        assert llm.engine.stats().num_preemptions > before
+        assert_idle(llm)
+        assert llm.engine.replicas[0].num_accepted[0] > 0

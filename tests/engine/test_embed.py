@@ -26,9 +26,11 @@ from tests.engine.tiny import (
     assert_idle,
     few_pages,
     greedy_tokens,
+    one_program,
     random_prompts,
     tiny_llm,
 )
+from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 
 PROMPTS = random_prompts(12, longest=90, seed=7)
@@ -132,7 +134,9 @@ def test_vectors_are_the_same_on_meshes(
     mesh: str, kind: str, tiny_checkpoint: Path, hidden: list[NDArray[np.float64]]
 ) -> None:
     config = json.dumps({"seq_pooling_type": kind})
-    with tiny_llm(tiny_checkpoint, mesh=mesh, pooler_config=config, warm_up="background") as llm:
+    options: dict[str, Any] = {"mesh": mesh, "pooler_config": config, "compilation_cache": None}
+    # Nothing is decoded, and the replicas have the same programs.
+    with same_programs_once(), one_program(), tiny_llm(tiny_checkpoint, **options) as llm:
         expected = [states.mean(0) if kind == "MEAN" else states[-1] for states in hidden]
         np.testing.assert_allclose(vectors(llm, PROMPTS), expected, atol=1e-4)
 

@@ -87,8 +87,8 @@ def expected() -> Iterator[list[list[tuple[Any, ...]]]]:
     """Each alone: no bursts, no chunks, no cached prefix, no preemption."""
     llm = LLM(
         dtype="float32",
-        max_num_seqs=4,
-        row_buckets=(4,),
+        max_num_seqs=8,  # as below, so that the sampler is the same
+        row_buckets=(8,),
         max_num_batched_tokens=64,
         token_buckets=(64,),
         max_model_len=256,

@@ -17,7 +17,7 @@ from jaxvllm.core.page_pool import Pages
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.runtime.buckets import BucketLadder
+from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.run_cache import run_cache
@@ -65,22 +65,30 @@ def choose_drafts(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Collection[
 
 
 @contextmanager
-def all_drafts_or_none() -> Iterator[None]:
+def all_drafts_or_none(divides: bool = False) -> Iterator[None]:
     """Engines that start within have decode steps in which every row has all of its drafts, and steps without any.
 
     The programs that divide drafts among rows, and those that a proposer does not follow, are not compiled: each takes
-    five seconds, and no step that `choose_drafts` leaves to `max` runs in one.
+    five seconds, and no step that `choose_drafts` leaves to `max` runs in one. With `divides` there are the former.
     """
     build = BucketLadder.build
 
     def with_fewer(*counts: Any, **options: Any) -> BucketLadder:
         ladder = build(*counts, **options)
-        all_drafts = tuple(bucket for bucket in ladder.drafted if bucket.num_drafts == ladder.drafts.of_a_row)
-        vars(ladder).update(drafted=all_drafts, blind=())  # both are worked out once
+        kept = tuple(bucket for bucket in ladder.drafted if divides or bucket.num_drafts == ladder.drafts.of_a_row)
+        vars(ladder).update(drafted=kept, blind=())  # both are worked out once
         return ladder
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketLadder, "build", with_fewer)
+        yield
+
+
+@contextmanager
+def one_program(num_tokens: int = 16, num_rows: int = 8) -> Iterator[None]:
+    """Engines that start within have the bucket that holds every plan of so many rows, and no other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((Bucket(num_tokens, num_rows),)))
         yield
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -203,8 +202,8 @@ def serving(
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "jaxvllm.serve", "--port", "0", "--api-key", KEY, *words, *flags]
     command = limited(command, max_files)
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
-    with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment) as process:
+    # With the tests' own number of devices, and so with the programs that engines of other tests have stored.
+    with log.open("wb") as output, subprocess.Popen(command, stderr=output) as process:
         server = Server(process, 0, log)
         try:
             server.port = _port(process, log)

@@ -15,11 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.faults.server import OPTIONS
 from tests.processes import stopped, wait_until_gone
 from tests.waiting import PATIENCE, until, wait_until
 
 NUM_STREAMS = 50
-ENGINE = ("--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "256", "--num-pages", "300")
+# The engine of tests/faults: one of them all compiles the programs.
+ENGINE = tuple(word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value)))
 # Prompts of several pages, all different.
 PROMPTS = [
     f"Once upon a time there were {n} frogs who lived in a small pond near the old mill. One day" for n in range(50)

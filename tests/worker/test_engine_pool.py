@@ -28,12 +28,12 @@ from jaxvllm.worker.engine_process import EngineProcess
 from jaxvllm.worker.observer import Observer
 from jaxvllm.worker.open_requests import OpenRequest
 from jaxvllm.worker.queue_limits import QueueLimits
+from tests.faults.server import OPTIONS as SERVED
 from tests.processes import stopped
 from tests.waiting import PATIENCE, until
 
-OPTIONS: dict[str, Any] = dict(
-    max_num_seqs=16, max_num_batched_tokens=64, max_model_len=256, row_buckets=(16,), token_buckets=(64,), num_pages=300
-)
+# The engine of tests/faults: one of them all compiles the programs.
+OPTIONS: dict[str, Any] = SERVED | dict(row_buckets=(16,), token_buckets=(64,))
 NUM_STREAMS = 50
 PROMPTS = [f"Once upon a time there were {n} frogs who lived in a small pond near the old mill." for n in range(50)]
 

@@ -3,16 +3,17 @@
 import json
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jaxvllm
 from jaxvllm import LLM, RequestOutput, SamplingParams
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
+from tests.engine.tiny import one_program
+from tests.quick import rare_programs
 from tests.run_cache import run_cache
 
-TINY = Path(__file__).parents[2] / "fixtures" / "llama"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
 # More requests than slots, and prompts longer than a step.
@@ -36,7 +37,7 @@ def options(mesh: str, **others: Any) -> dict[str, Any]:
         row_buckets=(4,),
         token_buckets=(16,),
         num_pages=40,
-        compilation_cache=None,
+        compilation_cache=run_cache(),
         dtype="float32",  # in bfloat16, which some CPUs take by default, sums over more devices are other tokens
     )
     return small | others
@@ -82,8 +83,6 @@ def main(scenario: str, index: int, coordinator: str) -> None:
     COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
     mesh = "2x1x2" if scenario == "complete in stages" else "1x4"
     mine = options(mesh, coordinator=coordinator, num_processes=2, process_id=index)
-    if scenario == "endless":
-        mine |= dict(model=str(TINY), load_format="dummy", compilation_cache=run_cache())
     if scenario == "differ":
         mine["page_size"] = (16, 32)[index]
     if scenario == "lead twice":
@@ -101,4 +100,6 @@ def main(scenario: str, index: int, coordinator: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    few_programs = one_program(num_rows=4) if sys.argv[1] == "endless" else nullcontext()
+    with rare_programs(on_demand=True), few_programs:
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
