@@ -49,10 +49,12 @@ EVEN = {
 }
 NO_SPECIAL = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 20, "hidden_size": 48}
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4 = {"head_dim": 16, "global_head_dim": 24, "sliding_window": 32}
 LONG = [1.0, 1.3, 1.9, 2.6, 3.9, 5.2]
 SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
-MODEL_TYPES = {"Gemma3": "gemma3_text", "SeedOss": "seed_oss", "GPTNeoX": "gpt_neox"}
+MODEL_TYPES = {"Gemma3": "gemma3_text", "Gemma4": "gemma4_text", "SeedOss": "seed_oss", "GPTNeoX": "gpt_neox"}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,6 +115,34 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 10_000.0,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    # Layers that read others' keys and values, embeddings of layers, and a wider FFN where layers read.
+    "gemma4": (
+        "Gemma4",
+        {
+            **EVEN,
+            **GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": [FULL if kind == "f" else SLIDING for kind in "sfssfsf"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 139,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    # Fewer KV heads in layers of full attention, whose keys are their values.
+    "gemma4-keys": (
+        "Gemma4",
+        {
+            **EVEN,
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": [FULL if kind == "f" else SLIDING for kind in "ssfssf"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
         },
     ),
     "phi3": (
@@ -238,7 +268,7 @@ def make(name: str) -> None:
         **NO_SPECIAL,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family.startswith("Gemma") else 0.0
+    norm_offset = 1.0 if family in ("Gemma2", "Gemma3") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap.

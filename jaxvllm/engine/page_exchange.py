@@ -53,11 +53,12 @@ def page_format(
     model: str | Future[str], spec: ModelSpec, shape: CacheShape, backend: Backend, mesh: Mesh
 ) -> PageFormat:
     """Returns how the pages of a replica on `mesh` travel."""
-    copies, groups = Spread.on(spec, mesh).kv_copies, shape.groups(spec)
+    groups, held = shape.groups(spec), shape.groups(Spread.on(spec, mesh).whole)
+    copies = [whole.memory.num_kv_heads // own.memory.num_kv_heads for own, whole in zip(groups, held, strict=True)]
     arrays = []
     for at, pages in enumerate(shape.pages(spec, backend, mesh)):
         num_held, _, num_heads, page_size, width = pages.shape
-        num_layers, of = (len(groups[at].layers), copies) if at < len(groups) else (num_held, 1)
+        num_layers, of = (len(groups[at].layers), copies[at]) if at < len(groups) else (num_held, 1)
         zeros = num_held - num_layers
         arrays.append(PageArray(num_layers, num_heads // of, page_size, width, np.dtype(pages.dtype), of, zeros))
     return PageFormat(model, tuple(arrays))

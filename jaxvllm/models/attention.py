@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
 from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
 
@@ -22,10 +23,29 @@ QkNorm = Literal["none", "head", "full"]
 # The dimensions that rope turns together: i and i + rotary_dim / 2 (halves: Llama), or 2 i and 2 i + 1 (neighbours:
 # Cohere, GLM-4).
 RopePairs = Literal["halves", "neighbours"]
+# The projections beside those of the queries. A layer may take its keys before their norm and rope for its values, or
+# read the keys and values of an earlier layer (Gemma 4).
+KvProjections = Literal["key and value", "key", "none"]
+_OWN: Mapping[KvProjections, int] = {"key and value": 2, "key": 1, "none": 0}
 
 
 class Attention(Protocol):
     """The attention of a layer. It is frozen and hashable, and equal for layers that compute alike."""
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+
+    @property
+    def head_size(self) -> int:
+        """The size of a query head, of which a rope turns a part."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layer has a memory of its own. Otherwise it reads that of an earlier layer."""
+
+    def memory(self, window: int | None) -> LayerMemory:
+        """Returns the memory that it reads, for a layer with this window."""
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns its arrays by name. Layers share a stack of arrays that have one name and equal declarations."""
@@ -72,6 +92,15 @@ class GroupedQueryAttention:
     o_bias: bool = False
     rope_pairs: RopePairs = "halves"
     q_growth: QueryGrowth | None = None
+    kv: KvProjections = "key and value"
+    v_norm: bool = False  # values are divided by their root mean square
+
+    @property
+    def keeps(self) -> bool:
+        return self.kv != "none"
+
+    def memory(self, window: int | None) -> LayerMemory:
+        return LayerMemory(self.num_kv_heads, self.head_size, window)
 
     @property
     def group_size(self) -> int:
@@ -80,10 +109,10 @@ class GroupedQueryAttention:
 
     @property
     def qkv(self) -> Linear:
-        """The projection to, for each KV head, its G query heads, its key and its value."""
-        K, G, D = self.num_kv_heads, self.group_size, self.head_size
-        shape, axes = (K, (G + 2) * D, self.hidden_size), ("kv_heads", None, "embed")
-        return Linear(shape, axes, self.qkv_bias, HeadGroups(G, D, 2 * D))
+        """The projection to, for each KV head, its G query heads, and its key and its value where it has them."""
+        K, G, D, own = self.num_kv_heads, self.group_size, self.head_size, _OWN[self.kv]
+        shape, axes = (K, (G + own) * D, self.hidden_size), ("kv_heads", None, "embed")
+        return Linear(shape, axes, self.qkv_bias, HeadGroups(G, D, own * D))
 
     @property
     def o(self) -> Linear:
@@ -98,7 +127,8 @@ class GroupedQueryAttention:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
         decls = self.qkv.declare("qkv") | self.o.declare("o")
         if self.qk_norm == "head":
-            decls |= self.norm.declare("q_norm", (D,), (None,)) | self.norm.declare("k_norm", (D,), (None,))
+            decls |= self.norm.declare("q_norm", (D,), (None,))
+            decls |= self.norm.declare("k_norm", (D,), (None,)) if self.keeps else {}
         elif self.qk_norm == "full":
             for name, heads_each, groups in (("q_norm", G, HeadGroups(G, 1, 0)), ("k_norm", 1, HeadGroups(G, 0, 1))):
                 norm = self.norm.declare(name, (K, heads_each, D), ("kv_heads", None, None))
@@ -127,18 +157,20 @@ class GroupedQueryAttention:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v = self._qkv(weights, x, given)
-        out, kv = given.attend(kv, q, k, v)
+        out, kv = given.attend(kv, given, q, k, v)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
 
     def _qkv(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated."""
-        T, K, G, D = x.shape[0], self.num_kv_heads, self.group_size, self.head_size
-        qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + 2, D)
-        q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1], qkv[:, :, G + 1]
+        T, K, G, D, own = x.shape[0], self.num_kv_heads, self.group_size, self.head_size, _OWN[self.kv]
+        qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
+        # A layer without keys takes its queries for keys that nobody reads, and XLA leaves them out.
+        q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1] if own else qkv[:, :, :1], qkv[:, :, G + own - 1]
         if self.qk_norm == "head":
-            q, k = self.norm.apply(weights, "q_norm", q), self.norm.apply(weights, "k_norm", k)
+            q = self.norm.apply(weights, "q_norm", q)
+            k = self.norm.apply(weights, "k_norm", k) if self.keeps else k
         elif self.qk_norm == "full":
             assert isinstance(self.norm, RmsNorm), "no model has another norm over all heads"
             # Where KV heads are copied, each has the same number of copies, so the mean stays the same.
@@ -148,7 +180,13 @@ class GroupedQueryAttention:
         q, k = rotate(q, *given.rotation).reshape(T, K * G, D), rotate(k, *given.rotation).reshape(T, K, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
-        return q, k, v
+        if not self.keeps:
+            return q, None, None
+        return q, k, self._without_weight(v) if self.v_norm else v
+
+    def _without_weight(self, x: jax.Array) -> jax.Array:
+        assert isinstance(self.norm, RmsNorm), "no model has another norm over values"
+        return self.norm.over(x, jnp.asarray(1 - self.norm.offset, jnp.float32))
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jaxvllm.models.attention import Attention
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.ffn import Ffn
+from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.norm import Norm
 
 # The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
@@ -38,11 +40,23 @@ class Block:
     norm: Norm
     placement: Placement = "pre"
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
+    reads: int | None = None  # the layer whose memory it reads, where it has none of its own
+    embedding: LayerEmbedding | None = None  # what tokens mean to each layer alone, added after the FFN
+    has_scale: bool = False  # one number multiplies what the layer returns
+
+    @property
+    def memory(self) -> LayerMemory:
+        """The memory that the layer reads, its own or another layer's."""
+        return self.attention.memory(self.window)
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns all arrays of the layer by name."""
         parts = [self.attention.declare(), self.ffn.declare()]
         parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in _NORMS[self.placement]]
+        if self.embedding is not None:
+            parts.append(self.embedding.declare_layer())
+        if self.has_scale:
+            parts.append({"layer_scale": ParamDecl((1,), (None,), "ones")})
         decls = {name: decl for part in parts for name, decl in part.items()}
         assert len(decls) == sum(map(len, parts)), "each array has a name of its own"
         return decls
@@ -58,7 +72,11 @@ class Block:
             if self.placement != "parallel":
                 h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
             x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given.axis))
-        return x, kv
+        if self.embedding is not None:
+            assert given.embedding is not None, "a model whose layers have embeddings looks them up"
+            with jax.named_scope("layer_embedding"):
+                x = x + self.embedding.apply(weights, x, given.embedding)
+        return x * weights["layer_scale"].astype(x.dtype) if self.has_scale else x, kv
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
         return self.norm.apply(weights, name, x) if name in _NORMS[self.placement] else x

@@ -3,7 +3,7 @@
 The module `block` computes a layer. Norms, RoPE and logits are computed in float32.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,12 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
-from jaxvllm.models.layer_input import LayerInput
-from jaxvllm.models.layer_loops import Scalar, over_layers
+from jaxvllm.models.layer_input import Attend, LayerInput, Scalar
+from jaxvllm.models.layer_loops import over_layers
 from jaxvllm.models.ops import lookup_table, project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec, RopeSpec
 from sharding.axis import ALONE, ModelAxis
-
-
-class Attend[Kv](Protocol):
-    """Writes the keys and values of a layer to the cache and attends.
-
-    q  # [T, H, D]: normed and rotated, not yet scaled by spec.attention_scale; head h reads KV head h // G
-    k, v  # [T, K, D]
-    layer: an i32 scalar
-    window: an int, or an i32 scalar inside a scan over layers that differ in it. A token sees the last
-    `window` positions, itself included, or all positions when `window` is NO_WINDOW.
-    Returns [T, H, D] and the new cache.
-    """
-
-    def __call__(
-        self, kv: Kv, layer: Scalar, q: jax.Array, k: jax.Array, v: jax.Array, window: Scalar, /
-    ) -> tuple[jax.Array, Kv]: ...
 
 
 def forward[Kv](
@@ -53,7 +37,8 @@ def forward[Kv](
     after the attention and after the FFN (Megatron-LM, arXiv 1909.08053).
     """
     x = embed_tokens(params, spec, tokens, positions, axis)
-    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis)
+    embeddings = embed_for_layers(params, spec, tokens, x, axis)
+    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis, embeddings=embeddings)
     return final_norm(params, spec, x), kv
 
 
@@ -71,6 +56,16 @@ def embed_tokens(
         return x
 
 
+def embed_for_layers(
+    params: Params, spec: ModelSpec, tokens: jax.Array, x: jax.Array, axis: ModelAxis = ALONE
+) -> jax.Array | None:
+    """Returns what tokens with embeddings x [T, E] mean to each layer alone, [L, T, P], if the model has that."""
+    if spec.layer_embedding is None:
+        return None
+    with jax.named_scope("layer_embeddings"):
+        return spec.layer_embedding.of_tokens(params, embed(params["layer_embeddings"], tokens, axis), x)
+
+
 def final_norm(params: Params, spec: ModelSpec, x: jax.Array) -> jax.Array:
     """Returns the hidden states, of what the last layer returns."""
     with jax.named_scope("final_norm"):
@@ -86,10 +81,11 @@ def run_layers[Kv](
     attend: Attend[Kv],
     axis: ModelAxis = ALONE,
     depths: tuple[int, ...] = (),
+    embeddings: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache."""
     with jax.named_scope("rope"):
-        cos, sin = rope_tables(spec.ropes, positions)
+        rotation = rotations(spec.ropes, positions)
 
     # Where the state after each layer goes; past all, where nobody asks for it.
     places = np.full(spec.num_layers + 1, len(depths), np.int32)
@@ -103,11 +99,18 @@ def run_layers[Kv](
         window: Scalar,
         rope: Scalar,
     ) -> tuple[jax.Array, jax.Array, Kv]:
-        def attend_here(kv: Kv, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Kv]:
-            return attend(kv, number, q, k, v, window)
-
         x, states, kv = carry
-        x, kv = layer.apply(weights, x, kv, LayerInput(positions, (cos[rope], sin[rope]), attend_here, axis))
+        given = LayerInput(
+            positions,
+            rotation(rope),
+            attend,
+            axis,
+            layer.memory,
+            number if layer.reads is None else layer.reads,
+            window,
+            None if embeddings is None else embeddings[number],
+        )
+        x, kv = layer.apply(weights, x, kv, given)
         if depths:
             states = states.at[jnp.asarray(places)[number + 1]].set(x, mode="drop")
         return x, states, kv
@@ -142,6 +145,24 @@ def embed(table: jax.Array | Matrix, tokens: jax.Array, axis: ModelAxis) -> jax.
     tokens = tokens - axis.first(len(table))
     is_here = (tokens >= 0) & (tokens < len(table))
     return axis.sum(jnp.where(is_here[:, None], jnp.take(table, tokens, axis=0, mode="clip"), 0))
+
+
+def rotations(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> Callable[[Scalar], tuple[jax.Array, jax.Array]]:
+    """Returns the function that picks cos and sin of a rope. Each is computed once a step.
+
+    A rope's number may be read while the step runs only where all ropes are equally wide.
+    """
+    if len({rope.rotary_dim for rope in ropes}) == 1:
+        cos, sin = rope_tables(ropes, positions)
+        return lambda rope: (cos[rope], sin[rope])
+    tables = [rope_tables((rope,), positions) for rope in ropes]
+
+    def pick(rope: Scalar) -> tuple[jax.Array, jax.Array]:
+        assert isinstance(rope, int), "layers whose ropes are not equally wide are not in one run"
+        cos, sin = tables[rope]
+        return cos[0], sin[0]
+
+    return pick
 
 
 def rope_tables(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,16 +1,29 @@
-"""`LayerInput`: what a layer sees of a step, beside the hidden states that the layer before it returned."""
+"""`LayerInput`: the step as one layer sees it, beside the hidden states that the layer before it returned."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
+from jaxvllm.models.layer_memory import LayerMemory
 from sharding.axis import ModelAxis
 
-# Called with (kv, q, k, v): writes k, v [T, K, D] of this layer to the cache, attends with q [T, H, D], and returns
-# [T, H, D] and the new cache.
-AttendHere = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a loop.
+Scalar = int | jax.Array
+
+
+class Attend[Kv](Protocol):
+    """Writes the keys and values of a layer to the cache and attends.
+
+    given: the step as the layer sees it
+    q  # [T, H, D]: normed and rotated, not yet scaled by spec.attention_scale; head h reads KV head h // G
+    k, v  # [T, K, D]; None: the layer whose memory is read has written them already
+    Returns [T, H, D] and the new cache.
+    """
+
+    def __call__(
+        self, kv: Kv, given: "LayerInput", q: jax.Array, k: jax.Array | None, v: jax.Array | None, /
+    ) -> tuple[jax.Array, Kv]: ...
 
 
 @dataclass(frozen=True)
@@ -19,5 +32,11 @@ class LayerInput:
 
     positions: jax.Array  # i32[T]
     rotation: tuple[jax.Array, jax.Array]  # cos and sin of the layer's rope, f32[T, rotary_dim / 2]
-    attend: AttendHere
+    attend: Attend[Any]
     axis: ModelAxis
+    memory: LayerMemory  # that the layer reads, its own or an earlier layer's
+    number: Scalar  # of the layer whose memory that is
+    # A token sees the last `window` positions, itself included, or all where that is NO_WINDOW. It is an int, or an
+    # i32 scalar inside a loop over layers that differ in it.
+    window: Scalar
+    embedding: jax.Array | None = None  # [T, P]: what the tokens mean to this layer alone, in models that have that

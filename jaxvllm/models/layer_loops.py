@@ -16,13 +16,11 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.ops import OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
 from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
-
-# A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a loop.
-Scalar = int | jax.Array
 
 
 class LayerStep[Carry](Protocol):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxvllm.models.spec import RopeSpec
 
-KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def make_rope(parameters: Mapping[str, Any], theta: float, head_size: int, lengt
     kind = rope_kind(parameters)
     base = _number(parameters, "rope_theta", theta)
     dim = int(head_size * _number(parameters, "partial_rotary_factor", 1.0))
+    if kind == "proportional":
+        return _proportional(base, dim // 2, head_size, _number(parameters, "factor", 1.0))
     if dim < 2 or dim % 2:
         raise ValueError(f"rope would rotate {dim} of {head_size} dimensions: it must be an even number")
     if kind == "dynamic":
@@ -81,6 +83,13 @@ def make_rope(parameters: Mapping[str, Any], theta: float, head_size: int, lengt
     elif kind == "longrope":
         plain, scale = _longrope(parameters, plain, lengths)
     return RopeSpec(tuple(float(value) for value in plain), scale)
+
+
+def _proportional(base: float, num_turned: int, head_size: int, factor: float) -> RopeSpec:
+    """Returns a rope as wide as the head, whose first frequencies turn and whose others are zero (Gemma 4)."""
+    exponents = np.arange(0, 2 * num_turned, 2, dtype=np.float32) / np.float32(head_size)
+    turned = np.float32(1) / np.float32(base) ** exponents / np.float32(factor)
+    return RopeSpec((*(float(value) for value in turned), *(0.0,) * (head_size // 2 - num_turned)))
 
 
 def _dynamic_base(parameters: Mapping[str, Any], base: float, dim: int, lengths: RopeLengths) -> float:

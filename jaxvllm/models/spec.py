@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from jaxvllm.models.attention import Attention, GroupedQueryAttention, QkNorm, QueryGrowth, RopePairs
 from jaxvllm.models.block import Block, Placement
 from jaxvllm.models.ffn import Ffn, GatedFfn
 from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.norm import Norm
 
 
@@ -83,6 +84,11 @@ class ModelSpec:
     tie_embeddings: bool = False  # the LM head is the embedding
     attentions: tuple[Attention, ...] = ()  # one a layer; empty: `usual_attention` in all
     ffns: tuple[Ffn, ...] = ()  # one a layer; empty: `usual_ffn` in all
+    reads: tuple[
+        int | None, ...
+    ] = ()  # one a layer: the layer whose memory it reads, None: its own; empty: None in all
+    layer_embedding: LayerEmbedding | None = None
+    layer_scales: bool = False  # one number multiplies what each layer returns
 
     def __post_init__(self) -> None:
         for name in (
@@ -103,23 +109,29 @@ class ModelSpec:
                 f"{len(self.windows)} windows and {len(self.layer_rope)} layer_rope entries "
                 f"for {self.num_layers} layers: one of each a layer"
             )
-        for name in ("attentions", "ffns"):
+        for name in ("attentions", "ffns", "reads"):
             if (count := len(getattr(self, name))) not in (0, self.num_layers):
                 raise ValueError(f"{count} {name} for {self.num_layers} layers: name one for each layer, or none")
         if not all(window is None or window > 0 for window in self.windows):
             raise ValueError(f"windows must be positive or None, not {self.windows}")
         if not all(0 <= index < len(self.ropes) for index in self.layer_rope):
             raise ValueError(f"layer_rope {self.layer_rope} must index the {len(self.ropes)} ropes")
-        rotary_dims = {rope.rotary_dim for rope in self.ropes}
         if self.positions is not None and self.max_position > self.positions.num_positions:
             raise ValueError(
                 f"max_position {self.max_position} exceeds the {self.positions.num_positions} learned positions"
             )
-        if len(rotary_dims) != 1 or max(rotary_dims) > self.head_size:
-            raise ValueError(
-                f"ropes rotate {sorted(rotary_dims)} dimensions: all must rotate the same number, "
-                f"at most head_size {self.head_size}"
-            )
+        for number, layer in enumerate(self.layers):
+            if (rotated := self.ropes[layer.rope].rotary_dim) > layer.attention.head_size:
+                size = layer.attention.head_size
+                raise ValueError(f"the rope of layer {number} rotates {rotated} dimensions of heads of size {size}")
+            if layer.attention.keeps != (layer.reads is None):
+                raise ValueError(f"layer {number} must either keep keys and values or read those of an earlier layer")
+            if layer.reads is not None and (
+                not 0 <= layer.reads < number
+                or self.layers[layer.reads].reads is not None
+                or self.layers[layer.reads].memory != layer.memory
+            ):
+                raise ValueError(f"layer {number} cannot read layer {layer.reads}: it must be an earlier one like it")
 
     @property
     def group_size(self) -> int:
@@ -152,7 +164,18 @@ class ModelSpec:
         """All layers, in order."""
         attentions = self.attentions or (self.usual_attention,) * self.num_layers
         ffns = self.ffns or (self.usual_ffn,) * self.num_layers
+        reads = self.reads or (None,) * self.num_layers
+        of_all = partial(
+            Block,
+            hidden_size=self.hidden_size,
+            norm=self.norm,
+            placement=self.placement,
+            residual_scale=self.residual_scale,
+            embedding=self.layer_embedding,
+            has_scale=self.layer_scales,
+        )
+        each = zip(attentions, ffns, self.windows, self.layer_rope, reads, strict=True)
         return tuple(
-            Block(attention, ffn, window, rope, self.hidden_size, self.norm, self.placement, self.residual_scale)
-            for attention, ffn, window, rope in zip(attentions, ffns, self.windows, self.layer_rope, strict=True)
+            of_all(attention=attention, ffn=ffn, window=window, rope=rope, reads=read)
+            for attention, ffn, window, rope, read in each
         )

@@ -36,12 +36,22 @@ class Spread:
         if problem := _problem(self.spec, self.size):
             works = ", ".join(f"1x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
             raise ValueError(f"{problem}: use a mesh of {works}, or as many replicas (DxM) as you like")
+        if self.stages > 1 and (self.spec.reads or self.spec.layer_embedding is not None):
+            raise ValueError(
+                "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
+                "among stages: use a mesh of DxM"
+            )
         if not _stage_layers(self.spec, self.stages):
             counts = (count for count in _COMMON_SIZES if _stage_layers(self.spec, count))
             works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
             raise ValueError(
                 f"{self.spec.num_layers} layers cannot be divided among {self.stages} stages so that each stage has "
                 f"some, and layers like those of the others: use a mesh of {works}"
+            )
+        if self.spec.layer_scales and self.stages > 1 and self.zero_layers:
+            raise ValueError(
+                f"{self.spec.num_layers} layers whose output is scaled cannot be filled up with layers of zeros for "
+                f"{self.stages} stages: use as many stages as divide the layers"
             )
 
     @classmethod
@@ -80,6 +90,7 @@ class Spread:
             layer_rope=stage.layer_rope * stages,
             attentions=stage.attentions * stages,
             ffns=stage.ffns * stages,
+            reads=stage.reads * stages,
         )
 
     @cached_property
@@ -96,6 +107,7 @@ class Spread:
             vocab_size=-(-self.spec.vocab_size // self.size) * self.size,
             attentions=tuple(attention.spread(self.size) for attention in self.spec.attentions[layers]),
             ffns=self.spec.ffns[layers],
+            reads=self.spec.reads[layers],
         )
 
     @cached_property

@@ -39,6 +39,7 @@ class OuterNames:
     positions: str = ""  # the table of learned positions, where there is one
     layers: str = "layers"
     lm_head: str = "lm_head.weight"  # it stands beside the decoder
+    others: tuple[tuple[str, str], ...] = ()  # our arrays that few models have, and their tensors
 
     def layer_prefix(self, prefix: str, layer: int) -> str:
         """Returns the beginning of the names of a layer's tensors."""
@@ -60,6 +61,10 @@ def outer_sources(spec: ModelSpec, prefix: str, names: OuterNames) -> dict[str, 
     decls = declare(spec)
     sources = named_norms(decls, prefix, {"final_norm": names.final_norm})
     sources |= _unfused(decls, prefix, {"embed": names.embed, "positions": names.positions})
+    for key, name in names.others:
+        if key in decls:
+            *rows, size = shape = decls[key].shape
+            sources[key] = whole(prefix + name, (math.prod(rows), size) if rows else shape, shape)
     # Old multimodal checkpoints have the decoder and its LM head within a language_model.
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
     return sources | _unfused(decls, beside, {"lm_head": names.lm_head})
@@ -89,6 +94,7 @@ def attention_sources(
                     (K, heads * D, *tail),
                 )
                 for letter, first, heads in (("q", 0, G), ("k", G, 1), ("v", G + 1, 1))
+                if first * D < decls[key].shape[1]
             )
     return sources
 

@@ -55,7 +55,7 @@ class StepRates:
     @classmethod
     def of(cls, deployment: Deployment, chip: Chip) -> Self:
         share = deployment.share
-        spec = share.spec
+        spec, attentions = share.spec, [layer.attention for layer in share.spec.layers]
         return cls(
             layer_bytes=share.layer_bytes,
             outer_bytes=share.bytes_read - share.layer_bytes,
@@ -64,7 +64,8 @@ class StepRates:
             token_flops=share.flops(1, 0),
             row_flops=share.flops(0, 1),
             # There are two products, q k' and p v, each with 2 D operations per pair.
-            pair_flops=4 * spec.num_heads * spec.head_size,
+            # Where layers differ, a pair costs their mean.
+            pair_flops=sum(4 * of.num_heads * of.head_size for of in attentions) // len(attentions),
             bandwidth=chip.hbm_bandwidth,
             flops=chip.bf16_flops,
         )

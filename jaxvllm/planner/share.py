@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
@@ -15,7 +14,6 @@ from jaxvllm.models.params import build
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import kv_pages_struct
 from sharding.rules import MODEL, partition_spec
 
 
@@ -74,11 +72,9 @@ class Share:
 
     def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
         """Returns the bytes of one page, in all layers."""
-        spec = self.spec
-        page = kv_pages_struct(
-            spec.num_layers, 1, page_size, spec.num_kv_heads, spec.head_size, jnp.dtype(page_dtype), backend
-        )
-        return int(page.size * page.dtype.itemsize)
+        kept = [layer.memory for layer in self.spec.layers if layer.reads is None]
+        pages = [memory.pages(1, 1, page_size, page_dtype, backend) for memory in kept]
+        return sum(page.size * page.dtype.itemsize for page in pages)
 
     def _held(self) -> list[_Held]:
         def leaf(name: str, matrix: ParamDecl, layers: tuple[int, ...] | None) -> Any:

@@ -11,16 +11,14 @@ from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.models.layer_loops import known_windows
+from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import DeviceState, new_state
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages, kv_pages_struct
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages
 from sharding.placement import place
-
-# The logical axes of a group's pages, [L, P, K, S, 2 D].
-PAGE_AXES = ("layers", None, "kv_heads", None, None)
 
 # The pages of each group, and after them those of the proposer, if it has any.
 type KVCachePages = tuple[KVPages, ...]
@@ -28,10 +26,15 @@ type KVCachePages = tuple[KVPages, ...]
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose keys and values are in the same pages, since they see the same positions (window None: all)."""
+    """Layers that keep alike, and so in the same pages."""
 
     layers: tuple[int, ...]
-    window: int | None
+    memory: LayerMemory  # whose window is None where no request outgrows it
+
+    @property
+    def window(self) -> int | None:
+        """The last positions that the layers see; None is all."""
+        return self.memory.window
 
 
 @dataclass(frozen=True)
@@ -70,26 +73,31 @@ class CacheShape:
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
 
-        Layers whose window no request outgrows see all. Where the step reads windows while it runs, so that a layer's
-        group is not known when it is compiled, all layers are one group.
+        Layers whose window no request outgrows see all. Layers that read another's memory are in no group. Where the
+        step reads windows while it runs, so that a layer's group is not known when it is compiled, all layers are one
+        group. Raises NotImplementedError where these keep different things.
         """
         windows = known_windows(spec)
+        kept = {number: layer.memory for number, layer in enumerate(spec.layers) if layer.reads is None}
         if None in windows:
-            return (LayerGroup(tuple(range(spec.num_layers)), None),)
+            memories = {memory.seeing(None) for memory in kept.values()}
+            if len(memories) > 1 or spec.reads:
+                raise NotImplementedError("the windows of layers that keep different things must have a pattern")
+            return (LayerGroup(tuple(kept), memories.pop()),)
         longest = self.max_pages * self.page_size
-        layers: dict[int, list[int]] = {}
-        for layer, window in enumerate(windows):
-            layers.setdefault(NO_WINDOW if window is None or window >= longest else window, []).append(layer)
-        return tuple(
-            LayerGroup(tuple(layers[window]), None if window == NO_WINDOW else window)
-            for window in sorted(layers, reverse=True)
-        )
+        layers: dict[LayerMemory, list[int]] = {}
+        for number, memory in kept.items():
+            window = windows[number]
+            sees_all = window is None or window >= longest
+            layers.setdefault(memory.seeing(None if sees_all else window), []).append(number)
+        order = sorted(layers, key=lambda memory: -(memory.window or NO_WINDOW))
+        return tuple(LayerGroup(tuple(layers[memory]), memory) for memory in order)
 
     def group_sizes(self, spec: ModelSpec) -> tuple[GroupSize, ...]:
         """Returns the number of pages and the window of each group."""
         first, *others = self.groups(spec)
-        usable, num_others = self.num_pages - 1, sum(len(group.layers) for group in others)
-        half = usable * len(first.layers) // (2 * len(first.layers) + num_others)
+        usable, of_first, *of_others = self.num_pages - 1, *(_token_elements(group) for group in (first, *others))
+        half = usable * of_first // (2 * of_first + sum(of_others))
         sizes = [GroupSize(self.num_pages, first.window)]
         for group in others:
             longest = -(-usable * self.most_pages(group.window) // self.most_pages(first.window))
@@ -124,7 +132,7 @@ class CacheShape:
 
         The pages of drafts follow.
         """
-        sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
+        sharding, everywhere = place(mesh)(LayerMemory.AXES), NamedSharding(mesh, PartitionSpec())
         of_groups = self._structs(spec, Spread.on(spec, mesh).whole, backend)
         placed = [(struct, sharding) for struct in of_groups]
         placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
@@ -148,13 +156,13 @@ class CacheShape:
 
     def _structs(self, spec: ModelSpec, part: ModelSpec, backend: Backend) -> list[jax.ShapeDtypeStruct]:
         """Returns the pages of the layers and heads of `part`, which a `Spread` made of `spec`."""
-        groups, sizes, K, D = self.groups(part), self.group_sizes(spec), part.num_kv_heads, part.head_size
+        groups, sizes = self.groups(part), self.group_sizes(spec)
         if [group.window for group in groups] != [size.window for size in sizes]:
             raise NotImplementedError(
                 f"the windows of {spec.num_layers} layers have no pattern that stages could share: use a mesh of DxM"
             )
         return [
-            kv_pages_struct(len(group.layers), size.num_pages, self.page_size, K, D, self.dtype, backend)
+            group.memory.pages(len(group.layers), size.num_pages, self.page_size, self.dtype, backend)
             for group, size in zip(groups, sizes, strict=True)
         ]
 
@@ -162,8 +170,8 @@ class CacheShape:
         draft = self.draft
         if draft is None or not draft.num_layers:
             return []
-        sizes = (draft.num_layers, self.num_pages, self.page_size, draft.num_kv_heads, draft.head_size)
-        return [kv_pages_struct(*sizes, self.dtype, backend)]
+        memory = LayerMemory(draft.num_kv_heads, draft.head_size, None)
+        return [memory.pages(draft.num_layers, self.num_pages, self.page_size, self.dtype, backend)]
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
         """Returns what the state of the slots depends on."""
@@ -177,3 +185,8 @@ class CacheShape:
         everywhere = NamedSharding(mesh, PartitionSpec())
         state = jax.eval_shape(partial(new_state, self.sizes(spec)))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
+
+
+def _token_elements(group: LayerGroup) -> int:
+    """Returns how many numbers all layers of a group keep of a token."""
+    return len(group.layers) * group.memory.token_elements

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.models.decoder import embed_tokens, final_norm, run_layers
+from jaxvllm.models.decoder import embed_for_layers, embed_tokens, final_norm, run_layers
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -19,7 +20,7 @@ from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOpti
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
 from jaxvllm.runtime.suffix_index import record
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -82,8 +83,9 @@ def compute(
     """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages]."""
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
-    run = partial(_run_layers, params, model, depths)
     x = embed_tokens(params, shard, token_ids, rows.positions, model.axis)
+    embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
+    run = partial(_run_layers, params, model, depths, embeddings)
     with_tables = replace(rows, page_table=tables)
     if model.pipeline.stages.size == 1:
         x, states, own_pages = run(x, with_tables, own_pages)
@@ -100,7 +102,13 @@ def compute(
 
 
 def _run_layers(
-    params: Params, model: StepModel, depths: tuple[int, ...], x: jax.Array, rows: RaggedRows, kv_pages: KVCachePages
+    params: Params,
+    model: StepModel,
+    depths: tuple[int, ...],
+    embeddings: jax.Array | None,
+    x: jax.Array,
+    rows: RaggedRows,
+    kv_pages: KVCachePages,
 ) -> tuple[jax.Array, jax.Array, KVCachePages]:
     """Returns x [T, E] after the layers of this device, states at `depths`, and the pages of its groups of layers.
 
@@ -109,39 +117,36 @@ def _run_layers(
     spec, backend = model.shard, model.backend
     groups = model.shape.groups(spec)
     rows_of = [replace(rows, page_table=rows.page_table[:, number]) for number in range(len(groups))]
-    plan_of = [
-        plan_rows(rows, pages, num_heads=spec.num_heads, dtype=x.dtype, backend=backend)
-        for rows, pages in zip(rows_of, kv_pages, strict=True)
-    ]
-    # A layer's group is known by its window, and its place in the group by its number, which may be a loop's.
-    number_of = {spec.windows[layer]: number for number, group in enumerate(groups) for layer in group.layers}
+    # The group of a memory is known when the step is compiled. A layer's place in it follows from its number, which may
+    # be a loop's.
+    number_of = {spec.layers[layer].memory: number for number, group in enumerate(groups) for layer in group.layers}
     place_of = {layer: place for group in groups for place, layer in enumerate(group.layers)}
-    places = np.array([place_of[layer] for layer in range(spec.num_layers)], np.int32)
+    places = np.array([place_of.get(layer, 0) for layer in range(spec.num_layers)], np.int32)
+    plan_of = {
+        (number, heads): groups[number].memory.plan(rows_of[number], kv_pages[number], heads, x.dtype, backend)
+        for number, heads in {(number_of[layer.memory], layer.attention.num_heads): None for layer in spec.layers}
+    }
 
     def attend(
-        kv: KVCachePages, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array | int
+        kv: KVCachePages, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
     ) -> tuple[jax.Array, KVCachePages]:
-        number = 0
-        if len(groups) > 1:
-            assert isinstance(window, int), "where windows are read while the step runs, all layers are one group"
-            number = number_of[None if window == NO_WINDOW else window]
-            layer = jnp.asarray(places)[layer]
-        out, pages = ragged_paged_attention(
+        number = number_of[given.memory]
+        out, pages = given.memory.attend(
+            kv[number],
+            given.number if len(groups) == 1 and not spec.reads else jnp.asarray(places)[given.number],
+            rows_of[number],
             q,
             k,
             v,
-            kv[number],
-            layer,
-            rows_of[number],
+            given.window,
             scale=spec.attention_scale,
             soft_cap=spec.attention_soft_cap,
-            window=window,
-            plan=plan_of[number],
+            plan=plan_of[number, q.shape[1]],
             backend=backend,
         )
         return out, (*kv[:number], pages, *kv[number + 1 :])
 
-    return run_layers(params, spec, x, rows.positions, kv_pages, attend, model.axis, depths)
+    return run_layers(params, spec, x, rows.positions, kv_pages, attend, model.axis, depths, embeddings)
 
 
 def draw(

@@ -12,7 +12,7 @@ from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, padded_head_size
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from pallas_kernels.ragged_paged_attention.write import write_kv
+from pallas_kernels.ragged_paged_attention.write import read_kv, write_kv
 
 # The result of `plan_rows`: a pytree that only its backend understands, or None where there is nothing to plan.
 type Plan = Any
@@ -37,8 +37,8 @@ def plan_rows(
 
 def ragged_paged_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     kv_pages: KVPages,
     layer: jax.Array | int,
     rows: RaggedRows,
@@ -56,8 +56,9 @@ def ragged_paged_attention(
     q f[T, H, D], k and v f[T, K, D] with H a multiple of K; query head h reads KV head h // (H // K).
     A query sees the `window` positions that end at its own (`NO_WINDOW`: all). `soft_cap` c bends the scaled logits
     to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit for each head, which
-    takes weight and has no value (gpt-oss, arXiv 2508.10925). Pages of int8 or float8 hold keys and values divided by
-    `kv_scales` f32[2, K], keys first (None: by one). `plan` is the result of `plan_rows` for
+    takes weight and has no value (gpt-oss, arXiv 2508.10925). Without k and v the pages hold this
+    step's KV already. Pages of int8 or float8 hold keys and values divided by `kv_scales` f32[2, K], keys first (None:
+    by one). `plan` is the result of `plan_rows` for
     these rows. Returns f[T, H, D], with arbitrary finite values for padding tokens, and the pages. Donate `kv_pages`,
     so that the write is in place.
 
@@ -67,15 +68,20 @@ def ragged_paged_attention(
     """
     _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, kv_scales, backend)
     num_tokens, num_heads, head_size = q.shape
-    num_kv_heads, dtype = k.shape[1], q.dtype
+    num_kv_heads, dtype = kv_pages.shape[2], q.dtype
     if kv_pages.dtype in QUANTIZED:
         scales = jnp.ones((2, num_kv_heads)) if kv_scales is None else kv_scales
-        k, v = (quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
+        if k is not None and v is not None:
+            k, v = (quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
         # The kernels see stored keys and values. The scales that divided them go into the queries and the output.
         q = _scale_heads(q, scales[0])
     padding = ((0, 0), (0, 0), (0, kv_pages.shape[-1] // 2 - head_size))
-    q, k, v = (jnp.pad(x, padding) for x in (q, k, v))
+    q = jnp.pad(q, padding)
+    k, v = (x if x is None else jnp.pad(x, padding) for x in (k, v))
     if backend.kind == "tpu":
+        if k is None or v is None:
+            # Our kernel there writes while it attends, and writes again what it finds.
+            k, v = read_kv(kv_pages, layer, rows)
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.ragged_paged_attention import tpu
 
@@ -85,7 +91,8 @@ def ragged_paged_attention(
             chip=backend.chip, interpret=backend.interpret,
         )  # fmt: skip
     else:
-        kv_pages = write_kv(k, v, kv_pages, layer, rows)
+        if k is not None and v is not None:
+            kv_pages = write_kv(k, v, kv_pages, layer, rows)
         if backend.kind == "gpu":
             from pallas_kernels.ragged_paged_attention import gpu
 
@@ -116,8 +123,8 @@ def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
 
 def _check(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     kv_pages: KVPages,
     rows: RaggedRows,
     soft_cap: float | None,
@@ -134,10 +141,15 @@ def _check(
     _, _, num_kv_heads, page_size, width = kv_pages.shape
     if page_size not in PAGE_SIZES:
         raise ValueError(f"pages must hold one of {PAGE_SIZES} tokens, not {page_size}")
-    if k.shape != (num_tokens, num_kv_heads, head_size) or v.shape != k.shape:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}"
-        )
+    if (k is None) != (v is None):
+        raise ValueError("give both k and v, or none of them, where the pages hold this step's already")
+    if k is not None and v is not None:
+        if k.shape != (num_tokens, num_kv_heads, head_size) or v.shape != k.shape:
+            raise ValueError(
+                f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}"
+            )
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
     if width != 2 * (padded := padded_head_size(head_size, backend)):
         raise ValueError(
             f"pages must be {2 * padded} wide, keys and values of heads of size {head_size} as the backend "
@@ -145,8 +157,6 @@ def _check(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
     if kv_pages.dtype != q.dtype and kv_pages.dtype not in QUANTIZED:
         known = ", ".join(str(dtype) for dtype in QUANTIZED)
         raise ValueError(f"pages must be of q's dtype {q.dtype} or one of {known}, not {kv_pages.dtype}")

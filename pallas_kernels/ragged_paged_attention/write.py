@@ -1,4 +1,4 @@
-"""Writes a step's keys and values into their pages, for backends whose kernel does not write them itself."""
+"""Writes a step's keys and values into their pages, for backends whose kernel does not, and reads them back."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,7 @@ from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
     """Writes k and v f[T, K, D] at the tokens' positions, and padding to page 0. This is in place when donated."""
     page_size = kv_pages.shape[3]
-    pages = rows.page_table[rows.token_rows, rows.positions // page_size]
-    pages = jnp.where(rows.is_real(), pages, 0)
+    pages = _pages_of(rows, page_size)
     new = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)
     # For windows of several heads XLA:TPU transposes all the pages: 3 GiB of copies for 1 GiB of pages (compiled HLO,
     # v5e). Elsewhere such windows make fewer and larger writes: a layer of 512 tokens x 8 heads took 538 us on CPU and
@@ -19,6 +18,20 @@ def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array |
     return lax.platform_dependent(
         kv_pages, new, pages, rows.positions % page_size, jnp.int32(layer), tpu=_write_heads, default=_write_tokens
     )
+
+
+def read_kv(kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and values f[T, K, D] that the pages hold of this step's tokens."""
+    page_size = kv_pages.shape[3]
+    found = kv_pages[layer, _pages_of(rows, page_size), :, rows.positions % page_size]
+    k, v = jnp.split(found, 2, axis=-1)
+    return k, v
+
+
+def _pages_of(rows: RaggedRows, page_size: int) -> jax.Array:
+    """Returns the page of each token, and the trash page for padding."""
+    pages = rows.page_table[rows.token_rows, rows.positions // page_size]
+    return jnp.where(rows.is_real(), pages, 0)
 
 
 def _write_tokens(

@@ -1,6 +1,7 @@
 """Every family through pages, scheduler and step: the greedy tokens are those of transformers, on every path."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -145,3 +146,16 @@ def test_preempted(family: tuple[Fixture, LLM]) -> None:
         assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
         assert llm.engine.stats().num_preemptions > before
     assert_idle(llm)
+
+
+@pytest.mark.slow
+def test_two_sizes_of_heads_where_no_request_outgrows_a_window(tmp_path: Path) -> None:
+    """Then two groups of pages grow, and neither slides."""
+    fixture = Fixture.load("gemma4-keys")
+    directory = fixture.write_checkpoint(tmp_path)
+    with tiny_llm(directory, max_model_len=32, compilation_cache=None, warm_up="background") as llm:
+        prompts = [prompt for prompt in fixture.prompts if len(prompt) + len(fixture.greedy[0]) <= 32]
+        assert len(prompts) == 3
+        for _ in range(2):  # the second time with cached prefixes
+            assert greedy_tokens(llm, prompts) == fixture.greedy[:3]
+        assert_idle(llm)

@@ -6,14 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.decoder import forward, project_logits
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ALONE, ModelAxis
 
 
 def dense_attend(spec: ModelSpec) -> Any:
-    """An `attend` for one whole sequence at positions 0, 1, ...; it needs no cache."""
+    """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
+    have keys and values of their own."""
 
-    def attend(kv: tuple, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
+    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> Any:
+        if k is None or v is None:
+            k, v = kv[_key(given)]
+        elif isinstance(kv, dict) and _key(given) in kv:
+            kv = kv | {_key(given): (k, v)}
         G = q.shape[1] // k.shape[1]
         dtype = q.dtype
         q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
@@ -21,16 +27,27 @@ def dense_attend(spec: ModelSpec) -> Any:
         if spec.attention_soft_cap is not None:
             scores = jnp.tanh(scores / spec.attention_soft_cap) * spec.attention_soft_cap
         behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
-        seen = (behind >= 0) & (behind < window)
+        seen = (behind >= 0) & (behind < given.window)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqk,khd->qhd", weights, v).astype(dtype), kv
 
     return attend
 
 
+def dense_cache(spec: ModelSpec, num_tokens: int) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """The keys and values of the last layer of each kind that others read. The layers between have another kind."""
+    read = [spec.layers[layer.reads].memory for layer in spec.layers if layer.reads is not None]
+    zeros = {repr(of): jnp.zeros((num_tokens, of.num_kv_heads, of.head_size)) for of in read}
+    return {key: (array, array) for key, array in zeros.items()}
+
+
+def _key(given: LayerInput) -> str:
+    return repr(given.memory)
+
+
 def dense_logits(params: Any, spec: ModelSpec, tokens: list[int], axis: ModelAxis = ALONE) -> jax.Array:
     """f32[T, V]: the logits at every position of one sequence; inside shard_map, a device's share of both."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     ids = jnp.asarray(tokens, jnp.int32)
-    hidden, _ = forward(params, spec, ids, positions, (), dense_attend(spec), axis)
+    hidden, _ = forward(params, spec, ids, positions, dense_cache(spec, len(tokens)), dense_attend(spec), axis)
     return project_logits(params, spec, hidden)

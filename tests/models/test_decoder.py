@@ -13,6 +13,7 @@ import pytest
 from jaxvllm.models import checkpoint
 from jaxvllm.models.decoder import forward
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.params import (
     Layout,
     abstract_params,
@@ -74,10 +75,10 @@ def test_what_attend_is_given(name: str, layout: Layout) -> None:
     spec = spec_of(name)
     shapes, windows = set(), set()
 
-    def attend(kv: Any, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
-        chex.assert_rank(layer, 0)
+    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        chex.assert_rank(given.number, 0)
         shapes.add((q.shape, k.shape, v.shape))
-        windows.add(window if isinstance(window, int) else None)
+        windows.add(given.window if isinstance(given.window, int) else None)
         return q, kv
 
     tokens = jnp.zeros(5, jnp.int32)
@@ -117,9 +118,9 @@ def test_the_cache_is_carried_through_the_layers() -> None:
     spec = spec_of("llama")
     inner = dense_attend(spec)
 
-    def attend(kv: jax.Array, layer: Any, *rest: Any) -> Any:
-        out, _ = inner((), layer, *rest)
-        return out, kv.at[layer].add(1)
+    def attend(kv: jax.Array, given: LayerInput, *rest: Any) -> Any:
+        out, _ = inner((), given, *rest)
+        return out, kv.at[given.number].add(1)
 
     tokens = jnp.zeros(5, jnp.int32)
     for layout in ("separate", "stacked"):

@@ -26,6 +26,7 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi3",
     "olmo2",
     "smollm3",

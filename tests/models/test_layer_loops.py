@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxvllm.models.decoder import forward
 from jaxvllm.models.ffn import GatedFfn
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_loops import Loop, known_windows, layer_loops
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
@@ -78,14 +79,14 @@ def traced(spec: ModelSpec, layout: Layout, attend: Any) -> Any:
 @pytest.mark.parametrize("layout", ["separate", "stacked"])
 @pytest.mark.parametrize("windows", [GEMMA3 * 2 + (4,), (4, None, None, 4, 4, None, 4)])
 def test_attend_knows_the_windows_that_layers_of_a_run_share(windows: tuple[int | None, ...], layout: Layout) -> None:
-    spec, given = windowed(*windows), set()
+    spec, seen = windowed(*windows), set()
 
-    def attend(kv: Any, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: Any) -> Any:
-        given.add(window if isinstance(window, int) else None)
+    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        seen.add(given.window if isinstance(given.window, int) else None)
         return q, kv
 
     traced(spec, layout, attend)
-    assert given == set(known_windows(spec)) == ({4, NO_WINDOW} if windows[:6] == GEMMA3 else {None})
+    assert seen == set(known_windows(spec)) == ({4, NO_WINDOW} if windows[:6] == GEMMA3 else {None})
 
 
 SPECS = {

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint, shards
+from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
@@ -25,6 +26,8 @@ from tests.models.fixture import NAMES, Fixture
 from tests.waiting import PATIENCE
 
 INDEX = "model.safetensors.index.json"
+# What has numbers of heads: a whole model, or the attention of a layer that differs from others.
+type Heads = ModelSpec | GroupedQueryAttention
 
 
 def divisible(name: str) -> Fixture:
@@ -43,7 +46,7 @@ def divisible(name: str) -> Fixture:
     return replace(fixture, config=fixture.config | {key: wider}, shapes=shapes)
 
 
-def spread_by_hand(name: str, array: np.ndarray, spec: ModelSpec, size: int) -> np.ndarray:
+def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.ndarray:
     """What `Spread` says in words, of one array of one layer, by padding and repeating."""
     K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
     copies = size // np.gcd(K, size)
@@ -54,12 +57,13 @@ def spread_by_hand(name: str, array: np.ndarray, spec: ModelSpec, size: int) -> 
         return np.pad(heads, padding).reshape(K * copies, share, *heads.shape[2:])
 
     match name:
-        case "embed" | "lm_head":
+        case "embed" | "lm_head" | "layer_embeddings":
             return np.pad(array, ((0, -len(array) % size), (0, 0)))
         case "qkv" | "qkv_bias":
-            heads = array.reshape(K, G + 2, D, -1)
+            own = array.shape[1] // D - G  # key and value, or only a key, or none of them
+            heads = array.reshape(K, G + own, D, -1)
             both = [query_heads(heads[:, :G]), np.repeat(heads[:, G:], copies, axis=0)]
-            return np.concatenate(both, axis=1).reshape(K * copies, (share + 2) * D, *array.shape[2:])
+            return np.concatenate(both, axis=1).reshape(K * copies, (share + own) * D, *array.shape[2:])
         case "o":
             heads = np.moveaxis(array.reshape(-1, K, G, D), 0, -1)
             return np.moveaxis(query_heads(heads), -1, 0).reshape(len(array), -1)
@@ -73,6 +77,7 @@ def spread_by_hand(name: str, array: np.ndarray, spec: ModelSpec, size: int) -> 
 # Which dimension of an array is split; of the others every device has all.
 SPLIT = {
     "embed": 0,
+    "layer_embeddings": 0,
     "lm_head": 0,
     "qkv": 0,
     "qkv_bias": 0,
@@ -92,7 +97,7 @@ def layers_of(params: Params, num_layers: int) -> list[dict[str, jax.Array]]:
     return [{name: stack[i] for name, stack in layers.items()} for i in range(num_layers)]
 
 
-def check(name: str, got: jax.Array, canonical: jax.Array, spec: ModelSpec, size: int) -> None:
+def check(name: str, got: jax.Array, canonical: jax.Array, spec: Heads, size: int) -> None:
     expected = spread_by_hand(name, np.asarray(canonical), spec, size)
     np.testing.assert_array_equal(np.asarray(got), expected, err_msg=name)
     axis = 0 if name in ("q_norm", "k_norm") and spec.qk_norm == "full" else SPLIT.get(name)
@@ -112,10 +117,11 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
     assert set(many) == set(one)
     for name in set(one) - {"layers"}:
         check(name, many[name], one[name], spec, size)
-    for got, canonical in zip(layers_of(many, spec.num_layers), one["layers"], strict=True):
+    for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
         assert set(got) == set(canonical)
+        assert isinstance(layer.attention, GroupedQueryAttention)
         for name in got:
-            check(name, got[name], canonical[name], spec, size)
+            check(name, got[name], canonical[name], layer.attention, size)
 
 
 @pytest.mark.parametrize("name", NAMES)

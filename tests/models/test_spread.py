@@ -12,6 +12,7 @@ from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from tests.models.fixture import Fixture
 
 DEMO = model_spec(json.loads(Path(DEMO_MODEL, "config.json").read_text(encoding="utf-8")))
 
@@ -96,3 +97,24 @@ def test_stages_that_would_be_empty_or_differ_are_refused() -> None:
         Spread(layered(9), 2, 4)
     with pytest.raises(ValueError, match="4 layers cannot be divided among 2 stages .*: use a mesh of 1x1$"):
         Spread(layered(4, (8, None, None, None)), 1, 2)
+
+
+def test_layers_that_need_each_other_are_not_divided_among_stages() -> None:
+    fixture = Fixture.load("gemma4")
+    spec = model_spec(fixture.config)
+    with pytest.raises(ValueError, match="read another layer's keys and values, or have embeddings of their own"):
+        Spread(spec, 1, 2)
+    keys = model_spec(Fixture.load("gemma4-keys").config)
+    assert Spread(keys, 1, 2).shard.layers == keys.layers[:3]
+    with pytest.raises(ValueError, match="5 layers whose output is scaled cannot be filled up with layers of zeros"):
+        Spread(replace(layered(5), layer_scales=True), 1, 2)
+
+
+def test_a_layer_reads_an_earlier_one_that_is_like_it() -> None:
+    spec = model_spec(Fixture.load("gemma4").config)
+    assert spec.reads == (None, None, None, None, 1, 3, 1)
+    for wrong in (4, 5, 0, 6):  # itself, a later one, one with a window, one that reads itself
+        with pytest.raises(ValueError, match=f"layer 4 cannot read layer {wrong}: it must be an earlier one like it"):
+            replace(spec, reads=(*spec.reads[:4], wrong, *spec.reads[5:]))
+    with pytest.raises(ValueError, match="layer 4 must either keep keys and values or read those of an earlier layer"):
+        replace(spec, reads=(*spec.reads[:4], None, *spec.reads[5:]))

@@ -184,6 +184,12 @@ class AttentionSuite:
         out[tokens] = call.expected[tokens]
         assert call.error(out) < call.tolerance
 
+    def test_reads_what_another_layer_has_written(self) -> None:
+        call = self.call(DECODE)
+        out, pages = run(call, self.backend, pages=call.written, k=None, v=None)
+        assert call.error(out) < call.tolerance
+        np.testing.assert_array_equal(pages[:, 1:], call.written[:, 1:])
+
     def test_inside_a_scan_over_layers(self) -> None:
         case = self.scanned
         windows = [NO_WINDOW, case.window, 7]

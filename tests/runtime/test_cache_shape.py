@@ -2,16 +2,23 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxvllm.core.page_groups import windowed_pages
+from jaxvllm.engine.page_exchange import page_format
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.known_models import known_models
+from jaxvllm.planner.share import Share
 from jaxvllm.runtime.cache_shape import CacheShape, LayerGroup
 from pallas_kernels.backend import REFERENCE
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from tests.models.fixture import Fixture
 
 SHAPE = CacheShape(
     num_pages=2001, page_size=16, num_slots=64, max_pages=256, dtype=jnp.dtype(jnp.bfloat16), step_tokens=512
@@ -39,7 +46,7 @@ def spec_of(*windows: int | None) -> ModelSpec:
 def test_layers_that_see_the_same_positions_are_a_group(
     windows: tuple[int | None, ...], groups: list[tuple[tuple[int, ...], int | None]]
 ) -> None:
-    assert SHAPE.groups(spec_of(*windows)) == tuple(LayerGroup(*group) for group in groups)
+    assert [(group.layers, group.window) for group in SHAPE.groups(spec_of(*windows))] == groups
 
 
 def test_a_model_whose_layers_are_alike_has_the_pages_that_it_is_given() -> None:
@@ -85,3 +92,24 @@ def test_programs_depend_on_the_token_budget_only_where_there_are_windows() -> N
     assert SHAPE.of_programs(alike) == other.of_programs(alike)
     assert SHAPE.of_programs(alike).group_sizes(alike) == SHAPE.group_sizes(alike)
     assert SHAPE.of_programs(windowed) == SHAPE != other.of_programs(windowed)
+
+
+def test_memories_are_grouped_by_what_they_keep() -> None:
+    """Two sizes of heads are two groups, also where no request outgrows a window; layers that read are in none."""
+    spec = model_spec(Fixture.load("gemma4").config)
+    wide, narrow = LayerMemory(2, 24, None), LayerMemory(2, 16, 32)
+    shape = CacheShape(9, 16, 4, max_pages=8, dtype=jnp.dtype("float32"), step_tokens=16)
+    assert shape.groups(spec) == (LayerGroup((1,), wide), LayerGroup((0, 2, 3), narrow))
+    short = replace(shape, max_pages=2)
+    assert short.groups(spec) == (LayerGroup((0, 2, 3), narrow.seeing(None)), LayerGroup((1,), wide))
+    assert [size.window for size in short.group_sizes(spec)] == [None, None]
+    # Full layers of one KV head on two devices: each has a copy, and pages travel with one.
+    keys = model_spec(Fixture.load("gemma4-keys").config)
+    mesh = make_mesh(MeshShape(1, 2), jax.devices())
+    arrays = page_format("", keys, shape, REFERENCE, mesh).arrays
+    assert [(array.num_layers, array.num_heads, array.copies, array.width) for array in arrays] == [
+        (2, 1, 2, 48),
+        (4, 2, 1, 32),
+    ]
+    share = Share(Spread(keys, 2), jnp.dtype("float32"))
+    assert share.page_bytes(16, jnp.dtype("float32"), REFERENCE) == 16 * 4 * (2 * 48 + 4 * 32)

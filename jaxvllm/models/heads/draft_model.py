@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import Attend, forward, project_logits
+from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.vocabulary import share_of
+from jaxvllm.models.layer_input import Attend
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ALONE, ModelAxis

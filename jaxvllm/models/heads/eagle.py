@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import Attend, embed, project_logits, rope_tables
+from jaxvllm.models.decoder import embed, project_logits, rope_tables
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.vocabulary import in_columns, share_of
-from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_input import Attend, LayerInput
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -139,10 +139,8 @@ def decoder_layer(
     """Adds to x [T, E] what attention makes of `h`, and then what the FFN makes of the sum."""
     cos, sin = rope_tables(spec.ropes, positions)
 
-    def attend_here(kv: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        return attend(kv, number, q, k, v, NO_WINDOW)
-
-    given = LayerInput(positions, (cos[0], sin[0]), attend_here, ALONE)
+    memory = spec.usual_attention.memory(None)
+    given = LayerInput(positions, (cos[0], sin[0]), attend, ALONE, memory, number, NO_WINDOW)
     h, kv = spec.usual_attention.apply(weights, h, kv, given)
     x = x + h
     return x + spec.usual_ffn.apply(weights, spec.norm.apply(weights, "ffn_norm", x), ALONE), kv

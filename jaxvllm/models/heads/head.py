@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxvllm.models.decoder import Attend
+from jaxvllm.models.layer_input import Attend
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ModelAxis

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import Attend, project_logits
+from jaxvllm.models.decoder import project_logits
 from jaxvllm.models.heads.eagle import decoder_layer, embedded
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.layer_input import Attend
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec

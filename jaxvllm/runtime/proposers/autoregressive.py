@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.heads.head import DraftHead
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.params import Params, activation_dtype
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
 from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
@@ -167,14 +168,14 @@ class AutoregressiveProposer:
         window = model.shape.groups(model.spec)[0].window
 
         def attend(
-            kv: jax.Array, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array | int
+            kv: jax.Array, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
         ) -> tuple[jax.Array, jax.Array]:
             return ragged_paged_attention(
                 q,
                 k,
                 v,
                 kv,
-                layer,
+                given.number,
                 rows,
                 scale=spec.attention_scale,
                 window=NO_WINDOW if window is None else window,
