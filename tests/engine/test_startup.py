@@ -59,5 +59,5 @@ def test_an_engine_knows_its_start(llm: LLM) -> None:
     assert [stage.name for stage in report.stages] == [
         *("imports", "devices", "tokenizer", "weights", "memory", "programs", "other"),
     ]
-    assert report.num_loaded + report.num_compiled > 5  # an earlier engine of this run may have stored some
+    assert report.num_loaded + report.num_compiled > 4  # an earlier engine of this run may have stored some
     assert report.first_token_seconds is not None and report.first_token_seconds > 0
