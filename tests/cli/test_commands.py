@@ -81,7 +81,7 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         ),
         (["serve", "--enable-lora"], ["--enable-lora: leave it out (LoRA adapters are not supported yet)"]),
         (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
-        (["serve", "-q", "awq"], ["-q: leave it out (quantized checkpoints"]),
+        (["serve", "-q", "awq"], ["-q: use --quantization int8 (quantized checkpoints"]),
         (["serve", "--kv-offloading-size=8"], ["--kv-offloading-size: use --kv-transfer-config '{\"kv_connector"]),
         (["serve", "-sc.method=x", "--structured-outputs-config.enable_in_reasoning=true"],
          ["--structured-outputs-config.enable_in_reasoning: leave it out (the form of an answer"]),
