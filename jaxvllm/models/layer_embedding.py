@@ -16,7 +16,7 @@ from jaxvllm.models.ops import activate
 
 @dataclass(frozen=True)
 class LayerEmbedding:
-    """For each layer, `size` numbers of a token: from a table, and from the embedding that all layers see.
+    """Gives each layer `size` numbers of a token: from a table, and from the embedding that all layers see.
 
     A gate of the layer's hidden state multiplies them, and a projection of that is normed and added to the state.
     """
