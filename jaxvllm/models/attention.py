@@ -6,7 +6,6 @@ A new kind of attention is a class beside `GroupedQueryAttention`, in a module o
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol, Self
 
 import jax
@@ -117,11 +116,8 @@ class GroupedQueryAttention:
     @property
     def o(self) -> Linear:
         """The projection of all heads' outputs back to the hidden size."""
-        shape, heads = (
-            (self.hidden_size, self.num_heads * self.head_size),
-            HeadGroups(self.group_size, self.head_size, 0),
-        )
-        return Linear(shape, ("embed", "heads"), self.o_bias, heads)
+        shape = (self.hidden_size, self.num_heads * self.head_size)
+        return Linear(shape, ("embed", "heads"), self.o_bias, HeadGroups(self.group_size, self.head_size, 0))
 
     def declare(self) -> dict[str, ParamDecl]:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
@@ -166,23 +162,25 @@ class GroupedQueryAttention:
         """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated."""
         T, K, G, D, own = x.shape[0], self.num_kv_heads, self.group_size, self.head_size, _OWN[self.kv]
         qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
-        # A layer without keys takes its queries for keys that nobody reads, and XLA leaves them out.
-        q, k, v = qkv[:, :, :G], qkv[:, :, G : G + 1] if own else qkv[:, :, :1], qkv[:, :, G + own - 1]
-        if self.qk_norm == "head":
-            q = self.norm.apply(weights, "q_norm", q)
-            k = self.norm.apply(weights, "k_norm", k) if self.keeps else k
-        elif self.qk_norm == "full":
-            assert isinstance(self.norm, RmsNorm), "no model has another norm over all heads"
-            # Where KV heads are copied, each has the same number of copies, so the mean stays the same.
-            over = partial(self.norm.over, axes=(1, 2, 3), mean=given.axis.mean)
-            q, k = over(q, weights["q_norm"]), over(k, weights["k_norm"])
         rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
-        q, k = rotate(q, *given.rotation).reshape(T, K * G, D), rotate(k, *given.rotation).reshape(T, K, D)
+        q = rotate(self._normed(weights, "q_norm", qkv[:, :, :G], given), *given.rotation).reshape(T, K * G, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         if not self.keeps:
             return q, None, None
+        k, v = qkv[:, :, G : G + 1], qkv[:, :, G + own - 1]
+        k = rotate(self._normed(weights, "k_norm", k, given), *given.rotation).reshape(T, K, D)
         return q, k, self._without_weight(v) if self.v_norm else v
+
+    def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns queries or keys [T, K, heads, D], normed as the model does."""
+        if self.qk_norm == "head":
+            return self.norm.apply(weights, name, x)
+        if self.qk_norm == "full":
+            assert isinstance(self.norm, RmsNorm), "no model has another norm over all heads"
+            # Where KV heads are copied, each has the same number of copies, so the mean stays the same.
+            return self.norm.over(x, weights[name], axes=(1, 2, 3), mean=given.axis.mean)
+        return x
 
     def _without_weight(self, x: jax.Array) -> jax.Array:
         assert isinstance(self.norm, RmsNorm), "no model has another norm over values"

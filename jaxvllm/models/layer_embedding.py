@@ -23,7 +23,6 @@ class LayerEmbedding:
 
     size: int
     num_layers: int
-    vocab_size: int
     hidden_size: int
     activation: Activation
     norm: Norm
@@ -42,9 +41,9 @@ class LayerEmbedding:
         """The projection back to the hidden size."""
         return Linear((self.hidden_size, self.size), ("embed", None))
 
-    def declare(self) -> dict[str, ParamDecl]:
-        """Returns the arrays outside the layers."""
-        table = ParamDecl((self.vocab_size, self.num_layers * self.size), ("vocab", None), storage="table")
+    def declare(self, vocab_size: int) -> dict[str, ParamDecl]:
+        """Returns the arrays outside the layers, for a model of this vocabulary."""
+        table = ParamDecl((vocab_size, self.num_layers * self.size), ("vocab", None), storage="table")
         norm = self.norm.declare("layer_embedding_norm", (self.size,), (None,))
         return {"layer_embeddings": table} | self.projection.declare("layer_embedding_projection") | norm
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
@@ -36,7 +37,7 @@ class LayerMemory:
     ) -> jax.ShapeDtypeStruct:
         """Returns the pages of layers with this memory, as `backend` lays them out."""
         sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
-        return kv_pages_struct(*sizes, jax.numpy.dtype(dtype), backend)
+        return kv_pages_struct(*sizes, jnp.dtype(dtype), backend)
 
     @property
     def token_elements(self) -> int:

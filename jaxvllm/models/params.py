@@ -7,7 +7,7 @@ are one array: query, key and value of a KV head lie together, so that the array
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -47,7 +47,7 @@ def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
     if spec.positions is not None:
         decls["positions"] = ParamDecl((spec.positions.size, spec.hidden_size), (None, "embed"), storage="table")
     if spec.layer_embedding is not None:
-        decls |= replace(spec.layer_embedding, vocab_size=spec.vocab_size).declare()
+        decls |= spec.layer_embedding.declare(spec.vocab_size)
     if not spec.tie_embeddings:
         decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
     return decls

@@ -85,20 +85,19 @@ def assemble(
             return array
 
         stack = forms.node(decl, True, zeros)
-        puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in jax.tree.leaves(stack)]
+        held = jax.tree.leaves(stack)
+        puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
         for i, layer in enumerate(layers):
             if first_layer + layer >= spread.spec.num_layers:
                 break  # layers of zeros follow
             first = 0
             for part in parts(name, decl, first_layer + layer):
                 kept = jax.tree.leaves(forms.kept(part, decl, True, sharding_of))
-                held = jax.tree.leaves(stack)
                 at = np.int32(i), np.int32(first)
-                after = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]
-                stack = jax.tree.unflatten(jax.tree.structure(stack), after)
-                jax.block_until_ready(stack)
+                held = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]
+                jax.block_until_ready(held)
                 first += len(part)
-        return stack
+        return jax.tree.unflatten(jax.tree.structure(stack), held)
 
     return build(spread.stage, layout, leaf)
 

@@ -84,9 +84,8 @@ class ModelSpec:
     tie_embeddings: bool = False  # the LM head is the embedding
     attentions: tuple[Attention, ...] = ()  # one a layer; empty: `usual_attention` in all
     ffns: tuple[Ffn, ...] = ()  # one a layer; empty: `usual_ffn` in all
-    reads: tuple[
-        int | None, ...
-    ] = ()  # one a layer: the layer whose memory it reads, None: its own; empty: None in all
+    # One a layer: the layer whose memory it reads, or None for its own. Empty: None in all.
+    reads: tuple[int | None, ...] = ()
     layer_embedding: LayerEmbedding | None = None
     layer_scales: bool = False  # one number multiplies what each layer returns
 

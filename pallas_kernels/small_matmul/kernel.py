@@ -21,8 +21,6 @@ ROWS = 64  # at a time: 512 rows by 384 columns of 2048 took 5.9 ms all at once,
 # Columns that are fetched in advance. One row and 4096 columns of 384 took 251 us without it, 314 with 4 and 227 with 8
 # columns; sixteen rows 650, 401 and some 400 (Zen 4).
 AHEAD = 2 * COLUMNS
-
-
 INT8 = "int8"
 
 

@@ -19,7 +19,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Form, Forms, Matrix
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Arrays
-from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.int8 import CpuInt8, Int8
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
@@ -35,7 +35,7 @@ from tests.models.fixture import Fixture
 
 TOKENS = list(range(3, 20))
 INT8 = Forms(layers=Int8())
-KERNELS = Forms(Int8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))
+KERNELS = Forms(CpuInt8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))
 # A gated FFN with grouped heads, and one with two matrices, biases and a tied embedding.
 NAMES = ["llama", "gpt2"]
 

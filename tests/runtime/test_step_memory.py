@@ -13,7 +13,7 @@ import pytest
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
-from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.int8 import CpuInt8
 from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.params import Layout, abstract_params, head_of
 from jaxvllm.runtime.batch import packed_size
@@ -141,7 +141,7 @@ def test_no_copy_of_a_weight_that_was_turned_round() -> None:
 
 
 def test_no_copy_of_int8_in_another_dtype() -> None:
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(Int8(host_chip()), CpuKernel(host_chip())))
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), CpuKernel(host_chip())))
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
 

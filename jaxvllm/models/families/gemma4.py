@@ -35,6 +35,7 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
     activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
     max_position = config.integer("max_position_embeddings", 131_072)
     num_shared = config.integer("num_kv_shared_layers", 0, least=0)
+    has_bias = config.flag("attention_bias", False)
     key_is_value = config.flag("attention_k_eq_v", False)
     sliding = GroupedQueryAttention(
         hidden_size=hidden_size,
@@ -43,8 +44,8 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         head_size=config.integer("head_dim", 256),
         norm=norm,
         qk_norm="head",
-        qkv_bias=config.flag("attention_bias", False),
-        o_bias=config.flag("attention_bias", False),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
         v_norm=True,
     )
     full = replace(
@@ -66,6 +67,8 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
             raise ValueError(f"config num_kv_shared_layers {num_shared} leaves no {kinds[layer]} layer to read from")
         return earlier[-1] if layer >= own else None
 
+    if own_size := config.integer("hidden_size_per_layer_input", 256, least=0):
+        config.refuse({"vocab_size_per_layer_input": (None, vocab_size)})
     wide = 2 if config.flag("use_double_wide_mlp", False) else 1
     of_full, of_sliding = rope_entries(config)
     return ModelSpec(
@@ -96,20 +99,9 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
             GatedFfn(hidden_size, ffn_size * (1 if layer < own else wide), activation) for layer in range(num_layers)
         ),
         reads=tuple(map(source, range(num_layers))) if num_shared else (),
-        layer_embedding=_layer_embedding(config, num_layers, vocab_size, hidden_size, norm),
+        layer_embedding=LayerEmbedding(own_size, num_layers, hidden_size, activation, norm) if own_size else None,
         layer_scales=True,
     )
-
-
-def _layer_embedding(
-    config: HfConfig, num_layers: int, vocab_size: int, hidden_size: int, norm: RmsNorm
-) -> LayerEmbedding | None:
-    size = config.integer("hidden_size_per_layer_input", 256, least=0)
-    if not size:
-        return None
-    config.refuse({"vocab_size_per_layer_input": (None, vocab_size)})
-    activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
-    return LayerEmbedding(size, num_layers, vocab_size, hidden_size, activation, norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:

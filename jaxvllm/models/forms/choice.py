@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
-from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.int8 import int8_form
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.turned import Turned, prefers_turned
 from pallas_kernels.chips import CpuChip
 
 # What users may choose by name, made for a CPU on which our own kernels run, or for none.
-QUANTIZATIONS: Mapping[str, Callable[[CpuChip | None], Form]] = {"int8": Int8}
+QUANTIZATIONS: Mapping[str, Callable[[CpuChip | None], Form]] = {"int8": int8_form}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The form for our own kernels on CPUs: the array as checkpoints store it, multiplied where it is."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,16 +16,14 @@ from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
 
 
 @dataclass(frozen=True)
-class CpuKernel(Form):
-    """One array, which is never copied: `pallas_kernels.small_matmul` chooses among those of all layers."""
+class OnCpu(Form):
+    """Matrices that `pallas_kernels.small_matmul` reads where they are. It chooses among those of all layers."""
 
     chip: CpuChip
 
-    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
-        return {MATRIX: matrix}
-
-    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        return {MATRIX: matrix}
+    @abstractmethod
+    def operands(self, matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        """Returns what the kernel multiplies by, and the scales of its rows where it has any."""
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return self.product_with_one(x, [arrays], 0, dtype)
@@ -32,8 +31,8 @@ class CpuKernel(Form):
     def product_with_one(
         self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
     ) -> jax.Array:
-        ours = [arrays[MATRIX] for arrays in matrices]
-        y = small_matmul(x, ours, index, dtype=dtype, chip=self.chip)
+        ours, scales = self.operands(matrices)
+        y = small_matmul(x, ours, index, scales=scales, dtype=dtype, chip=self.chip)
         return y.reshape(x.shape[0], *ours[0].shape[:-1])
 
     def gated_product(
@@ -41,8 +40,22 @@ class CpuKernel(Form):
     ) -> jax.Array | None:
         if activation != "silu" and activation != "gelu_tanh":
             return None
-        ours = [arrays[MATRIX] for arrays in matrices]
-        return small_gated_matmul(x, ours, index, gate=activation, chip=self.chip)
+        ours, scales = self.operands(matrices)
+        return small_gated_matmul(x, ours, index, scales=scales, gate=activation, chip=self.chip)
+
+
+@dataclass(frozen=True)
+class CpuKernel(OnCpu):
+    """One array, which is never copied."""
+
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        return {MATRIX: matrix}
+
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        return {MATRIX: matrix}
+
+    def operands(self, matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        return [arrays[MATRIX] for arrays in matrices], None
 
     def table(self, arrays: Arrays) -> jax.Array:
         return arrays[MATRIX]

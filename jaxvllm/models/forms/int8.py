@@ -10,10 +10,10 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.form import Activation, Arrays, Form
+from jaxvllm.models.forms.cpu_kernel import OnCpu
+from jaxvllm.models.forms.form import Arrays, Form
 from jaxvllm.models.forms.plain import xla_product
 from pallas_kernels.chips import CpuChip
-from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
 
 VALUES, SCALES = "values", "scales"
 
@@ -22,12 +22,9 @@ VALUES, SCALES = "values", "scales"
 class Int8(Form):
     """A matrix is values i8[.., in] times scales f32[..]: the largest value of a row is 127 or -127.
 
-    Activations stay as they are, and sums are in float32. With a `chip` our own kernel for CPUs reads the integers
-    where they are. Without one XLA does: on TPU without a copy, and on GPU and CPU it first writes the matrix that it
-    multiplies by in the dtype of the activations.
+    Activations stay as they are, and sums are in float32. XLA multiplies: on TPU without a copy, and on GPU and CPU it
+    first writes the matrix that it multiplies by in the dtype of the activations.
     """
-
-    chip: CpuChip | None = None
 
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         scales = ParamDecl(matrix.shape[:-1], matrix.axes[:-1], "ones", dtype="float32")
@@ -39,26 +36,20 @@ class Int8(Form):
         return {VALUES: values, SCALES: scales}
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
-        if self.chip is not None:
-            return self.product_with_one(x, [arrays], 0, dtype)
         return xla_product(x, arrays[VALUES].astype(x.dtype), dtype, is_slice, arrays[SCALES])
 
-    def product_with_one(
-        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
-    ) -> jax.Array:
-        if self.chip is None:
-            return super().product_with_one(x, matrices, index, dtype)
-        values, scales = _parts(matrices)
-        y = small_matmul(x, values, index, scales=scales, dtype=dtype, chip=self.chip)
-        return y.reshape(x.shape[0], *scales[0].shape)
 
-    def gated_product(
-        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, activation: Activation
-    ) -> jax.Array | None:
-        if self.chip is None or (activation != "silu" and activation != "gelu_tanh"):
-            return None
-        values, scales = _parts(matrices)
-        return small_gated_matmul(x, values, index, scales=scales, gate=activation, chip=self.chip)
+@dataclass(frozen=True)
+class CpuInt8(OnCpu, Int8):
+    """The same arrays, whose integers our own kernel for CPUs reads where they are."""
+
+    def operands(self, matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        return [arrays[VALUES] for arrays in matrices], [arrays[SCALES] for arrays in matrices]
+
+
+def int8_form(chip: CpuChip | None) -> Int8:
+    """Returns the form for a CPU on which our own kernels run, or for none."""
+    return Int8() if chip is None else CpuInt8(chip)
 
 
 def rounded_by_row(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,7 +59,3 @@ def rounded_by_row(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     # XLA would make this product of a division by 127, and NumPy would not.
     scales = jnp.where(largest > 0, largest * np.float32(1 / 127), 1.0)
     return jnp.round(exact / scales[..., None]).astype(jnp.int8), scales
-
-
-def _parts(matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array]]:
-    return [arrays[VALUES] for arrays in matrices], [arrays[SCALES] for arrays in matrices]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import embed, project_logits, rope_tables
+from jaxvllm.models.decoder import embed, project_logits, rotations
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.vocabulary import in_columns, share_of
 from jaxvllm.models.layer_input import Attend, LayerInput
@@ -137,10 +137,8 @@ def decoder_layer(
     attend: Attend[Any],
 ) -> tuple[jax.Array, Any]:
     """Adds to x [T, E] what attention makes of `h`, and then what the FFN makes of the sum."""
-    cos, sin = rope_tables(spec.ropes, positions)
-
     memory = spec.usual_attention.memory(None)
-    given = LayerInput(positions, (cos[0], sin[0]), attend, ALONE, memory, number, NO_WINDOW)
+    given = LayerInput(positions, rotations(spec.ropes, positions)(0), attend, ALONE, memory, number, NO_WINDOW)
     h, kv = spec.usual_attention.apply(weights, h, kv, given)
     x = x + h
     return x + spec.usual_ffn.apply(weights, spec.norm.apply(weights, "ffn_norm", x), ALONE), kv

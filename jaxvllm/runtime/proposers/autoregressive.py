@@ -1,6 +1,7 @@
 """Drafts by a small network: it guesses a token, takes the guess for granted, and guesses the next one."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, DeviceState, Rows
 from jaxvllm.runtime.step_model import StepModel
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, plan_rows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows
 
 # Tokens of each row that a head catches up with at once.
 CATCH_UP = 8
@@ -163,25 +164,16 @@ class AutoregressiveProposer:
         """Runs `head` over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
         *others, pages = kv_pages
         spec, backend = head.spec, model.backend
-        plan = plan_rows(rows, pages, num_heads=spec.num_heads, dtype=activation_dtype(params), backend=backend)
         # Pages that left the window of the model's first group are somebody else's.
-        window = model.shape.groups(model.spec)[0].window
+        window = model.shape.groups(model.spec)[0].window or NO_WINDOW
+        memory = spec.usual_attention.memory(None)
+        plan = memory.plan(rows, pages, spec.num_heads, activation_dtype(params), backend)
 
         def attend(
             kv: jax.Array, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
         ) -> tuple[jax.Array, jax.Array]:
-            return ragged_paged_attention(
-                q,
-                k,
-                v,
-                kv,
-                given.number,
-                rows,
-                scale=spec.attention_scale,
-                window=NO_WINDOW if window is None else window,
-                plan=plan,
-                backend=backend,
-            )
+            options: dict[str, Any] = {"scale": spec.attention_scale, "plan": plan, "backend": backend}
+            return given.memory.attend(kv, given.number, rows, q, k, v, window, **options)
 
         hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)
         return hidden, features, (*others, pages)
