@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import httpx
 import pytest
 
 from jaxvllm.server.config import ServerConfig
-from tests.router.test_kills import ENGINE, all_streams, is_ready, running
-from tests.waiting import PATIENCE, wait_until
+from tests.processes import stopped
+from tests.router.test_kills import ENGINE, NUM_STREAMS, all_streams, is_ready, running
+from tests.waiting import PATIENCE, PAUSE, wait_until
 
 
 @pytest.mark.slow
@@ -35,12 +37,19 @@ def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path:
 
         async def scaled(size: int) -> None:
             async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
-                streams = asyncio.create_task(all_streams(server.url))
                 body = {"new_data_parallel_size": size, "drain_timeout": 600}
-                scaling = asyncio.create_task(client.post("/scale_elastic_ep", json=body))
-                while not (await client.get("/is_scaling_elastic_ep")).json()["is_scaling_elastic_ep"]:
-                    await asyncio.sleep(0.01)
-                assert (await client.post("/scale_elastic_ep", json=body)).status_code == 409
+                # Engines that leave stand still, with streams that they have not finished, until it was asked twice.
+                with ExitStack() as still:
+                    for pid in server.engine_pids()[size:]:
+                        still.enter_context(stopped(pid))
+                    streams = asyncio.create_task(all_streams(server.url))
+                    if server.engine_pids()[size:]:
+                        while (await client.get("/load")).json()["server_load"] < NUM_STREAMS // 5:
+                            await asyncio.sleep(PAUSE)
+                    scaling = asyncio.create_task(client.post("/scale_elastic_ep", json=body))
+                    while not (await client.get("/is_scaling_elastic_ep")).json()["is_scaling_elastic_ep"]:
+                        await asyncio.sleep(PAUSE)
+                    assert (await client.post("/scale_elastic_ep", json=body)).status_code == 409
                 assert (await scaling).json() == {"message": f"Scaled to {size} data parallel engines"}
                 assert [(one.text, one.is_whole) for one in await streams] == [(text, True) for text in expected]
                 assert len(server.engine_pids()) == size
