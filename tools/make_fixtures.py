@@ -54,7 +54,7 @@ GEMMA4 = {"head_dim": 16, "global_head_dim": 24, "sliding_window": 32}
 LONG = [1.0, 1.3, 1.9, 2.6, 3.9, 5.2]
 SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
-MODEL_TYPES = {"Gemma3": "gemma3_text", "Gemma4": "gemma4_text", "SeedOss": "seed_oss", "GPTNeoX": "gpt_neox"}
+MODEL_TYPES = {"Gemma3": "gemma3_text", "Gemma4": "gemma4_text", "SeedOss": "seed_oss", "GPTNeoX": "gpt_neox", "Qwen3_5": "qwen3_5_text"}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -241,6 +241,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_eps": 1e-3,
         },
     ),
+    # Two value heads to a key head, and two layers of attention.
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **EVEN,
+            "num_hidden_layers": 6,
+            "layer_types": ["full_attention" if kind == "f" else "linear_attention" for kind in "llflfl"],
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 20_000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [1, 1, 1],
+            },
+        },
+    ),
     "smollm3": ("SmolLM3", {**EVEN, "num_hidden_layers": 5, "no_rope_layer_interval": 2}),
     "granite": (
         "Granite",
@@ -268,7 +289,7 @@ def make(name: str) -> None:
         **NO_SPECIAL,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family in ("Gemma2", "Gemma3") else 0.0
+    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap.

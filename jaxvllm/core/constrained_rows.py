@@ -36,8 +36,13 @@ MOST_FORMS = 256
 class ConstrainedRows:
     """The scheduler's part for constraints: tokens that they force, masks, and guesses that it checks."""
 
-    def __init__(self, slots: SlotTable):
+    def __init__(self, slots: SlotTable, may_guess: bool = True):
+        """Begins without constrained rows. They guess only if a wrong guess may be computed again (`may_guess`).
+
+        A state has taken the wrong token in by then.
+        """
         self._slots = slots
+        self._may_guess = may_guess
         # Of slots whose tenant is constrained.
         self._num_guesses = np.zeros(slots.num_slots, np.int32)  # in the next step, at most; 0: it waits for a mask
         self._masks_left = [0] * slots.num_slots  # tokens before it guesses again
@@ -53,7 +58,7 @@ class ConstrainedRows:
         request = self._tenant(slot)
         self._form[slot] = hash(request.sampling_params.structured_outputs)
         masks_first = self._masks_first.get(self._form[slot], 0)
-        self._num_guesses[slot] = masks_first == 0 and request.guesses
+        self._num_guesses[slot] = masks_first == 0 and self._guesses(request)
         self._pause[slot] = FIRST_PAUSE
         self._masks_left[slot] = masks_first
         self._starts_again[slot] = False
@@ -225,7 +230,7 @@ class ConstrainedRows:
     def _learn(self, slot: int, is_guess: bool, is_right: bool) -> None:
         if not is_guess:
             self._masks_left[slot] -= 1
-            if self._masks_left[slot] <= 0 and self._tenant(slot).guesses:
+            if self._masks_left[slot] <= 0 and self._guesses(self._tenant(slot)):
                 self._num_guesses[slot] = 1
         elif is_right:
             if (guesses := int(self._num_guesses[slot])) < MOST_GUESSES:
@@ -238,6 +243,9 @@ class ConstrainedRows:
             self._masks_left[slot] = self._pause[slot]
             self._pause[slot] = min(4 * self._pause[slot], LONGEST_PAUSE)
             self._remember(slot, min(2 * self._masks_first.get(self._form[slot], 0) + 1, MOST_MASKS_FIRST))
+
+    def _guesses(self, request: Request) -> bool:
+        return self._may_guess and request.guesses
 
     def _remember(self, slot: int, masks_first: int) -> None:
         """Sets how many masks the next row with the form of `slot` has first."""

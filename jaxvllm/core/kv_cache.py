@@ -18,15 +18,23 @@ from jaxvllm.core.page_groups import FullGroup, WindowedGroup
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.request import Request
 from jaxvllm.core.slots import SlotIds
+from jaxvllm.core.state_group import STATE_WINDOW, StateGroup
 from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
 
 
 @dataclass(frozen=True)
 class GroupSize:
-    """The number of pages of a group, with the trash page, and the last positions that its layers see (None: all)."""
+    """The number of pages of a group, with the trash page, and what its layers see.
+
+    That is the last `window` positions, or all (None). Layers that keep a state see what the last token left.
+    """
 
     num_pages: int
     window: int | None = None
+    keeps_state: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.keeps_state or self.window == STATE_WINDOW, "a state is as a window of two positions"
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,13 @@ class KVCache:
         self.num_registered = np.zeros(num_slots, np.int32)  # leading columns of a slot that the prefix cache was told
         self.groups = tuple(self._group(index, size, num_slots, max_chunk) for index, size in enumerate(sizes))
         self._windowed = tuple(group for group in self.groups if isinstance(group, WindowedGroup))
+        self._states = tuple(group for group in self.groups if isinstance(group, StateGroup))
 
     def _group(self, index: int, size: GroupSize, num_slots: int, max_chunk: int) -> FullGroup:
         on_eviction = None if self._events is None else partial(self._events.removed, index)
         pool = PagePool(size.num_pages, self.page_size, self.enable_prefix_caching, on_eviction)
+        if size.keeps_state:
+            return StateGroup(pool, num_slots, self.max_pages)
         if size.window is None:
             return FullGroup(pool, num_slots, self.max_pages)
         return WindowedGroup(pool, num_slots, self.max_pages, size.window, max_chunk)
@@ -98,6 +109,11 @@ class KVCache:
     def has_windows(self) -> bool:
         """Whether pages are freed while their request runs."""
         return bool(self._windowed)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state, which no step may compute twice from the same token on."""
+        return bool(self._states)
 
     @property
     def no_entries(self) -> tuple[PageEntries, ...]:
@@ -210,6 +226,13 @@ class KVCache:
         self.num_registered[slot] = self.num_registered[source]
         return tuple(group.fork(source, slot, num_tokens) for group in self.groups)
 
+    def losing_states(self, slots: SlotIds, positions: Ints) -> list[int]:
+        """Returns those of `slots` of which `free_unseen` frees a snapshot, which the prefix cache could keep."""
+        if not self.enable_prefix_caching or not self._states:
+            return []
+        moving = np.logical_or.reduce([group.moving(slots, positions)[0] for group in self._states])
+        return slots[moving].tolist()
+
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
         """Frees the pages that left a window: no step to come computes a token of `slots[i]` before `positions[i]`.
 
@@ -225,8 +248,8 @@ class KVCache:
             return []
         hashes = request.hashes(self.page_size)
         for index, group in enumerate(self.groups):
-            begin = max(first, int(group.first[slot]))
-            self._make_findable(index, range(begin, last), group.table[slot, begin:last].tolist(), request)
+            columns = group.held_columns(slot, first, last)
+            self._make_findable(index, columns.tolist(), group.table[slot, columns].tolist(), request)
         self.num_registered[slot] = last
         return hashes[first:last]
 

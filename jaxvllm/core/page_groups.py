@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.slots import SlotIds
@@ -38,6 +39,10 @@ class FullGroup:
     def pages(self, slot: int) -> Pages:
         """Returns the pages that `slot` holds, in the order of their columns."""
         return self.table[slot, self.first[slot] : self.end[slot]]
+
+    def held_columns(self, slot: int, first: int, last: int) -> Ints:
+        """Returns the columns from `first` to before `last` in which `slot` holds a page."""
+        return np.arange(max(first, int(self.first[slot])), last, dtype=np.int32)
 
     def can_take(self, prefix: Sequence[int], num_tokens: int, num_forks: int) -> bool:
         """Returns whether a new request with the cached pages `prefix`, and so many forks of it, have room."""
@@ -134,7 +139,7 @@ class FullGroup:
         for slot, row in enumerate(self.table):
             first, end = (int(at[slot]) for at in (self.first, self.end))
             assert slot in slots or not end, "a vacant slot has pages"
-            assert (row[first:end] != TRASH_PAGE).all(), "a slot lacks a page that it needs"
+            assert (row[self.held_columns(slot, first, end)] != TRASH_PAGE).all(), "a slot lacks a page that it needs"
             assert not row[:first].any() and not row[end:].any(), "a table has a page that its slot does not hold"
 
     def _share(self, slot: int, prefix: Sequence[int], num_cached: int) -> None:
@@ -194,13 +199,17 @@ class WindowedGroup(FullGroup):
         self._target[slot] = pages_for(num_tokens, self.pool.page_size)
 
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
-        firsts = np.maximum(positions - self.window + 1, 0) // self.pool.page_size
-        moved = firsts > self.first[slots]
+        moved, firsts = self.moving(slots, positions)
         for slot, first in zip(slots[moved].tolist(), firsts[moved].tolist(), strict=True):
             left = self.table[slot, self.first[slot] : first]
-            self.pool.release(left)
+            self.pool.release(left[left != TRASH_PAGE])
             left[:] = TRASH_PAGE
             self.first[slot] = first
+
+    def moving(self, slots: SlotIds, positions: Ints) -> tuple[NDArray[np.bool_], Ints]:
+        """Returns which of `slots` have columns that `free_unseen` frees, and the first column that each keeps."""
+        firsts = np.maximum(positions - self.window + 1, 0) // self.pool.page_size
+        return firsts > self.first[slots], firsts
 
     def release(self, slot: int) -> None:
         super().release(slot)
@@ -219,8 +228,13 @@ class WindowedGroup(FullGroup):
     def _charges(self, end: Ints | None = None) -> Ints:
         """Returns how many pages each slot holds or may still take without asking, i32[slots], up to column `end`."""
         end = self.end if end is None else end
-        held = end - self.first
+        held = self._held(end)
         return np.where(end < self._target, np.maximum(self._room, held), held)
+
+    def _held(self, end: Ints) -> Ints:
+        """Returns how many pages each slot holds when it has those up to column `end`, i32[slots]."""
+        held: Ints = end - self.first
+        return held
 
 
 def windowed_pages(window: int, num_tokens: int, page_size: int) -> int:

@@ -66,7 +66,7 @@ class Scheduler:
         self.queue = WaitingQueue()
         self._slot_of: dict[str, int] = {}
         self._beams = BeamGroups(slots, cache)
-        self._constrained = ConstrainedRows(slots)
+        self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
@@ -374,7 +374,12 @@ class Scheduler:
             return
         slots = self.slots
         at = np.flatnonzero(slots.active)
-        self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
+        positions = np.minimum(slots.num_computed[at], slots.num_known[at] - 1)
+        for slot in self.cache.losing_states(at, positions):
+            if not slots.is_beam[slot]:
+                slots.tenant(slot).output_token_ids = slots.outputs(slot)
+            self._shared.register_computed(slot)
+        self.cache.free_unseen(at, positions)
 
     def _grow(self, decode: SlotIds, width: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
         """Returns the pages that decoding slots may open for `width` tokens each, or None when there are not enough.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
 from jaxvllm.models.layer_input import LayerInput
-from jaxvllm.models.layer_memory import LayerMemory
+from jaxvllm.models.layer_memory import KeysAndValues, LayerMemory
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
 
@@ -37,7 +37,7 @@ class Attention(Protocol):
 
     @property
     def head_size(self) -> int:
-        """The size of a query head, of which a rope turns a part."""
+        """The size of a query head, of which a rope turns a part; 0 where no rope turns anything."""
 
     @property
     def keeps(self) -> bool:
@@ -93,13 +93,14 @@ class GroupedQueryAttention:
     q_growth: QueryGrowth | None = None
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
+    gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
 
     @property
     def keeps(self) -> bool:
         return self.kv != "none"
 
-    def memory(self, window: int | None) -> LayerMemory:
-        return LayerMemory(self.num_kv_heads, self.head_size, window)
+    def memory(self, window: int | None) -> KeysAndValues:
+        return KeysAndValues(self.num_kv_heads, self.head_size, window)
 
     @property
     def group_size(self) -> int:
@@ -108,10 +109,19 @@ class GroupedQueryAttention:
 
     @property
     def qkv(self) -> Linear:
-        """The projection to, for each KV head, its G query heads, and its key and its value where it has them."""
-        K, G, D, own = self.num_kv_heads, self.group_size, self.head_size, _OWN[self.kv]
-        shape, axes = (K, (G + own) * D, self.hidden_size), ("kv_heads", None, "embed")
-        return Linear(shape, axes, self.qkv_bias, HeadGroups(G, D, own * D))
+        """The projection to, for each KV head, its G query heads, and its key and its value where it has them.
+
+        Where outputs are gated, a gate follows each query head.
+        """
+        K, D, own = self.num_kv_heads, self.head_size, _OWN[self.kv]
+        heads = HeadGroups(self.group_size, D * self._query_parts, own * D)
+        shape, axes = (K, heads.group * heads.size + heads.own, self.hidden_size), ("kv_heads", None, "embed")
+        return Linear(shape, axes, self.qkv_bias, heads)
+
+    @property
+    def _query_parts(self) -> int:
+        """The parts of a query head, each of `head_size`."""
+        return 2 if self.gated else 1
 
     @property
     def o(self) -> Linear:
@@ -152,25 +162,31 @@ class GroupedQueryAttention:
         return replace(self, num_kv_heads=self.num_kv_heads // size, num_heads=self.num_heads // size)
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
-        q, k, v = self._qkv(weights, x, given)
+        q, k, v, gate = self._qkv(weights, x, given)
         out, kv = given.attend(kv, given, q, k, v)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
 
     def _qkv(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated."""
-        T, K, G, D, own = x.shape[0], self.num_kv_heads, self.group_size, self.head_size, _OWN[self.kv]
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+        """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated, and gates [T, H, D]."""
+        T, K, D, own = x.shape[0], self.num_kv_heads, self.head_size, _OWN[self.kv]
+        G, gate = self.group_size * self._query_parts, None
         qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
         rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
-        q = rotate(self._normed(weights, "q_norm", qkv[:, :, :G], given), *given.rotation).reshape(T, K * G, D)
+        q = qkv[:, :, :G]
+        if self.gated:
+            q, gate = q[:, :, ::2], q[:, :, 1::2].reshape(T, -1, D)
+        q = rotate(self._normed(weights, "q_norm", q, given), *given.rotation).reshape(T, -1, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         if not self.keeps:
-            return q, None, None
+            return q, None, None, gate
         k, v = qkv[:, :, G : G + 1], qkv[:, :, G + own - 1]
         k = rotate(self._normed(weights, "k_norm", k, given), *given.rotation).reshape(T, K, D)
-        return q, k, self._without_weight(v) if self.v_norm else v
+        return q, k, self._without_weight(v) if self.v_norm else v, gate
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
         """Returns queries or keys [T, K, heads, D], normed as the model does."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
-from jaxvllm.models.layer_input import Attend, LayerInput, Scalar
+from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Scalar, no_recur
 from jaxvllm.models.layer_loops import over_layers
 from jaxvllm.models.ops import lookup_table, project
 from jaxvllm.models.params import Params
@@ -27,18 +27,19 @@ def forward[Kv](
     kv: Kv,
     attend: Attend[Kv],
     axis: ModelAxis = ALONE,
+    recur: Recur[Kv] = no_recur,
 ) -> tuple[jax.Array, Kv]:
     """Returns the hidden states after the final norm, and the cache with this step's keys and values.
 
     tokens, positions  # i32[T]: packed rows; every token id must be in the vocabulary, also those of padding
     The hidden states are [T, E] in the dtype of the parameters, and the same on every device. `kv` is any pytree that
-    `attend` understands; the layers only pass it on.
+    `attend` and `recur` understand; the layers only pass it on.
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
     after the attention and after the FFN (Megatron-LM, arXiv 1909.08053).
     """
     x = embed_tokens(params, spec, tokens, positions, axis)
     embeddings = embed_for_layers(params, spec, tokens, x, axis)
-    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis, embeddings=embeddings)
+    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis, embeddings=embeddings, recur=recur)
     return final_norm(params, spec, x), kv
 
 
@@ -82,6 +83,7 @@ def run_layers[Kv](
     axis: ModelAxis = ALONE,
     depths: tuple[int, ...] = (),
     embeddings: jax.Array | None = None,
+    recur: Recur[Kv] = no_recur,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache."""
     with jax.named_scope("rope"):
@@ -104,6 +106,7 @@ def run_layers[Kv](
             positions,
             rotation(rope),
             attend,
+            recur,
             axis,
             layer.memory,
             number if layer.reads is None else layer.reads,

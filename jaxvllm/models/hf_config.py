@@ -80,10 +80,11 @@ class HfConfig:
             self._reject(key, f"one of {', '.join(ACTIVATIONS)}", value)
         return ACTIVATIONS[value]
 
-    def layer_types(self, default: list[str]) -> list[str]:
-        """Returns `full_attention` or `sliding_attention` for each layer."""
+    def layer_types(
+        self, default: list[str], known: tuple[str, ...] = ("full_attention", "sliding_attention")
+    ) -> list[str]:
+        """Returns one of the `known` types for each layer."""
         value = self._get("layer_types", default)
-        known = ("full_attention", "sliding_attention")
         if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
             self._reject("layer_types", f"a list of {len(default)} of {' and '.join(known)}", value)
         return value

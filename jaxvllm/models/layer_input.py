@@ -1,5 +1,6 @@
 """`LayerInput`: the step as one layer sees it, beside the hidden states that the layer before it returned."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,25 @@ class Attend[Kv](Protocol):
     ) -> tuple[jax.Array, Kv]: ...
 
 
+class Recur[Kv](Protocol):
+    """Lets the state of a layer take in the tokens of a step, in their order.
+
+    given: the step as the layer sees it
+    weights: what the rule of the layer's memory needs beside the tokens
+    tokens: what the rule takes in, [T, ..] each
+    Returns what the layer reads after each token, [T, ..], and the new cache.
+    """
+
+    def __call__(
+        self, kv: Kv, given: "LayerInput", weights: Mapping[str, jax.Array], tokens: Mapping[str, jax.Array], /
+    ) -> tuple[jax.Array, Kv]: ...
+
+
+def no_recur(kv: Any, given: "LayerInput", *_: Any) -> tuple[jax.Array, Any]:
+    """Takes the place of `Recur` where no layer keeps a state."""
+    raise AssertionError("a layer keeps a state, and nobody said where")
+
+
 @dataclass(frozen=True)
 class LayerInput:
     """The T packed tokens of a step, and the ways to the cache and to the other devices."""
@@ -33,6 +53,7 @@ class LayerInput:
     positions: jax.Array  # i32[T]
     rotation: tuple[jax.Array, jax.Array]  # cos and sin of the layer's rope, f32[T, rotary_dim / 2]
     attend: Attend[Any]
+    recur: Recur[Any]
     axis: ModelAxis
     memory: LayerMemory  # that the layer reads, its own or an earlier layer's
     number: Scalar  # of the layer whose memory that is

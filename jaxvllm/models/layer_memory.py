@@ -1,11 +1,12 @@
 """`LayerMemory`: what a layer keeps of the tokens before the ones that a step computes, and how that is laid out.
 
 The host asks a memory for the bytes and the arrays of its pages, and knows no layout. Layers whose memories are equal
-share their pages. Today there is one kind: keys and values in pages that grow with a request or slide with a window.
+share their pages. There are two kinds: keys and values, in pages that grow with a request or slide with a window
+(`KeysAndValues`), and states, of which each page holds one (`state_memory.py`).
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,31 +22,58 @@ from pallas_kernels.ragged_paged_attention import (
 )
 
 
-@dataclass(frozen=True)
-class LayerMemory:
-    """Keys and values of the tokens that a layer sees. It is frozen and hashable."""
+# The logical axes of the pages of several layers, [L, P, K, S, W]: each page has S rows of W numbers for each of K
+# heads, whatever they mean.
+PAGE_AXES: tuple[str | None, ...] = ("layers", None, "kv_heads", None, None)
 
-    num_kv_heads: int
-    head_size: int
-    window: int | None  # the last positions that are seen; None: all, so that the pages of a request never get free
 
-    # The logical axes of the pages of several layers, [L, P, K, S, 2 D].
-    AXES: ClassVar[tuple[str | None, ...]] = ("layers", None, "kv_heads", None, None)
+class LayerMemory(Protocol):
+    """The memory of a layer. It is frozen and hashable."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The heads over which devices divide a page, K."""
+
+    @property
+    def window(self) -> int | None:
+        """The last positions that are seen; None: all, so that the pages of a request never get free."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a page holds the state after its last token, instead of something of each of its tokens."""
 
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
     ) -> jax.ShapeDtypeStruct:
-        """Returns the pages of layers with this memory, as `backend` lays them out."""
-        sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
-        return kv_pages_struct(*sizes, jnp.dtype(dtype), backend)
+        """Returns the pages of layers with this memory, as `backend` lays them out, where keys are in `dtype`."""
 
-    @property
-    def token_elements(self) -> int:
-        """The numbers that are kept of each token, without what pads them."""
-        return 2 * self.num_kv_heads * self.head_size
+    def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+        """Returns the bytes of a page of one layer, without what pads it, where keys are in `dtype`."""
 
     def seeing(self, window: int | None) -> Self:
         """Returns this memory with another window."""
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """Keys and values of the tokens that a layer sees, side by side in a row of a page for each token."""
+
+    num_kv_heads: int
+    head_size: int
+    window: int | None
+
+    keeps_state: ClassVar[bool] = False
+
+    def pages(
+        self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
+    ) -> jax.ShapeDtypeStruct:
+        sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
+        return kv_pages_struct(*sizes, jnp.dtype(dtype), backend)
+
+    def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+        return 2 * self.num_kv_heads * self.head_size * page_size * jnp.dtype(dtype).itemsize
+
+    def seeing(self, window: int | None) -> Self:
         return replace(self, window=window)
 
     def plan(self, rows: RaggedRows, pages: KVPages, num_heads: int, dtype: DTypeLike, backend: Backend) -> Any:

@@ -120,8 +120,8 @@ class ModelSpec:
                 f"max_position {self.max_position} exceeds the {self.positions.num_positions} learned positions"
             )
         for number, layer in enumerate(self.layers):
-            if (rotated := self.ropes[layer.rope].rotary_dim) > layer.attention.head_size:
-                size = layer.attention.head_size
+            size = layer.attention.head_size
+            if 0 < size < (rotated := self.ropes[layer.rope].rotary_dim):
                 raise ValueError(f"the rope of layer {number} rotates {rotated} dimensions of heads of size {size}")
             if layer.attention.keeps != (layer.reads is None):
                 raise ValueError(f"layer {number} must either keep keys and values or read those of an earlier layer")

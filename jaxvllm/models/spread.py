@@ -41,6 +41,11 @@ class Spread:
                 "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
                 "among stages: use a mesh of DxM"
             )
+        if self.stages > 1 and any(layer.memory.keeps_state for layer in self.spec.layers):
+            raise ValueError(
+                "layers that keep a state cannot be divided among stages, which would compute a prompt in other parts: "
+                "use a mesh of DxM"
+            )
         if not _stage_layers(self.spec, self.stages):
             counts = (count for count in _COMMON_SIZES if _stage_layers(self.spec, count))
             works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)

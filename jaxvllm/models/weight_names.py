@@ -84,19 +84,25 @@ def attention_sources(
     sources = with_biases(decls, prefix, {"o": output})
     for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
         if key in decls:
-            K, G, D = _heads(decls[key])
-            tail = decls[key].shape[2:]
+            K, G, size = _heads(decls[key])
+            D, tail = spec.layers[layer].attention.head_size, decls[key].shape[2:]
+            queries = G * size  # each with its gate, where it has one
             sources[key] = tuple(
-                Source(
-                    f"{prefix}self_attn.{letter}_proj.{kind}",
-                    (K * heads * D, *tail),
-                    (0, first * D, *(0 for _ in tail)),
-                    (K, heads * D, *tail),
-                )
-                for letter, first, heads in (("q", 0, G), ("k", G, 1), ("v", G + 1, 1))
-                if first * D < decls[key].shape[1]
+                rows_of_heads(f"{prefix}self_attn.{letter}_proj.{kind}", (K, count, *tail), first)
+                for letter, first, count in (("q", 0, queries), ("k", queries, D), ("v", queries + D, D))
+                if first < decls[key].shape[1]
             )
     return sources
+
+
+def rows_of_heads(name: str, view: tuple[int, ...], first: int, begin: int = 0, num_rows: int | None = None) -> Source:
+    """Returns the source of rows `first` and on of each of K heads, from a tensor that lists those of all heads.
+
+    view: (K, rows of each head, ..). They begin at row `begin` of the tensor, which has `num_rows` (None: no others).
+    """
+    K, count, *tail = view
+    shape = (K * count if num_rows is None else num_rows, *tail)
+    return Source(name, shape, (0, first, *(0 for _ in tail)), view, slice(begin, begin + K * count))
 
 
 def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:

@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.core.page_pool import pages_for
+from jaxvllm.core.state_group import MOST_STATES
 from jaxvllm.models.layer_loops import known_windows
-from jaxvllm.models.layer_memory import LayerMemory
+from jaxvllm.models.layer_memory import PAGE_AXES, KeysAndValues, LayerMemory
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.slot_fields import SlotSizes
@@ -35,6 +36,10 @@ class LayerGroup:
     def window(self) -> int | None:
         """The last positions that the layers see; None is all."""
         return self.memory.window
+
+    def size(self, num_pages: int) -> GroupSize:
+        """Returns what the host is to know of the group when it has so many pages, the trash page included."""
+        return GroupSize(num_pages, self.window, self.memory.keeps_state)
 
 
 @dataclass(frozen=True)
@@ -96,43 +101,44 @@ class CacheShape:
     def group_sizes(self, spec: ModelSpec) -> tuple[GroupSize, ...]:
         """Returns the number of pages and the window of each group."""
         first, *others = self.groups(spec)
-        usable, of_first, *of_others = self.num_pages - 1, *(_token_elements(group) for group in (first, *others))
+        usable, of_first, *of_others = self.num_pages - 1, *(self._page_bytes(group) for group in (first, *others))
         half = usable * of_first // (2 * of_first + sum(of_others))
-        sizes = [GroupSize(self.num_pages, first.window)]
+        sizes = [first.size(self.num_pages)]
         for group in others:
-            longest = -(-usable * self.most_pages(group.window) // self.most_pages(first.window))
-            one = self.most_pages(group.window, self.step_tokens)
-            sizes.append(GroupSize(1 + min(max(longest, half, one), usable), group.window))
+            longest = -(-usable * self.most_pages(group.memory) // self.most_pages(first.memory))
+            one = self.most_pages(group.memory, self.step_tokens)
+            sizes.append(group.size(1 + min(max(longest, half, one), usable)))
         return tuple(sizes)
 
-    def most_pages(self, window: int | None, num_tokens: int = 1) -> int:
+    def most_pages(self, memory: LayerMemory, num_tokens: int = 1) -> int:
         """Returns the most pages of a group that one request holds while a step computes so many of its tokens."""
-        return (
-            self.max_pages
-            if window is None
-            else min(self.max_pages, windowed_pages(window, num_tokens, self.page_size))
-        )
+        if memory.keeps_state:
+            return min(self.max_pages, MOST_STATES)
+        if memory.window is None:
+            return self.max_pages
+        return min(self.max_pages, windowed_pages(memory.window, num_tokens, self.page_size))
 
     def useful_pages(self, spec: ModelSpec) -> int:
         """Returns how many pages of the first group all slots could use at most, with the trash page."""
-        return self.num_slots * self.most_pages(self.groups(spec)[0].window, self.step_tokens) + 1
+        return self.num_slots * self.most_pages(self.groups(spec)[0].memory, self.step_tokens) + 1
 
     def num_requests(self, spec: ModelSpec, num_tokens: int) -> int:
         """Returns how many requests of so many tokens have room, if nearly all of them decode."""
         pages = pages_for(num_tokens, self.page_size)
-        return min((size.num_pages - 1) // min(pages, self.most_pages(size.window)) for size in self.group_sizes(spec))
+        sized = zip(self.groups(spec), self.group_sizes(spec), strict=True)
+        return min((size.num_pages - 1) // min(pages, self.most_pages(group.memory)) for group, size in sized)
 
     def pages_of(self, spec: ModelSpec, num_tokens: int) -> int:
         """Returns how many pages of the first group a request of so many tokens holds at most."""
-        window = self.groups(spec)[0].window
-        return min(pages_for(num_tokens, self.page_size), self.most_pages(window, self.step_tokens))
+        first = self.groups(spec)[0].memory
+        return min(pages_for(num_tokens, self.page_size), self.most_pages(first, self.step_tokens))
 
     def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the pages of each group of a model spread over `mesh`, as `backend` lays them out.
 
         The pages of drafts follow.
         """
-        sharding, everywhere = place(mesh)(LayerMemory.AXES), NamedSharding(mesh, PartitionSpec())
+        sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
         of_groups = self._structs(spec, Spread.on(spec, mesh).whole, backend)
         placed = [(struct, sharding) for struct in of_groups]
         placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
@@ -170,7 +176,7 @@ class CacheShape:
         draft = self.draft
         if draft is None or not draft.num_layers:
             return []
-        memory = LayerMemory(draft.num_kv_heads, draft.head_size, None)
+        memory = KeysAndValues(draft.num_kv_heads, draft.head_size, None)
         return [memory.pages(draft.num_layers, self.num_pages, self.page_size, self.dtype, backend)]
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
@@ -186,7 +192,6 @@ class CacheShape:
         state = jax.eval_shape(partial(new_state, self.sizes(spec)))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
 
-
-def _token_elements(group: LayerGroup) -> int:
-    """Returns how many numbers all layers of a group keep of a token."""
-    return len(group.layers) * group.memory.token_elements
+    def _page_bytes(self, group: LayerGroup) -> int:
+        """Returns the bytes of a page of all layers of a group."""
+        return len(group.layers) * group.memory.page_bytes(self.page_size, self.dtype)

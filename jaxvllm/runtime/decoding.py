@@ -27,6 +27,7 @@ from jaxvllm.runtime.step_model import (
     append,
     are_alive,
     are_stops,
+    commit,
     compute,
     draw,
     open_pages,
@@ -241,7 +242,8 @@ def _verify(
     rows = RaggedRows.build(tables[:, 0], starts, jnp.where(is_alive, 1 + counts, 0), num_tokens)
     token_slots = jnp.where(rows.is_real(), slots[rows.token_rows], trash_slot(state))
     token_ids = state["history"][token_slots, rows.positions]
-    computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths)
+    most = 1 + num_drafts
+    computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths, most)
     logits = project_logits(params, model.shard, computed.hidden)
     next_positions = rows.positions + 1
     tokens, best = draw(state, logits, token_slots, next_positions, model, num_drafts)
@@ -254,6 +256,7 @@ def _verify(
     yielded = jnp.where(is_alive, 1 + goes_on.sum(axis=1), 0)
     accepted = matches & (places < yielded[:, None])
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(yielded - 1, 0)[:, None], axis=1)[:, 0]
+    kv_pages = commit(computed, kv_pages, tables, yielded, model)
     with jax.named_scope("follow"):
         step = Followed(params, kv_pages, state, slots, model, computed, yielded, drafts.counts)
         kv_pages, state = proposer.follow(step)

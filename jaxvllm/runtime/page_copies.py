@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Ints
-from jaxvllm.models.layer_memory import LayerMemory
+from jaxvllm.models.layer_memory import PAGE_AXES
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.recipe import Recipe
 from sharding.placement import place
@@ -66,7 +66,7 @@ def contents_like(
     pages: tuple[jax.ShapeDtypeStruct, ...], num_groups: int, mesh: Mesh
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the abstract `PageContents` of a cache whose arrays are like `pages`, which are [L, P, K, S, W]."""
-    layers, _, *others = LayerMemory.AXES
+    layers, _, *others = PAGE_AXES
     spread, everywhere = place(mesh)((None, layers, *others)), NamedSharding(mesh, PartitionSpec())
     return tuple(
         jax.ShapeDtypeStruct(

@@ -5,15 +5,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxvllm.models.decoder import embed_for_layers, embed_tokens, final_norm, run_layers
-from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.layer_cache import Kept, LayerCache, TakenIn
 from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
@@ -45,7 +44,9 @@ class StepModel:
         return Spread(self.spec, self.axis.size, self.pipeline.stages.size).shard
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states", "taken"], meta_fields=[]
+)
 @dataclass(frozen=True)
 class Computed:
     """The results of a forward pass for the T tokens of a step."""
@@ -54,6 +55,7 @@ class Computed:
     token_ids: jax.Array  # i32[T]
     hidden: jax.Array  # f[T, E], after the final norm
     states: jax.Array  # f[N, T, E], after those layers that the proposer asks for
+    taken: TakenIn  # that the states of layers may still take in
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -79,74 +81,46 @@ def compute(
     tables: jax.Array,
     model: StepModel,
     depths: tuple[int, ...] = (),
+    most_drafted: int | None = None,
 ) -> tuple[Computed, KVCachePages]:
-    """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages]."""
+    """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages].
+
+    With `most_drafted` all but the first token of a row are drafts, and no row has more tokens than that. `commit` then
+    says how many of them count.
+    """
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
     x = embed_tokens(params, shard, token_ids, rows.positions, model.axis)
     embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
-    run = partial(_run_layers, params, model, depths, embeddings)
     with_tables = replace(rows, page_table=tables)
+
+    def run(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, jax.Array, Kept]:
+        cache = LayerCache(shard, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
+        begin, ways = cache.begin, (cache.attend, model.axis, depths, embeddings, cache.recur)
+        return run_layers(params, shard, x, rows.positions, begin, *ways)
+
     if model.pipeline.stages.size == 1:
-        x, states, own_pages = run(x, with_tables, own_pages)
+        x, states, (own_pages, taken) = run(x, with_tables, own_pages)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
 
         def layers(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, KVCachePages]:
-            x, _, pages = run(x, rows, pages)
+            x, _, (pages, _) = run(x, rows, pages)
             return x, pages
 
         x, own_pages = model.pipeline.run(layers, x, with_tables, own_pages, model.axis)
-        states = jnp.zeros((0, *x.shape), x.dtype)
-    return Computed(rows, token_ids, final_norm(params, shard, x), states), (*own_pages, *others)
+        states, taken = jnp.zeros((0, *x.shape), x.dtype), {}
+    return Computed(rows, token_ids, final_norm(params, shard, x), states, taken), (*own_pages, *others)
 
 
-def _run_layers(
-    params: Params,
-    model: StepModel,
-    depths: tuple[int, ...],
-    embeddings: jax.Array | None,
-    x: jax.Array,
-    rows: RaggedRows,
-    kv_pages: KVCachePages,
-) -> tuple[jax.Array, jax.Array, KVCachePages]:
-    """Returns x [T, E] after the layers of this device, states at `depths`, and the pages of its groups of layers.
-
-    rows: with a page table [R, groups, max_pages]
-    """
-    spec, backend = model.shard, model.backend
-    groups = model.shape.groups(spec)
-    rows_of = [replace(rows, page_table=rows.page_table[:, number]) for number in range(len(groups))]
-    # The group of a memory is known when the step is compiled. A layer's place in it follows from its number, which may
-    # be a loop's.
-    number_of = {spec.layers[layer].memory: number for number, group in enumerate(groups) for layer in group.layers}
-    place_of = {layer: place for group in groups for place, layer in enumerate(group.layers)}
-    places = np.array([place_of.get(layer, 0) for layer in range(spec.num_layers)], np.int32)
-    plan_of = {
-        (number, heads): groups[number].memory.plan(rows_of[number], kv_pages[number], heads, x.dtype, backend)
-        for number, heads in {(number_of[layer.memory], layer.attention.num_heads): None for layer in spec.layers}
-    }
-
-    def attend(
-        kv: KVCachePages, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
-    ) -> tuple[jax.Array, KVCachePages]:
-        number = number_of[given.memory]
-        out, pages = given.memory.attend(
-            kv[number],
-            given.number if len(groups) == 1 and not spec.reads else jnp.asarray(places)[given.number],
-            rows_of[number],
-            q,
-            k,
-            v,
-            given.window,
-            scale=spec.attention_scale,
-            soft_cap=spec.attention_soft_cap,
-            plan=plan_of[number, q.shape[1]],
-            backend=backend,
-        )
-        return out, (*kv[:number], pages, *kv[number + 1 :])
-
-    return run_layers(params, spec, x, rows.positions, kv_pages, attend, model.axis, depths, embeddings)
+def commit(
+    computed: Computed, kv_pages: KVCachePages, tables: jax.Array, counts: jax.Array, model: StepModel
+) -> KVCachePages:
+    """Lets states take in the first `counts` i32[R] tokens of each row that `compute` took for drafts."""
+    num_groups, rows = model.sizes.num_groups, replace(computed.rows, page_table=tables)
+    own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
+    cache = LayerCache(model.shard, model.shape, rows, own_pages, computed.hidden.dtype, model.backend)
+    return (*cache.commit(own_pages, computed.taken, counts), *others)
 
 
 def draw(

@@ -81,6 +81,14 @@ class FakeGroup:
         self.pages: list[list[tuple[int, int] | None]] = [[None] * page_size for _ in range(size.num_pages)]
         self.tables: list[dict[int, int]] = [{} for _ in range(num_slots)]  # pages by column; what is freed stays
 
+    def begin(self) -> None:
+        """Takes note that another step begins."""
+
+    def open(self, slot: int, column: int, page: int) -> None:
+        """Enters a page into the table of `slot`."""
+        assert column == max(self.tables[slot], default=-1) + 1, "a page opened elsewhere than at the end"
+        self.tables[slot][column] = page
+
     def write(self, slot: int, position: int, entry: tuple[int, int] | None) -> tuple[int, int]:
         """Stores the KV at `position`, and returns where it is."""
         page, offset = self.tables[slot].get(position // self.page_size, TRASH_PAGE), position % self.page_size
@@ -99,6 +107,39 @@ class FakeGroup:
         return seen
 
 
+class FakeStates(FakeGroup):
+    """Pages that each remember all tokens up to the last that was computed in their column, in order.
+
+    A token can only follow the one before it, and be computed once: nothing takes it out again.
+    """
+
+    def begin(self) -> None:
+        self._computed: dict[int, list[Any]] = {}  # by slot, what the step has come to
+
+    def open(self, slot: int, column: int, page: int) -> None:
+        assert column > max(self.tables[slot], default=-1), "a page opened elsewhere than at the end"
+        self.tables[slot][column] = page
+
+    def write(self, slot: int, position: int, entry: tuple[int, int] | None) -> tuple[int, int]:
+        page = self.tables[slot].get(position // self.page_size, TRASH_PAGE)
+        if entry is not None:  # a draft that is not accepted leaves no trace
+            state = self._computed[slot] = [*self._before(slot, position), entry]
+            if page != TRASH_PAGE:
+                self.pages[page] = state
+        return (page, position) if page != TRASH_PAGE else (-1 - slot, position)
+
+    def _before(self, slot: int, position: int) -> list[Any]:
+        if slot in self._computed or not position:
+            state = self._computed.get(slot, [])
+        else:
+            state = self.pages[self.tables[slot][(position - 1) // self.page_size]]
+        assert [at for _, at in state] == list(range(position)), f"slot {slot} is at {state}, and {position} comes"
+        return state
+
+    def read(self, slot: int, start: int, length: int) -> list[int | None]:
+        return [token for token, _ in self._before(slot, length)]
+
+
 class FakeDevice:
     """Pages, and per slot what the device owns: page tables, its tokens and where it ends. Plans change it in order.
 
@@ -109,7 +150,9 @@ class FakeDevice:
     def __init__(
         self, num_slots: int, sizes: Sequence[GroupSize], page_size: int, rng: np.random.Generator | None = None
     ):
-        self.groups = [FakeGroup(size, num_slots, page_size) for size in sizes]
+        self.groups = [(FakeStates if size.keeps_state else FakeGroup)(size, num_slots, page_size) for size in sizes]
+        # A row that yields nothing computes its last token again, which no state could bear.
+        self._least = int(any(size.keeps_state for size in sizes))
         self.tokens: list[list[int]] = [[] for _ in range(num_slots)]
         self.requests: list[Request | None] = [None] * num_slots
         self._num_idle = [0] * num_slots
@@ -117,6 +160,8 @@ class FakeDevice:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Writes the tokens of `plan`, then reads every row's context back and samples, up to `width` times."""
+        for group in self.groups:
+            group.begin()
         for admission in plan.admissions:
             for group, row in zip(self.groups, admission.pages.tolist(), strict=True):
                 group.tables[admission.slot] = {column: page for column, page in enumerate(row) if page != TRASH_PAGE}
@@ -192,9 +237,7 @@ class FakeDevice:
         for group, entries in zip(self.groups, plan.new_pages, strict=True):
             assert set(entries.slots.tolist()) <= set(plan.slots.tolist()), "a slot without a row opens a page"
             for slot, column, page in zip(entries.slots, entries.columns, entries.pages, strict=True):
-                table = group.tables[slot]
-                assert int(column) == max(table, default=-1) + 1, "a page opened elsewhere than at the end"
-                table[int(column)] = int(page)
+                group.open(slot, int(column), int(page))
 
     def _decode(self, plan: StepPlan, row: int, written: set[tuple[int, int, int]]) -> list[int]:
         slot = int(plan.slots[row])
@@ -204,7 +247,7 @@ class FakeDevice:
         request = self.requests[slot]
         assert request is not None
         if self._rng is not None and not self._is_masked(plan, row):
-            count = int(self._rng.integers(self._num_idle[slot] >= 2, most + 1))
+            count = int(self._rng.integers(max(self._least, self._num_idle[slot] >= 2), most + 1))
             self._num_idle[slot] = 0 if count else self._num_idle[slot] + 1
         if self._has_ended(slot):
             return []

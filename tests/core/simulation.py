@@ -385,8 +385,10 @@ class Simulation:
 
     def _most(self, number: int, num_tokens: int) -> int:
         """The most pages of a group that a prompt of so many tokens holds at once."""
-        window = self.setup.groups[number].window
-        pages = self._pages_for(num_tokens)
+        group, pages = self.setup.groups[number], self._pages_for(num_tokens)
+        if group.keeps_state:  # what is read, and the last two columns
+            return min(pages, 3)
+        window = group.window
         return pages if window is None else min(pages, self._pages_for(window - 1 + self.setup.budget) + 1)
 
     def _fits_alone(self, job: Job) -> bool:
@@ -497,17 +499,20 @@ class Simulation:
             shadow.computed += length
             shadow.planned += int(plan.max_new[row])
             for position in range(start, start + length):
-                for group, pages in zip(self.cache.groups, shadow.pages, strict=True):
+                for size, group, pages in zip(self.setup.groups, self.cache.groups, shadow.pages, strict=True):
                     page = pages[position // self.setup.page_size]
-                    assert group.pool.ref_counts[page] == 1, "a shared page is written"
+                    has_none = size.keeps_state and page == TRASH_PAGE
+                    assert has_none or group.pool.ref_counts[page] == 1, "a shared page is written"
 
     def _open(self, plan: StepPlan, shadow: Shadow, end: int) -> None:
         """Follows the pages that a row opens: those that its tokens up to `end` lack, and no others."""
-        for entries, pages in zip(plan.new_pages, shadow.pages, strict=True):
+        is_chunk = shadow.prefilling
+        for group, entries, pages in zip(self.setup.groups, plan.new_pages, shadow.pages, strict=True):
             mine = entries.slots == shadow.slot
             wanted = max(self._pages_for(end), len(pages))
-            assert entries.columns[mine].tolist() == list(range(len(pages), wanted))
-            pages.extend(entries.pages[mine].tolist())
+            first = max(len(pages), wanted - 2) if group.keeps_state and is_chunk else len(pages)
+            assert entries.columns[mine].tolist() == list(range(first, wanted))
+            pages.extend([TRASH_PAGE] * (first - len(pages)) + entries.pages[mine].tolist())
 
     def _admit(self, admission: Admission, plan: StepPlan) -> Shadow:
         shadow = self.shadows[admission.request.request_id]
@@ -526,8 +531,9 @@ class Simulation:
         for group, row in zip(self.setup.groups, admission.pages.tolist(), strict=True):
             count = self._pages_for(shadow.target if group.window is None else end)
             assert not any(row[count:])
+            is_left_out = range(shadow.computed // self.setup.page_size, count - 2 if group.keeps_state else 0)
             assert [bool(page) for page in row[:count]] == [
-                self._is_seen(group, column, shadow.computed) for column in range(count)
+                self._is_seen(group, column, shadow.computed) and column not in is_left_out for column in range(count)
             ]
             shadow.pages.append(row[:count])
         if first_time:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_memory import StateMemory
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -34,6 +35,15 @@ def dense_attend(spec: ModelSpec) -> Any:
     return attend
 
 
+def dense_recur(kv: Any, given: LayerInput, weights: Any, tokens: Any) -> Any:
+    """A `recur` for one whole sequence, whose state begins empty and is kept nowhere."""
+    memory = given.memory
+    assert isinstance(memory, StateMemory)
+    empty = tuple(jnp.zeros((memory.num_kv_heads, *part)) for part in memory.rule.parts)
+    _, read = jax.lax.scan(lambda state, token: memory.rule.take(weights, state, token)[:2], empty, tokens)
+    return read, kv
+
+
 def dense_cache(spec: ModelSpec, num_tokens: int) -> dict[str, tuple[jax.Array, jax.Array]]:
     """The keys and values of the last layer of each kind that others read. The layers between have another kind."""
     read = [spec.layers[layer.reads].memory for layer in spec.layers if layer.reads is not None]
@@ -49,5 +59,6 @@ def dense_logits(params: Any, spec: ModelSpec, tokens: list[int], axis: ModelAxi
     """f32[T, V]: the logits at every position of one sequence; inside shard_map, a device's share of both."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     ids = jnp.asarray(tokens, jnp.int32)
-    hidden, _ = forward(params, spec, ids, positions, dense_cache(spec, len(tokens)), dense_attend(spec), axis)
+    cache = dense_cache(spec, len(tokens))
+    hidden, _ = forward(params, spec, ids, positions, cache, dense_attend(spec), axis, dense_recur)
     return project_logits(params, spec, hidden)

@@ -22,6 +22,8 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int, norm_offset: float) ->
     if is_norm and name.endswith("bias"):
         return np.float32(0.1) * values
     if is_norm:
+        # The norm of linear attention has no offset, whatever the others have.
+        norm_offset = 0.0 if "linear_attn" in name else norm_offset
         return np.float32(1 - norm_offset) + np.float32(0.2) * values
     if name.endswith("bias"):
         return np.float32(0.3) * values

@@ -24,6 +24,7 @@ FAMILIES = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
     "gemma2",
     "gemma3",
     "gemma4",

@@ -24,6 +24,7 @@ from jaxvllm.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     seed_oss,
     smollm3,
     starcoder2,
@@ -56,6 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     starcoder2.FAMILY,
     ernie4_5.FAMILY,
     gpt_neox.FAMILY,
+    *qwen3_5.FAMILIES,
 )
 
 

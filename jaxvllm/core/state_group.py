@@ -1,0 +1,96 @@
+"""The pages of layers that keep a state: each holds all of it, as it is after the last token of the page's column."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxvllm.core.page_groups import WindowedGroup
+from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
+from jaxvllm.core.slots import SlotIds
+from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
+
+# A token reads what its predecessor left, as if it saw these two positions.
+STATE_WINDOW = 2
+# Pages of a request: what it reads, what it leaves in the column before its last token, and after its last token.
+MOST_STATES = 3
+
+
+class StateGroup(WindowedGroup):
+    """A windowed group whose pages are needed only in some columns.
+
+    A token reads the page in the column of the token before it, and writes that of its own. Once its column is full, a
+    page is a snapshot, which the prefix cache finds by the same hash as the keys and values of that column. Of a chunk
+    of a prompt only the last two columns have pages: the state after the last token, and the snapshot before it, from
+    which the same prompt can go on, because its last token is always computed. The trash page takes the others.
+    """
+
+    def __init__(self, pool: PagePool, num_slots: int, max_pages: int):
+        super().__init__(pool, num_slots, max_pages, STATE_WINDOW, max_chunk=1)
+        self.bound = MOST_STATES
+        self._num_held = np.zeros(num_slots, np.int32)  # pages of each slot
+
+    def pages(self, slot: int) -> Pages:
+        columns = super().pages(slot)
+        return columns[columns != TRASH_PAGE]
+
+    def held_columns(self, slot: int, first: int, last: int) -> Ints:
+        columns = super().held_columns(slot, first, last)
+        return columns[self.table[slot, columns] != TRASH_PAGE]
+
+    def cover(self, slot: int, num_tokens: int) -> PageEntries:
+        held, end = int(self.end[slot]), pages_for(num_tokens, self.pool.page_size)
+        columns = np.arange(max(held, end - 2), end, dtype=np.int32)
+        if not len(columns):
+            return PageEntries.none()
+        pages = self.pool.allocate(len(columns))
+        self.table[slot, columns] = pages
+        self.end[slot] = end
+        self._count([slot])
+        return PageEntries(np.full(len(columns), slot, np.int32), columns, pages)
+
+    def grow(self, slots: SlotIds, ends: Ints) -> PageEntries | None:
+        entries = super().grow(slots, ends)
+        if entries is not None:
+            self._count(entries.slots.tolist())
+        return entries
+
+    def undo(self, entries: PageEntries) -> None:
+        super().undo(entries)
+        self._count(entries.slots.tolist())
+
+    def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
+        return int(self._charges().sum()) + self._num_reserved + len(sources) <= self.usable
+
+    def fork(self, source: int, slot: int, num_tokens: int) -> PageCopy | None:
+        full = num_tokens // self.pool.page_size
+        if not num_tokens % self.pool.page_size:
+            self._share(slot, [int(self.table[source, full - 1])], full)
+            return None
+        [page] = self.pool.allocate(1).tolist()
+        self.table[slot, full] = page
+        self.first[slot], self.end[slot] = full, full + 1
+        self._count([slot])
+        return PageCopy(full, int(self.table[source, full]), page)
+
+    def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
+        super().free_unseen(slots, positions)
+        self._count(slots.tolist())
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._count([slot])
+
+    def check_invariants(self, slots: Sequence[int]) -> None:
+        super().check_invariants(slots)
+        assert self._num_held.tolist() == np.count_nonzero(self.table, axis=1).tolist(), "pages are counted wrongly"
+
+    def _share(self, slot: int, prefix: Sequence[int], num_cached: int) -> None:
+        super()._share(slot, prefix, num_cached)
+        self._count([slot])
+
+    def _held(self, end: Ints) -> Ints:
+        return self._num_held + (end - self.end)
+
+    def _count(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._num_held[slot] = np.count_nonzero(self.table[slot, self.first[slot] : self.end[slot]])

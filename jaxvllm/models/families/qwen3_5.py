@@ -1,0 +1,112 @@
+"""Qwen 3.5, dense and text only, alone or inside the multimodal checkpoint.
+
+Three layers of linear attention, by the gated delta rule, to each layer of attention, whose outputs are gated and whose
+rope turns the first quarter of a head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.gated_delta import GatedDeltaNet, GatedDeltaRule
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
+from jaxvllm.models.params import declare_layer
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.weight_names import (
+    Source,
+    gated_ffn_sources,
+    named_norms,
+    rows_of_heads,
+    separate_projections,
+    with_biases,
+)
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def qwen3_5_spec(config: HfConfig) -> ModelSpec:
+    config.refuse({"attn_output_gate": (None, True)})
+    # The sections of the rope are for images: the axes of a text's positions are all the same.
+    rope = {"partial_rotary_factor": 0.25} | config.rope_parameters()
+    values = {"head_dim": 256, "num_key_value_heads": 4} | dict(config.values) | {"rope_parameters": rope}
+    spec = llama_spec(replace(config, values=values))
+    norm = RmsNorm(config.number("rms_norm_eps", 1e-6))
+    usual = replace(spec, norm=replace(norm, offset=1.0), qk_norm="head")
+    every = config.layer_types(
+        [_LINEAR if (layer + 1) % 4 else _FULL for layer in range(spec.num_layers)], (_FULL, _LINEAR)
+    )
+    num_keys, num_values = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
+    if num_values % num_keys:
+        raise ValueError(f"config linear_num_value_heads {num_values} must be a multiple of {num_keys} key heads")
+    rule = GatedDeltaRule(
+        values_per_key=num_values // num_keys,
+        key_size=config.integer("linear_key_head_dim", 128),
+        value_size=config.integer("linear_value_head_dim", 128),
+        conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
+    )
+    mixers = {
+        _LINEAR: GatedDeltaNet(spec.hidden_size, num_keys, rule, norm),
+        _FULL: replace(usual.usual_attention, gated=True),
+    }
+    return replace(usual, attentions=tuple(mixers[kind] for kind in every))
+
+
+def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
+    """Returns the sources of a layer. Of linear attention, each tensor lists all key heads of one kind of rows."""
+    mixer = spec.layers[layer].attention
+    if not isinstance(mixer, GatedDeltaNet):
+        return separate_projections(spec, layer, prefix)
+    decls, rule, K, E = declare_layer(spec, layer), mixer.rule, mixer.num_key_heads, spec.hidden_size
+    r, Dk, Dv, C = rule.values_per_key, rule.key_size, rule.value_size, rule.channels
+    num_rows, prefix_in = K * C, f"{prefix}linear_attn."
+    channels = ((0, Dk, 0), (Dk, Dk, K * Dk), (2 * Dk, r * Dv, 2 * K * Dk))  # of a head, and where they begin in all
+
+    def of_channels(name: str, *tail: int) -> tuple[Source, ...]:
+        each = ((first, count, begin) for first, count, begin in channels)
+        return tuple(
+            rows_of_heads(prefix_in + name, (K, count, *tail), first, begin, num_rows) for first, count, begin in each
+        )
+
+    def of_values(name: str, first: int, count: int, *tail: int) -> Source:
+        return rows_of_heads(prefix_in + name, (K, count, *tail), first)
+
+    found = dict(gated_ffn_sources(spec, layer, prefix)) | with_biases(
+        decls, prefix, {"delta_out": "linear_attn.out_proj"}
+    )
+    found |= named_norms(
+        decls,
+        prefix,
+        {
+            "attention_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "delta_norm": "linear_attn.norm",
+        },
+    )
+    return found | {
+        "delta_in": (
+            *of_channels("in_proj_qkv.weight", E),
+            of_values("in_proj_z.weight", C, r * Dv, E),
+            of_values("in_proj_b.weight", C + r * Dv, r, E),
+            of_values("in_proj_a.weight", C + r * (Dv + 1), r, E),
+        ),
+        "delta_conv": tuple(
+            replace(source, shape=(num_rows, 1, rule.conv_size)) for source in of_channels("conv1d.weight", rule.conv_size)
+        ),
+        "delta_decay": (of_values("A_log", 0, r),),
+        "delta_step_bias": (of_values("dt_bias", 0, r),),
+    }
+
+
+FAMILY = Family("Qwen3_5ForCausalLM", qwen3_5_spec, layer_sources=sources, foreign=("mtp.",))
+FAMILIES = (
+    FAMILY,
+    replace(
+        FAMILY,
+        architecture="Qwen3_5ForConditionalGeneration",
+        prefixes=("model.language_model.",),
+        foreign=("mtp.", "model.visual."),
+        nested_in="text_config",
+    ),
+)

@@ -1,0 +1,156 @@
+"""`LayerCache`: the memories of a device's layers in one step, as the layers use them: in groups, by place and row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_memory import KeysAndValues
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_memory import Columns, StateMemory, Token
+from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
+from pallas_kernels.backend import Backend
+from pallas_kernels.ragged_paged_attention import RaggedRows
+
+# Of each group whose layers keep a state, by its number: what the states may still take in of the tokens of a step,
+# with a leading axis of layers.
+type TakenIn = dict[int, Token]
+# What the layers pass on: the pages of each group, and what their states did not take in yet.
+type Kept = tuple[KVCachePages, TakenIn]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCache:
+    """The cache of the layers of `spec` for the rows of a step, with a page table i32[R, groups, max_pages].
+
+    With `most_drafted` no row has more tokens than that, and all but the first of a row are drafts. The states of layers
+    read what these tokens say and do not take them in before `commit` says how many of them count.
+    """
+
+    spec: ModelSpec
+    shape: CacheShape
+    rows: RaggedRows
+    pages: KVCachePages  # before the step
+    dtype: DTypeLike  # of activations
+    backend: Backend
+    most_drafted: int | None = None
+
+    @cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers. Which one a layer is in is known when the step is compiled."""
+        return self.shape.groups(self.spec)
+
+    @cached_property
+    def _number_of(self) -> dict[Any, int]:
+        """The number of the group of each memory."""
+        layers = self.spec.layers
+        return {layers[layer].memory: number for number, group in enumerate(self.groups) for layer in group.layers}
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """The place of each layer in its group, i32[layers]. A layer's number may be that of a loop."""
+        place_of = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
+        return np.array([place_of.get(layer, 0) for layer in range(self.spec.num_layers)], np.int32)
+
+    @cached_property
+    def _rows_of(self) -> list[RaggedRows]:
+        """The rows with the page table of each group."""
+        return [replace(self.rows, page_table=self.rows.page_table[:, number]) for number in range(len(self.groups))]
+
+    @cached_property
+    def _plans(self) -> dict[tuple[int, int], Any]:
+        """What the kernels know once a step, by the number of a group and of query heads."""
+        plans = {}
+        for layer in self.spec.layers:
+            key = number, heads = self._number_of[layer.memory], layer.attention.num_heads
+            if key not in plans and isinstance(memory := self.groups[number].memory, KeysAndValues):
+                rows, pages = self._rows_of[number], self.pages[number]
+                plans[key] = memory.plan(rows, pages, heads, self.dtype, self.backend)
+        return plans
+
+    @cached_property
+    def begin(self) -> Kept:
+        """What the first layer gets. It is made outside of the loops over layers, as all that is the same for them."""
+        assert self._plans is not None, "plans are made here"
+        taken: TakenIn = {}
+        for number, group in enumerate(self.groups):
+            if self.most_drafted is not None and isinstance(group.memory, StateMemory):
+                each = len(group.layers), self.most_drafted, len(self.rows.kv_lens), group.memory.num_kv_heads
+                parts = group.memory.rule.taken_parts
+                taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
+        return self.pages, taken
+
+    def attend(
+        self, kept: Kept, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
+    ) -> tuple[jax.Array, Kept]:
+        """Is the layers' `Attend`."""
+        pages, taken = kept
+        number, memory = self._number_of[given.memory], given.memory
+        assert isinstance(memory, KeysAndValues), "attention keeps keys and values"
+        out, own = memory.attend(
+            pages[number],
+            self._place(given),
+            self._rows_of[number],
+            q,
+            k,
+            v,
+            given.window,
+            scale=self.spec.attention_scale,
+            soft_cap=self.spec.attention_soft_cap,
+            plan=self._plans[number, q.shape[1]],
+            backend=self.backend,
+        )
+        return out, (_replaced(pages, number, own), taken)
+
+    def recur(
+        self, kept: Kept, given: LayerInput, weights: Mapping[str, jax.Array], tokens: Token
+    ) -> tuple[jax.Array, Kept]:
+        """Is the layers' `Recur`."""
+        pages, taken = kept
+        number, memory = self._number_of[given.memory], given.memory
+        assert isinstance(memory, StateMemory), "only a state takes tokens in"
+        where = pages[number], self._place(given), self._columns(number)
+        if self.most_drafted is None:
+            out, own = memory.advance(*where, weights, tokens)
+            return out, (_replaced(pages, number, own), taken)
+        out, seen = memory.look_ahead(*where, weights, tokens, self.most_drafted)
+        place = self._place(given)
+        return out, (pages, taken | {number: jax.tree.map(lambda x, new: x.at[place].set(new), taken[number], seen)})
+
+    def commit(self, pages: KVCachePages, taken: TakenIn, counts: jax.Array) -> KVCachePages:
+        """Lets the states of all layers take in the first `counts` i32[R] tokens of each row, of those in `taken`."""
+        for number, seen in taken.items():
+            memory, columns = self.groups[number].memory, self._columns(number)
+            assert isinstance(memory, StateMemory)
+
+            def one_layer(
+                place: jax.Array,
+                own: jax.Array,
+                memory: StateMemory = memory,
+                columns: Columns = columns,
+                seen: Token = seen,
+            ) -> jax.Array:
+                return memory.commit(own, place, columns, jax.tree.map(lambda x: x[place], seen), counts)
+
+            pages = _replaced(
+                pages, number, jax.lax.fori_loop(0, len(self.groups[number].layers), one_layer, pages[number])
+            )
+        return pages
+
+    def _place(self, given: LayerInput) -> jax.Array | int:
+        if len(self.groups) == 1 and not self.spec.reads:
+            return given.number
+        return jnp.asarray(self._places)[given.number]
+
+    def _columns(self, number: int) -> Columns:
+        return Columns(self._rows_of[number], self.shape.page_size)
+
+
+def _replaced(pages: KVCachePages, number: int, own: jax.Array) -> KVCachePages:
+    return (*pages[:number], own, *pages[number + 1 :])
