@@ -54,7 +54,13 @@ GEMMA4 = {"head_dim": 16, "global_head_dim": 24, "sliding_window": 32}
 LONG = [1.0, 1.3, 1.9, 2.6, 3.9, 5.2]
 SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
-MODEL_TYPES = {"Gemma3": "gemma3_text", "Gemma4": "gemma4_text", "SeedOss": "seed_oss", "GPTNeoX": "gpt_neox", "Qwen3_5": "qwen3_5_text"}
+MODEL_TYPES = {
+    "Gemma3": "gemma3_text",
+    "Gemma4": "gemma4_text",
+    "SeedOss": "seed_oss",
+    "GPTNeoX": "gpt_neox",
+    "Qwen3_5": "qwen3_5_text",
+}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -249,8 +255,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 6,
             "layer_types": ["full_attention" if kind == "f" else "linear_attention" for kind in "llflfl"],
             "head_dim": 24,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
             "linear_key_head_dim": 12,
             "linear_value_head_dim": 20,
             "rope_parameters": {

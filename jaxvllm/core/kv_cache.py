@@ -63,7 +63,7 @@ class Shortage:
 
     needed: int
     usable: int
-    window: int | None
+    layers: str  # those of the group, in words that follow "the pool"
 
 
 class KVCache:
@@ -150,7 +150,7 @@ class KVCache:
             if num_beams is not None:
                 needed = group.most_pages_of_beams(num_tokens, num_prompt_tokens, num_beams)
             if needed > group.usable:
-                return Shortage(needed, group.usable, group.window)
+                return Shortage(needed, group.usable, group.words)
         return None
 
     def match(self, hashes: Sequence[bytes]) -> CachedPrefix:
@@ -231,7 +231,8 @@ class KVCache:
         if not self.enable_prefix_caching or not self._states:
             return []
         moving = np.logical_or.reduce([group.moving(slots, positions)[0] for group in self._states])
-        return slots[moving].tolist()
+        losing: list[int] = slots[moving].tolist()
+        return losing
 
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
         """Frees the pages that left a window: no step to come computes a token of `slots[i]` before `positions[i]`.
@@ -297,7 +298,7 @@ class KVCache:
         group, hashes = self.groups[index], request.hashes(self.page_size)
         new = group.pool.register(pages, [hashes[column] for column in columns])
         if new and self._events is not None:
-            self._events.stored(index, group.window, [columns[place] for place in new], hashes, request)
+            self._events.stored(index, group.kind, group.window, [columns[place] for place in new], hashes, request)
 
     def release(self, slot: int) -> None:
         """Frees all pages of `slot`."""

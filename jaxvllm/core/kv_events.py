@@ -5,6 +5,7 @@ map with its tag under `type`, and a batch is an array. Routers that read vLLM's
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -17,6 +18,9 @@ from jaxvllm.core.request import Request
 DEVICE_MEDIUM = "GPU"
 # The number of the message that ends an answer with earlier batches.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+# What the layers of a group keep, by vLLM's names.
+SpecKind = Literal["full_attention", "sliding_window", "mamba"]
 
 
 class KVEvent(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
@@ -86,6 +90,7 @@ class KVEventLog:
     def stored(
         self,
         group: int,
+        kind: SpecKind,
         window: int | None,
         columns: Sequence[int],
         hashes: Sequence[bytes],
@@ -108,8 +113,8 @@ class KVEventLog:
                 lora_name=None,
                 extra_keys=None if salt is None or first else [(salt,), *[None] * (end - 1)],
                 group_idx=group,
-                kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
-                kv_cache_spec_sliding_window=window,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window if kind == "sliding_window" else None,
                 session_id=request.asked.session_id,
             )
             self._events.append(event)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.kv_events import SpecKind
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.slots import SlotIds
 from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
@@ -14,6 +15,7 @@ class FullGroup:
     """The pages of layers that see every position. Pages that requests share count once."""
 
     window: int | None = None
+    kind: SpecKind = "full_attention"
 
     def __init__(self, pool: PagePool, num_slots: int, max_pages: int):
         self.pool = pool
@@ -22,6 +24,11 @@ class FullGroup:
         self.first = np.zeros(num_slots, np.int32)  # column of the first page that a slot holds
         self.end = np.zeros(num_slots, np.int32)  # one past the column of its last page
         self._reserved: list[Pages] = []  # pages that no slot holds, and that are kept until `give_back`
+
+    @property
+    def words(self) -> str:
+        """The layers, in words that follow "the pool" in an error."""
+        return ""
 
     def first_seen(self, position: int) -> int:
         """Returns the column of the first page that a token at `position` sees."""
@@ -164,6 +171,7 @@ class WindowedGroup(FullGroup):
     """
 
     window: int
+    kind: SpecKind = "sliding_window"
 
     def __init__(self, pool: PagePool, num_slots: int, max_pages: int, window: int, max_chunk: int):
         """Makes the tables. A step may compute `max_chunk` tokens of one prompt."""
@@ -172,6 +180,10 @@ class WindowedGroup(FullGroup):
         self.bound = windowed_pages(window, max_chunk, pool.page_size)
         self._room = np.zeros(num_slots, np.int32)  # pages that a slot is sure of, until it has covered
         self._target = np.zeros(num_slots, np.int32)  # so many columns
+
+    @property
+    def words(self) -> str:
+        return f" of layers with a window of {self.window} tokens"
 
     def first_seen(self, position: int) -> int:
         return max(position - self.window + 1, 0) // self.pool.page_size

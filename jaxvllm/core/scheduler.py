@@ -123,12 +123,11 @@ class Scheduler:
                 "n",
             )
         if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
-            of = "" if shortage.window is None else f" of layers with a window of {shortage.window} tokens"
             beams = "" if num_beams is None else f" for each of {num_beams} beams"
             raise ParameterError(
                 f"prompt of {num_prompt_tokens} tokens with up to {limit - num_prompt_tokens} new ones{beams} needs "
-                f"{shortage.needed} pages of {self.cache.page_size} tokens, but the pool{of} has {shortage.usable}: "
-                "lower max_tokens, shorten the prompt, or give the engine more memory",
+                f"{shortage.needed} pages of {self.cache.page_size} tokens, but the pool{shortage.layers} has "
+                f"{shortage.usable}: lower max_tokens, shorten the prompt, or give the engine more memory",
                 "max_tokens",
             )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jaxvllm.core.kv_events import SpecKind
 from jaxvllm.core.page_groups import WindowedGroup
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.slots import SlotIds
@@ -19,23 +20,31 @@ class StateGroup(WindowedGroup):
     """A windowed group whose pages are needed only in some columns.
 
     A token reads the page in the column of the token before it, and writes that of its own. Once its column is full, a
-    page is a snapshot, which the prefix cache finds by the same hash as the keys and values of that column. Of a chunk
-    of a prompt only the last two columns have pages: the state after the last token, and the snapshot before it, from
+    page is a snapshot, which the prefix cache finds by the same hash as the keys and values of that column. A chunk of
+    a prompt has pages in its last two columns: for the state after its last token, and for the snapshot before it, from
     which the same prompt can go on, because its last token is always computed. The trash page takes the others.
     """
+
+    kind: SpecKind = "mamba"
 
     def __init__(self, pool: PagePool, num_slots: int, max_pages: int):
         super().__init__(pool, num_slots, max_pages, STATE_WINDOW, max_chunk=1)
         self.bound = MOST_STATES
         self._num_held = np.zeros(num_slots, np.int32)  # pages of each slot
 
+    @property
+    def words(self) -> str:
+        return " of layers that keep a state"
+
     def pages(self, slot: int) -> Pages:
-        columns = super().pages(slot)
-        return columns[columns != TRASH_PAGE]
+        pages = super().pages(slot)
+        held: Pages = pages[pages != TRASH_PAGE]
+        return held
 
     def held_columns(self, slot: int, first: int, last: int) -> Ints:
         columns = super().held_columns(slot, first, last)
-        return columns[self.table[slot, columns] != TRASH_PAGE]
+        held: Ints = columns[self.table[slot, columns] != TRASH_PAGE]
+        return held
 
     def cover(self, slot: int, num_tokens: int) -> PageEntries:
         held, end = int(self.end[slot]), pages_for(num_tokens, self.pool.page_size)

@@ -193,9 +193,10 @@ def build(
             PageTraffic(connector, DeviceMoves(runner) if stays else HostMoves(runner, form)) for runner in runners
         )
     for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
-        seen = "all positions" if size.window is None else f"the last {size.window} positions"
-        text = "%d pages of %d tokens for %d layers that see %s"
-        logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), seen)
+        seen = "see all positions" if size.window is None else f"see the last {size.window} positions"
+        text = "%d pages of %d tokens for %d layers that %s"
+        does = "keep a state" if size.keeps_state else seen
+        logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), does)
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 

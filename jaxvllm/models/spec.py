@@ -138,6 +138,11 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def seen_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers whose tokens see positions. Those that keep a state see the token before alone."""
+        return tuple(layer.window for layer in self.layers if not layer.memory.keeps_state)
+
+    @property
     def usual_attention(self) -> GroupedQueryAttention:
         """The attention of every layer, unless `attentions` names others."""
         return GroupedQueryAttention(

@@ -1,14 +1,14 @@
 """`StateMemory`: a state that takes in one token after the other, and of which each page holds all.
 
-Layers of linear attention and state-space layers keep such states. The page in the column of a token has the state after
-it, in float32. Pages therefore have the shape of any others, [L, P, K, S, W], and are found, copied, moved and given
-back like them.
+Layers of linear attention and state-space layers keep such states. The page in the column of a token has the state
+after it, in float32. Pages have the shape of all others, [L, P, K, S, W], and are found, copied, moved and given back
+like them.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ type Token = Mapping[str, jax.Array]
 
 
 class StateRule(Protocol):
-    """How a state takes in a token. It is frozen and hashable, and knows no weights."""
+    """The rule by which a state takes in a token. It is frozen and hashable, and knows no weights."""
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
@@ -179,7 +179,7 @@ class StateMemory:
     def commit(
         self, pages: jax.Array, place: jax.Array | int, columns: Columns, taken: Token, counts: jax.Array
     ) -> jax.Array:
-        """Takes in the first `counts` i32[R] tokens of each row, of those that `look_ahead` saw, and returns the pages."""
+        """Takes in the first `counts` i32[R] tokens of each row, as `look_ahead` saw them, and returns the pages."""
         state, starts = self._before(pages, place, columns), columns.starts
         every = jnp.arange(len(starts))
         for index in range(len(jax.tree.leaves(taken)[0])):

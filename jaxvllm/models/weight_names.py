@@ -98,7 +98,7 @@ def attention_sources(
 def rows_of_heads(name: str, view: tuple[int, ...], first: int, begin: int = 0, num_rows: int | None = None) -> Source:
     """Returns the source of rows `first` and on of each of K heads, from a tensor that lists those of all heads.
 
-    view: (K, rows of each head, ..). They begin at row `begin` of the tensor, which has `num_rows` (None: no others).
+    `view` is (K, rows of each head, ..). They begin at row `begin` of the tensor, which has `num_rows`, or no others.
     """
     K, count, *tail = view
     shape = (K * count if num_rows is None else num_rows, *tail)

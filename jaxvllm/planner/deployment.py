@@ -107,8 +107,13 @@ class Deployment:
 
     @property
     def page_bytes(self) -> int:
-        """The bytes that one page of every layer takes of each device."""
+        """The bytes that one page of keys and values, in every layer that has them, takes of each device."""
         return self.share.page_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that the states of one request take of each device, in every layer that keeps one."""
+        return self.share.state_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
 
     @property
     def token_bytes(self) -> float:

@@ -45,7 +45,8 @@ class StepRates:
     layer_bytes: int  # weights of the layers, which every microbatch reads
     outer_bytes: int  # other weights that every step reads
     kv_bytes: float  # keys and values of one token in one layer
-    num_layers: int
+    num_layers: int  # that see positions
+    state_bytes: int  # states of a row, in all layers that keep one
     token_flops: int  # of a token that is computed, in matrix products
     row_flops: int  # of a row that samples
     pair_flops: int
@@ -55,12 +56,13 @@ class StepRates:
     @classmethod
     def of(cls, deployment: Deployment, chip: Chip) -> Self:
         share = deployment.share
-        spec, attentions = share.spec, [layer.attention for layer in share.spec.layers]
+        attentions = [layer.attention for layer in share.spec.layers if not layer.memory.keeps_state]
         return cls(
             layer_bytes=share.layer_bytes,
             outer_bytes=share.bytes_read - share.layer_bytes,
-            kv_bytes=deployment.page_bytes / (deployment.page_size * spec.num_layers),
-            num_layers=spec.num_layers,
+            kv_bytes=deployment.page_bytes / (deployment.page_size * len(attentions)),
+            num_layers=len(attentions),
+            state_bytes=deployment.state_bytes,
             token_flops=share.flops(1, 0),
             row_flops=share.flops(0, 1),
             # There are two products, q k' and p v, each with 2 D operations per pair.
@@ -70,12 +72,13 @@ class StepRates:
             flops=chip.bf16_flops,
         )
 
-    def memory(self, num_tokens: float, positions_read: float, ticks: int = 1) -> float:
+    def memory(self, num_tokens: float, num_rows: float, positions_read: float, ticks: int = 1) -> float:
         """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens.
 
+        The states of each row are read and written once.
         ticks: how often the weights of the layers are read
         """
-        kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes
+        kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes + 2 * num_rows * self.state_bytes
         return (self.outer_bytes + ticks * self.layer_bytes + kv) / self.bandwidth
 
     def compute(self, num_tokens: float, num_rows: float, pairs: float) -> float:
@@ -96,7 +99,7 @@ def decode_floors(
 
 
 def _decode_floor(deployment: Deployment, chip: Chip, findings: Findings, context: int, rows: int) -> Floor:
-    seen = rows * sum(min(context, window or context) for window in deployment.spec.windows)
+    seen = rows * sum(min(context, window or context) for window in deployment.spec.seen_windows)
     # Collectives carry the activations of each row, so their bytes are proportional to the rows.
     links = link_seconds(deployment, chip, findings.decode.collectives) * rows / findings.decode.num_rows
     parts = deployment.pipeline.num_microbatches(rows, rows)
@@ -106,8 +109,8 @@ def _decode_floor(deployment: Deployment, chip: Chip, findings: Findings, contex
 def prefill_floor(deployment: Deployment, chip: Chip, findings: Findings) -> Floor:
     """Returns the floor of the largest step, filled with the first tokens of one prompt."""
     tokens = deployment.max_num_batched_tokens
-    pairs = sum(_pairs(tokens, window or tokens) for window in deployment.spec.windows)
-    read = tokens * deployment.spec.num_layers
+    pairs = sum(_pairs(tokens, window or tokens) for window in deployment.spec.seen_windows)
+    read = tokens * len(deployment.spec.seen_windows)
     links = link_seconds(deployment, chip, findings.largest.collectives)
     parts = deployment.pipeline.num_microbatches(tokens, findings.largest.num_rows)
     return _floor(deployment, chip, parts, num_tokens=tokens, num_rows=1, positions_read=read, pairs=pairs, links=links)
@@ -128,7 +131,7 @@ def _floor(
     # The last stage ends after so many ticks. In each of them a stage computes one microbatch with its own layers.
     ticks = num_microbatches + stages - 1
     tokens, each = num_tokens * ticks / num_microbatches, ticks / num_microbatches / stages
-    memory = rates.memory(tokens, positions_read * each, ticks)
+    memory = rates.memory(tokens, num_rows, positions_read * each, ticks)
     compute = rates.compute(tokens, num_rows, pairs * each)
     return Floor.of(num_tokens, memory=memory, compute=compute, links=links)
 

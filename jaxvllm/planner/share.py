@@ -71,9 +71,16 @@ class Share:
         )
 
     def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
-        """Returns the bytes of one page, in all layers."""
+        """Returns the bytes of one page of keys and values, in all layers."""
+        return self._kept_bytes(page_size, page_dtype, backend, states=False)
+
+    def state_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
+        """Returns the bytes of the states of one request, in all layers that keep one."""
+        return self._kept_bytes(page_size, page_dtype, backend, states=True)
+
+    def _kept_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend, *, states: bool) -> int:
         kept = [layer.memory for layer in self.spec.layers if layer.reads is None]
-        pages = [memory.pages(1, 1, page_size, page_dtype, backend) for memory in kept]
+        pages = [of.pages(1, 1, page_size, page_dtype, backend) for of in kept if of.keeps_state == states]
         return sum(page.size * page.dtype.itemsize for page in pages)
 
     def _held(self) -> list[_Held]:

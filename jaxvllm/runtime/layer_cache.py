@@ -29,8 +29,8 @@ type Kept = tuple[KVCachePages, TakenIn]
 class LayerCache:
     """The cache of the layers of `spec` for the rows of a step, with a page table i32[R, groups, max_pages].
 
-    With `most_drafted` no row has more tokens than that, and all but the first of a row are drafts. The states of layers
-    read what these tokens say and do not take them in before `commit` says how many of them count.
+    With `most_drafted` no row has more tokens than that, and all but the first of a row are drafts. The states of
+    layers do not take these tokens in before `commit` says how many of them count.
     """
 
     spec: ModelSpec
@@ -43,7 +43,7 @@ class LayerCache:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers. Which one a layer is in is known when the step is compiled."""
+        """The groups of layers. When a step is compiled, it is known in which one each layer is."""
         return self.shape.groups(self.spec)
 
     @cached_property
@@ -65,7 +65,7 @@ class LayerCache:
 
     @cached_property
     def _plans(self) -> dict[tuple[int, int], Any]:
-        """What the kernels know once a step, by the number of a group and of query heads."""
+        """The plans that the kernels make once a step, by the number of a group and of query heads."""
         plans = {}
         for layer in self.spec.layers:
             key = number, heads = self._number_of[layer.memory], layer.attention.num_heads
@@ -76,8 +76,8 @@ class LayerCache:
 
     @cached_property
     def begin(self) -> Kept:
-        """What the first layer gets. It is made outside of the loops over layers, as all that is the same for them."""
-        assert self._plans is not None, "plans are made here"
+        """The cache as the first layer gets it. Plans are made here, outside of the loops over layers."""
+        assert self._plans is not None
         taken: TakenIn = {}
         for number, group in enumerate(self.groups):
             if self.most_drafted is not None and isinstance(group.memory, StateMemory):

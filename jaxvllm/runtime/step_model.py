@@ -1,6 +1,6 @@
 """The parts of every step program: a model on its devices, its forward pass over packed rows, and its sampler."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -55,7 +55,7 @@ class Computed:
     token_ids: jax.Array  # i32[T]
     hidden: jax.Array  # f[T, E], after the final norm
     states: jax.Array  # f[N, T, E], after those layers that the proposer asks for
-    taken: TakenIn  # that the states of layers may still take in
+    taken: TakenIn = field(default_factory=dict)  # that the states of layers may still take in
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -99,6 +99,7 @@ def compute(
         begin, ways = cache.begin, (cache.attend, model.axis, depths, embeddings, cache.recur)
         return run_layers(params, shard, x, rows.positions, begin, *ways)
 
+    taken: TakenIn = {}
     if model.pipeline.stages.size == 1:
         x, states, (own_pages, taken) = run(x, with_tables, own_pages)
     else:
@@ -109,7 +110,7 @@ def compute(
             return x, pages
 
         x, own_pages = model.pipeline.run(layers, x, with_tables, own_pages, model.axis)
-        states, taken = jnp.zeros((0, *x.shape), x.dtype), {}
+        states = jnp.zeros((0, *x.shape), x.dtype)
     return Computed(rows, token_ids, final_norm(params, shard, x), states, taken), (*own_pages, *others)
 
 

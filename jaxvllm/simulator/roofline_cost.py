@@ -55,7 +55,7 @@ class RooflineCost:
         num_bytes = spec.hidden_size * jnp.dtype(deployment.dtype).itemsize
         collectives = [Collective("all-reduce", 2 * spec.num_layers + 1, num_bytes, False)] * (deployment.size > 1)
         rates = StepRates.of(deployment, chip)
-        windows = Counter(deployment.spec.windows)
+        windows = Counter(deployment.spec.seen_windows)
         return cls(rates, windows, link_seconds(deployment, chip, collectives), efficiency)
 
     def device_seconds(self, work: StepWork) -> float:
@@ -64,7 +64,7 @@ class RooflineCost:
         pairs = read  # of rows with one query
         if num_tokens > len(work.starts):
             pairs = sum([layers * work.pairs(window) for window, layers in self.windows.items()])
-        memory = self.rates.memory(num_tokens, read)
+        memory = self.rates.memory(num_tokens, bucket.num_rows, read)
         compute = self.rates.compute(bucket.num_tokens, bucket.num_rows, pairs)
         seconds = max(memory, compute) + bucket.num_tokens * self.link_seconds
         return work.num_steps * seconds / self.efficiency

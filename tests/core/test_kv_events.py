@@ -16,6 +16,7 @@ from jaxvllm.core.kv_events import (
     BlockStored,
     KVEventBatch,
     KVEventLog,
+    SpecKind,
     hash_key,
     page_keys,
 )
@@ -175,7 +176,8 @@ def stored(
 ) -> list[Any]:
     log = KVEventLog(2)
     request = request_of(tokens, salt, session_id="talk")
-    log.stored(1, window, columns, request.hashes(2), request)
+    kind: SpecKind = "full_attention" if window is None else "sliding_window"
+    log.stored(1, kind, window, columns, request.hashes(2), request)
     return as_vllm_reads(log.take())
 
 
@@ -218,7 +220,7 @@ def test_evictions_are_one_event_until_something_else_happens() -> None:
     for group, byte in ((0, 1), (0, 2), (1, 3)):
         log.removed(group, bytes([byte] * 32))
     request = request_of([1, 2])
-    log.stored(0, None, [0], request.hashes(2), request)
+    log.stored(0, "full_attention", None, [0], request.hashes(2), request)
     log.removed(0, bytes([4] * 32))
     kinds = [(type(event), getattr(event, "group_idx", None)) for event in log.take()]
     assert kinds == [(BlockRemoved, 0), (BlockRemoved, 1), (BlockStored, 0), (BlockRemoved, 0)]

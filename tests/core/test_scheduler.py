@@ -14,8 +14,8 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
-from jaxvllm.core.step_plan import StepRoom
 from jaxvllm.core.state_group import STATE_WINDOW
+from jaxvllm.core.step_plan import StepRoom
 from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import VOCAB_SIZE, next_token, unforeseen
 from tests.core.simulation import EOS, Job, Setup, Simulation
@@ -23,8 +23,8 @@ from tests.core.simulation import EOS, Job, Setup, Simulation
 # Few stems and few tokens, so that prompts often share pages and answers often stop.
 STEMS = ((), (0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 2, 0, 1, 2, 3))
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-# A group of layers that keep a state.
-STATES = (GroupSize(12, STATE_WINDOW, keeps_state=True),)
+STATES = GroupSize(12, STATE_WINDOW, keeps_state=True)
+MORE_GROUPS = ((), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24)), (STATES,))
 
 
 @st.composite
@@ -43,7 +43,7 @@ def setups(draw: st.DrawFn, policy: str) -> Setup:
         num_drafts=draw(st.sampled_from([0, 0, 1, 3])),
         seed=draw(st.sampled_from([None, None, 0, 1])),
         window=draw(st.sampled_from([None, None, None, 1, 4, 7])),
-        more_groups=tuple(draw(st.sampled_from([(), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24)), STATES]))),
+        more_groups=draw(st.sampled_from(MORE_GROUPS)),
         sizes=draw(st.sampled_from([None, StepSizes(((2, 1), (4, 2), (8, 5), (17, 5)), overhead=0)])),
         room=StepRoom(num_rows + draw(st.integers(0, 6)), num_rows),
         num_tight_steps=draw(st.sampled_from([0, 0, 3, 20])),

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jaxvllm.models import checkpoint, shards
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.gated_delta import GatedDeltaNet
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
 from sharding.mesh import MeshShape
@@ -27,7 +28,7 @@ from tests.waiting import PATIENCE
 
 INDEX = "model.safetensors.index.json"
 # What has numbers of heads: a whole model, or the attention of a layer that differs from others.
-type Heads = ModelSpec | GroupedQueryAttention
+type Heads = ModelSpec | GroupedQueryAttention | GatedDeltaNet
 
 
 def divisible(name: str) -> Fixture:
@@ -48,7 +49,10 @@ def divisible(name: str) -> Fixture:
 
 def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.ndarray:
     """What `Spread` says in words, of one array of one layer, by padding and repeating."""
+    if isinstance(spec, GatedDeltaNet):  # its heads divide as they are
+        return array
     K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
+    P = 2 if isinstance(spec, GroupedQueryAttention) and spec.gated else 1  # a head of queries, and its gate
     copies = size // np.gcd(K, size)
     share = -(-G // copies)
 
@@ -60,10 +64,11 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
         case "embed" | "lm_head" | "layer_embeddings":
             return np.pad(array, ((0, -len(array) % size), (0, 0)))
         case "qkv" | "qkv_bias":
-            own = array.shape[1] // D - G  # key and value, or only a key, or none of them
-            heads = array.reshape(K, G + own, D, -1)
-            both = [query_heads(heads[:, :G]), np.repeat(heads[:, G:], copies, axis=0)]
-            return np.concatenate(both, axis=1).reshape(K * copies, (share + own) * D, *array.shape[2:])
+            own = array.shape[1] // D - G * P  # key and value, or only a key, or none of them
+            heads = array.reshape(K, G * P + own, D, -1)
+            queries = query_heads(heads[:, : G * P].reshape(K, G, P * D, -1)).reshape(K * copies, share * P, D, -1)
+            both = [queries, np.repeat(heads[:, G * P :], copies, axis=0)]
+            return np.concatenate(both, axis=1).reshape(K * copies, (share * P + own) * D, *array.shape[2:])
         case "o":
             heads = np.moveaxis(array.reshape(-1, K, G, D), 0, -1)
             return np.moveaxis(query_heads(heads), -1, 0).reshape(len(array), -1)
@@ -87,6 +92,11 @@ SPLIT = {
     "down": 1,
     "up": 0,
     "up_bias": 0,
+    "delta_in": 0,
+    "delta_conv": 0,
+    "delta_decay": 0,
+    "delta_step_bias": 0,
+    "delta_out": 1,
 }
 
 
@@ -100,7 +110,11 @@ def layers_of(params: Params, num_layers: int) -> list[dict[str, jax.Array]]:
 def check(name: str, got: jax.Array, canonical: jax.Array, spec: Heads, size: int) -> None:
     expected = spread_by_hand(name, np.asarray(canonical), spec, size)
     np.testing.assert_array_equal(np.asarray(got), expected, err_msg=name)
-    axis = 0 if name in ("q_norm", "k_norm") and spec.qk_norm == "full" else SPLIT.get(name)
+    axis = (
+        0
+        if name in ("q_norm", "k_norm") and not isinstance(spec, GatedDeltaNet) and spec.qk_norm == "full"
+        else SPLIT.get(name)
+    )
     if axis is None:
         assert got.sharding.is_fully_replicated, name
         return
@@ -119,7 +133,7 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
         check(name, many[name], one[name], spec, size)
     for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
         assert set(got) == set(canonical)
-        assert isinstance(layer.attention, GroupedQueryAttention)
+        assert isinstance(layer.attention, GroupedQueryAttention | GatedDeltaNet)
         for name in got:
             check(name, got[name], canonical[name], layer.attention, size)
 
@@ -130,8 +144,9 @@ def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
     spec = model_spec(fixture.config, fixture.max_model_len)
     directory = fixture.write_checkpoint(tmp_path)
     for size in (2, 4, 8):
-        if spec.qk_norm == "full" and size == 8:
-            with pytest.raises(ValueError, match="norms all of them together: use a mesh of 1x1, 1x2"):
+        refused = "norms all of them together" if spec.qk_norm == "full" else "heads of linear attention do not divide"
+        if size == 8 and (spec.qk_norm == "full" or name == "qwen3_5"):
+            with pytest.raises(ValueError, match=f"{refused}.*: use a mesh of 1x1, 1x2"):
                 check_spread(directory, spec, size, "separate")
         else:
             check_spread(directory, spec, size, "separate")
@@ -238,6 +253,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxvllm.models import checkpoint, hf_weights
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.gated_delta import GatedDeltaNet
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 

@@ -9,7 +9,7 @@ import pytest
 from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.engine.page_exchange import page_format
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.layer_memory import LayerMemory
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.known_models import known_models
@@ -97,7 +97,7 @@ def test_programs_depend_on_the_token_budget_only_where_there_are_windows() -> N
 def test_memories_are_grouped_by_what_they_keep() -> None:
     """Two sizes of heads are two groups, also where no request outgrows a window; layers that read are in none."""
     spec = model_spec(Fixture.load("gemma4").config)
-    wide, narrow = LayerMemory(2, 24, None), LayerMemory(2, 16, 32)
+    wide, narrow = KeysAndValues(2, 24, None), KeysAndValues(2, 16, 32)
     shape = CacheShape(9, 16, 4, max_pages=8, dtype=jnp.dtype("float32"), step_tokens=16)
     assert shape.groups(spec) == (LayerGroup((1,), wide), LayerGroup((0, 2, 3), narrow))
     short = replace(shape, max_pages=2)

@@ -7,6 +7,7 @@ rope turns the first quarter of a head.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxvllm.models.attention import Attention
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.gated_delta import GatedDeltaNet, GatedDeltaRule
@@ -18,6 +19,7 @@ from jaxvllm.models.weight_names import (
     Source,
     gated_ffn_sources,
     named_norms,
+    norm_sources,
     rows_of_heads,
     separate_projections,
     with_biases,
@@ -46,7 +48,7 @@ def qwen3_5_spec(config: HfConfig) -> ModelSpec:
         value_size=config.integer("linear_value_head_dim", 128),
         conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
     )
-    mixers = {
+    mixers: dict[str, Attention] = {
         _LINEAR: GatedDeltaNet(spec.hidden_size, num_keys, rule, norm),
         _FULL: replace(usual.usual_attention, gated=True),
     }
@@ -54,36 +56,27 @@ def qwen3_5_spec(config: HfConfig) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer. Of linear attention, each tensor lists all key heads of one kind of rows."""
+    """Returns the sources of a layer. Each tensor of linear attention lists one kind of rows, of all key heads."""
     mixer = spec.layers[layer].attention
     if not isinstance(mixer, GatedDeltaNet):
         return separate_projections(spec, layer, prefix)
     decls, rule, K, E = declare_layer(spec, layer), mixer.rule, mixer.num_key_heads, spec.hidden_size
     r, Dk, Dv, C = rule.values_per_key, rule.key_size, rule.value_size, rule.channels
-    num_rows, prefix_in = K * C, f"{prefix}linear_attn."
-    channels = ((0, Dk, 0), (Dk, Dk, K * Dk), (2 * Dk, r * Dv, 2 * K * Dk))  # of a head, and where they begin in all
+    prefix_in = f"{prefix}linear_attn."
+    # Queries, keys and values: rows of a head, where they begin in our array, and where in the tensor.
+    channels = ((Dk, 0, 0), (Dk, Dk, K * Dk), (r * Dv, 2 * Dk, 2 * K * Dk))
 
     def of_channels(name: str, *tail: int) -> tuple[Source, ...]:
-        each = ((first, count, begin) for first, count, begin in channels)
         return tuple(
-            rows_of_heads(prefix_in + name, (K, count, *tail), first, begin, num_rows) for first, count, begin in each
+            rows_of_heads(prefix_in + name, (K, count, *tail), first, begin, K * C) for count, first, begin in channels
         )
 
     def of_values(name: str, first: int, count: int, *tail: int) -> Source:
         return rows_of_heads(prefix_in + name, (K, count, *tail), first)
 
-    found = dict(gated_ffn_sources(spec, layer, prefix)) | with_biases(
-        decls, prefix, {"delta_out": "linear_attn.out_proj"}
-    )
-    found |= named_norms(
-        decls,
-        prefix,
-        {
-            "attention_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "delta_norm": "linear_attn.norm",
-        },
-    )
+    found = gated_ffn_sources(spec, layer, prefix) | norm_sources(spec, layer, prefix)
+    found |= with_biases(decls, prefix, {"delta_out": "linear_attn.out_proj"})
+    found |= named_norms(decls, prefix, {"delta_norm": "linear_attn.norm"})
     return found | {
         "delta_in": (
             *of_channels("in_proj_qkv.weight", E),
@@ -92,7 +85,7 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
             of_values("in_proj_a.weight", C + r * (Dv + 1), r, E),
         ),
         "delta_conv": tuple(
-            replace(source, shape=(num_rows, 1, rule.conv_size)) for source in of_channels("conv1d.weight", rule.conv_size)
+            replace(source, shape=(K * C, 1, rule.conv_size)) for source in of_channels("conv1d.weight", rule.conv_size)
         ),
         "delta_decay": (of_values("A_log", 0, r),),
         "delta_step_bias": (of_values("dt_bias", 0, r),),

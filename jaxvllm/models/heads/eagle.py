@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxvllm.models.decoder import embed, project_logits, rotations
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.vocabulary import in_columns, share_of
-from jaxvllm.models.layer_input import Attend, LayerInput
+from jaxvllm.models.layer_input import Attend, LayerInput, no_recur
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -138,7 +138,8 @@ def decoder_layer(
 ) -> tuple[jax.Array, Any]:
     """Adds to x [T, E] what attention makes of `h`, and then what the FFN makes of the sum."""
     memory = spec.usual_attention.memory(None)
-    given = LayerInput(positions, rotations(spec.ropes, positions)(0), attend, ALONE, memory, number, NO_WINDOW)
+    rotation = rotations(spec.ropes, positions)(0)
+    given = LayerInput(positions, rotation, attend, no_recur, ALONE, memory, number, NO_WINDOW)
     h, kv = spec.usual_attention.apply(weights, h, kv, given)
     x = x + h
     return x + spec.usual_ffn.apply(weights, spec.norm.apply(weights, "ffn_norm", x), ALONE), kv

@@ -173,7 +173,7 @@ class AutoregressiveProposer:
             kv: jax.Array, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
         ) -> tuple[jax.Array, jax.Array]:
             options: dict[str, Any] = {"scale": spec.attention_scale, "plan": plan, "backend": backend}
-            return given.memory.attend(kv, given.number, rows, q, k, v, window, **options)
+            return memory.attend(kv, given.number, rows, q, k, v, window, **options)
 
         hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)
         return hidden, features, (*others, pages)
