@@ -8,6 +8,7 @@ like them.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Protocol, Self
 
 import jax
@@ -77,8 +78,11 @@ class StateMemory:
 
     @property
     def num_rows(self) -> int:
-        """The rows of a page of one head."""
-        return -(-sum(map(math.prod, self.rule.parts)) // self.width)
+        """The rows of a page of one head, a multiple of 8.
+
+        With others XLA:TPU turns pages round, and copies all of them in each step (compiled HLO for v6e).
+        """
+        return -(-sum(map(math.prod, self.rule.parts)) // (8 * self.width)) * 8
 
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
@@ -120,43 +124,31 @@ class StateMemory:
     ) -> tuple[jax.Array, jax.Array]:
         """Takes in all tokens [T, K, ..] of the rows, and returns what the layer reads, [T, K, ..], and the pages.
 
-        The pages of every column that a row computes get the state after its last token there. Where each row has one
-        token, all rows are computed at once, and elsewhere one token after the other.
+        The pages of every column that a row computes get the state after its last token there.
         """
-        if columns.rows.decode_only:
-            out, _, states = self._take_few(pages, place, columns, weights, tokens, 1)
-            is_real = columns.rows.is_real()
-            at = jnp.where(is_real, columns.page(jnp.arange(len(is_real)), columns.rows.positions), 0)
-            return out, pages.at[place, at].set(self.pack(states))
         rows, page_size = columns.rows, columns.page_size
-
-        def of(t: jax.Array) -> Token:
-            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, keepdims=False), tokens)
 
         def one_column(
             carry: tuple[jax.Array, State, jax.Array, jax.Array],
         ) -> tuple[jax.Array, State, jax.Array, jax.Array]:
             first, state, out, pages = carry
             row, position = rows.token_rows[first], rows.positions[first]
-            found = self.unpack(pages[place, columns.page(row, position - 1)])
             begins = first == rows.query_starts[row]
-            state = jax.tree.map(
-                lambda old, now: jnp.where(position == 0, 0, jnp.where(begins, old, now)), found, state
-            )
+            state = _where(begins, self._before(pages, place, columns, row, position), state)
             count = jnp.minimum(page_size - position % page_size, rows.query_starts[row + 1] - first)
 
             def one_token(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-                state, read, _ = self.rule.take(weights, carry[0], of(first + i))
+                state, read, _ = self.rule.take(weights, carry[0], _token(tokens, first + i))
                 return state, lax.dynamic_update_index_in_dim(carry[1], read, first + i, axis=0)
 
             state, out = lax.fori_loop(0, count, one_token, (state, out))
-            return first + count, state, out, pages.at[place, columns.page(row, position)].set(self.pack(state))
+            return first + count, state, out, self._written(pages, place, columns.page(row, position), state)
 
-        begin = self.unpack(jnp.zeros(pages.shape[2:], pages.dtype))
-        read = jax.eval_shape(lambda: self.rule.take(weights, begin, of(jnp.int32(0)))[1])
+        empty = self.unpack(jnp.zeros(pages.shape[2:], pages.dtype))
+        read = jax.eval_shape(lambda: self.rule.take(weights, empty, _token(tokens, jnp.int32(0)))[1])
         out = jnp.zeros((len(rows.token_rows), *read.shape), read.dtype)
         _, _, out, pages = lax.while_loop(
-            lambda carry: carry[0] < rows.query_starts[-1], one_column, (jnp.int32(0), begin, out, pages)
+            lambda carry: carry[0] < rows.query_starts[-1], one_column, (jnp.int32(0), empty, out, pages)
         )
         return out, pages
 
@@ -171,60 +163,63 @@ class StateMemory:
     ) -> tuple[jax.Array, Token]:
         """Reads as `advance` does, of rows with `most` tokens at most, and changes no page.
 
-        The second result is for `commit`, [most, R, K, ..].
+        The second result is for `commit`, [R, most, K, ..].
         """
-        out, taken, _ = self._take_few(pages, place, columns, weights, tokens, most)
-        return out, taken
+        rows, starts = columns.rows, columns.starts
+        at = rows.query_starts[:-1, None] + jnp.arange(most)
+        at = jnp.where(jnp.arange(most) < rows.query_lens()[:, None], at, len(rows.token_rows))  # past all
+
+        def one_token(state: State, at: jax.Array) -> tuple[State, tuple[jax.Array, Token]]:
+            state, read, taken = self.rule.take(weights, state, _token(tokens, at))
+            return state, (read, taken)
+
+        def one_row(row: jax.Array) -> tuple[jax.Array, Token]:
+            begin = self._before(pages, place, columns, row, starts[row])
+            reads: tuple[jax.Array, Token] = lax.scan(one_token, begin, at[row])[1]
+            return reads
+
+        read, taken = lax.map(one_row, jnp.arange(len(starts)))
+        out = jnp.zeros((len(rows.token_rows), *read.shape[2:]), read.dtype)
+        return out.at[at].set(read, mode="drop"), taken
 
     def commit(
         self, pages: jax.Array, place: jax.Array | int, columns: Columns, taken: Token, counts: jax.Array
     ) -> jax.Array:
         """Takes in the first `counts` i32[R] tokens of each row, as `look_ahead` saw them, and returns the pages."""
-        state, starts = self._before(pages, place, columns), columns.starts
-        every = jnp.arange(len(starts))
-        for index in range(len(jax.tree.leaves(taken)[0])):
-            is_taken = index < counts
-            now = self.rule.retake(state, jax.tree.map(lambda x, index=index: x[index], taken))
-            state = _chosen(is_taken, now, state)
-            at = jnp.where(is_taken, columns.page(every, starts + index), 0)
-            pages = pages.at[place, at].set(self.pack(state))
-        return pages
-
-    def _before(self, pages: jax.Array, place: jax.Array | int, columns: Columns) -> State:
-        """Returns the states before the rows' first tokens, [R, K, ..]."""
         starts = columns.starts
-        found = self.unpack(pages[place, columns.page(jnp.arange(len(starts)), starts - 1)])
-        return _chosen(starts > 0, found, jax.tree.map(jnp.zeros_like, found))
 
-    def _take_few(
-        self,
-        pages: jax.Array,
-        place: jax.Array | int,
-        columns: Columns,
-        weights: Mapping[str, jax.Array],
-        tokens: Token,
-        most: int,
-    ) -> tuple[jax.Array, Token, State]:
-        """Returns what the layer reads, [T, K, ..], what was taken in, [most, R, K, ..], and the states after it."""
-        rows = columns.rows
-        index = rows.query_starts[:-1, None] + jnp.arange(most)
-        is_real = jnp.arange(most) < rows.query_lens()[:, None]
-        index = jnp.where(is_real, index, len(rows.token_rows))  # past all
+        def one_row(row: jax.Array, pages: jax.Array) -> jax.Array:
+            def one_token(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+                state, pages = carry
+                state = self.rule.retake(state, jax.tree.map(lambda x: x[row, i], taken))
+                return state, self._written(pages, place, columns.page(row, starts[row] + i), state)
 
-        def one(state: State, at: jax.Array) -> tuple[State, tuple[jax.Array, Token]]:
-            token = jax.tree.map(lambda x: jnp.take(x, at, axis=0, mode="clip"), tokens)
-            now, read, taken = self.rule.take(weights, state, token)
-            return _chosen(at < len(rows.token_rows), now, state), (read, taken)
+            begin = self._before(pages, place, columns, row, starts[row])
+            return lax.fori_loop(0, counts[row], one_token, (begin, pages))[1]
 
-        state, (read, taken) = lax.scan(one, self._before(pages, place, columns), index.T)
-        out = jnp.zeros((len(rows.token_rows), *read.shape[2:]), read.dtype)
-        return out.at[index.T].set(read, mode="drop"), taken, state
+        return lax.fori_loop(0, len(starts), one_row, pages)
+
+    def _before(
+        self, pages: jax.Array, place: jax.Array | int, columns: Columns, row: jax.Array, position: jax.Array
+    ) -> State:
+        """Returns the state of `row` before the token at `position`.
+
+        Rows are read one after the other, also where that is one gather: XLA:TPU copies all pages for it, 6.5 GiB of
+        temporaries beside a pool of 6.5 (compiled HLO for v6e, libtpu 0.0.48.1).
+        """
+        begin: tuple[jax.Array | int, ...] = place, columns.page(row, position - 1), *[0] * (pages.ndim - 2)
+        found = self.unpack(lax.dynamic_slice(pages, begin, (1, 1, *pages.shape[2:]))[0, 0])
+        return _where(position > 0, found, jax.tree.map(jnp.zeros_like, found))
+
+    def _written(self, pages: jax.Array, place: jax.Array | int, at: jax.Array, state: State) -> jax.Array:
+        """Writes `state` to page `at`."""
+        begin: tuple[jax.Array | int, ...] = place, at, *[0] * (pages.ndim - 2)
+        return lax.dynamic_update_slice(pages, self.pack(state)[None, None], begin)
 
 
-def _chosen(condition: jax.Array, then: State, otherwise: State) -> State:
-    """Returns for each row the state of the one or of the other, by `condition` bool[R]."""
+def _token(tokens: Token, at: jax.Array) -> Token:
+    return jax.tree.map(lambda x: jnp.take(x, at, axis=0, mode="clip"), tokens)
 
-    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
-    return jax.tree.map(choose, then, otherwise)
+def _where(condition: jax.Array, then: State, otherwise: State) -> State:
+    return jax.tree.map(partial(jnp.where, condition), then, otherwise)

@@ -81,7 +81,7 @@ class LayerCache:
         taken: TakenIn = {}
         for number, group in enumerate(self.groups):
             if self.most_drafted is not None and isinstance(group.memory, StateMemory):
-                each = len(group.layers), self.most_drafted, len(self.rows.kv_lens), group.memory.num_kv_heads
+                each = len(group.layers), len(self.rows.kv_lens), self.most_drafted, group.memory.num_kv_heads
                 parts = group.memory.rule.taken_parts
                 taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
         return self.pages, taken

@@ -158,7 +158,5 @@ def test_on_two_devices(checkpoint: Path, expected: list[list[int]]) -> None:
 
 
 def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="4 key heads of linear attention do not divide over 8 devices: use a mesh of"):
-        tiny_llm(checkpoint, mesh="1x8")
     with pytest.raises(ValueError, match="layers that keep a state cannot be divided among stages"):
         tiny_llm(checkpoint, mesh="2x1x1")
