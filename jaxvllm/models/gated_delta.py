@@ -7,6 +7,7 @@ q, k and v with the tokens before it, which is why the state has their last chan
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -46,28 +47,66 @@ class GatedDeltaRule:
         return {"channels": (self.channels,), "k": (self.key_size,), "v": v, "g": of_values, "beta": of_values}
 
     def take(self, weights: Mapping[str, jax.Array], state: State, token: Token) -> tuple[State, jax.Array, Token]:
-        """Takes in `token`, which has channels f[.., K, C], `g` and `beta` f32[.., K, r]; reads f32[.., K, r, Dv].
+        """Takes in `token`, which has channels f[K, C], `g` and `beta` f32[K, r]; reads f32[K, r, Dv].
 
         `weights` are those of the convolution, [K, conv_size, C].
         """
-        _, before = state
         channels = token["channels"].astype(jnp.float32)
-        seen = jnp.concatenate([before, channels[..., None, :]], axis=-2)
-        mixed = jax.nn.silu(jnp.sum(seen * weights["conv"].astype(jnp.float32), axis=-2))
-        q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size), axis=-1)
-        v = v.reshape(*v.shape[:-1], self.values_per_key, self.value_size)
-        taken = {"channels": channels, "k": _of_length_one(k), "v": v, "g": token["g"], "beta": token["beta"]}
+        seen = jnp.concatenate([state[1], channels[:, None]], axis=1)
+        q, k, v = self._mixed(jnp.sum(seen * weights["conv"].astype(jnp.float32), axis=1))
+        taken = {"channels": channels, "k": k, "v": v, "g": token["g"], "beta": token["beta"]}
         state = self.retake(state, taken)
+        return state, jnp.sum(state[0] * q[:, None, :, None], axis=-2), taken
+
+    def take_run(
+        self, weights: Mapping[str, jax.Array], state: State, tokens: Token, count: jax.Array
+    ) -> tuple[State, jax.Array]:
+        """Takes in up to N tokens by products of matrices (section 3 of the paper).
+
+        What a token corrects depends on what those before it in the run have corrected, which is a system of equations
+        with a triangular matrix.
+        """
+        matrix, before = state
+        channels = jnp.concatenate([before, jnp.moveaxis(tokens["channels"].astype(jnp.float32), 0, 1)], axis=1)
+        N = len(tokens["g"])
+        conv = weights["conv"].astype(jnp.float32)
+        seen = jnp.stack([channels[:, i : i + N] for i in range(self.conv_size)], axis=2)
+        q, k, v = self._mixed(jnp.sum(seen * conv[:, None], axis=2))  # [K, N, ..]
+        is_real = (jnp.arange(N) < count)[:, None, None]
+        # Tokens that are too much forget nothing and correct nothing.
+        g, beta = (jnp.moveaxis(jnp.where(is_real, tokens[name], 0), 0, 2) for name in ("g", "beta"))  # [K, r, N]
+        decay = jnp.cumsum(g, axis=-1)
+        since = decay[..., :, None] - decay[..., None, :]  # from token j to token i, [K, r, N, N]
+        earlier = jnp.tril(jnp.ones((N, N), bool))
+        since = jnp.exp(jnp.where(earlier, since, -jnp.inf))  # exp alone would overflow
+        exactly = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        v = jnp.moveaxis(v, 2, 1)  # [K, r, N, Dv]
+        said = exactly("kid,krdv->kriv", k, matrix) * jnp.exp(decay)[..., None]
+        system = jnp.tril(exactly("kid,kjd->kij", k, k)[:, None] * since * beta[..., None], -1)
+        errors = jax.lax.linalg.triangular_solve(
+            system, beta[..., None] * (v - said), left_side=True, lower=True, unit_diagonal=True
+        )
+        read = exactly("kid,krdv->kriv", q, matrix) * jnp.exp(decay)[..., None]
+        read = read + exactly("krij,krjv->kriv", exactly("kid,kjd->kij", q, k)[:, None] * since, errors)
+        last = decay[..., -1:]
+        matrix = matrix * jnp.exp(last)[..., None]
+        matrix = matrix + exactly("kjd,krjv->krdv", k, errors * jnp.exp(last - decay)[..., None])
+        before = jax.lax.dynamic_slice_in_dim(channels, count, self.conv_size - 1, axis=1)
+        return (matrix, before), jnp.moveaxis(read, 2, 0)
+
+    def _mixed(self, channels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns q and k [.., Dk] and v [.., r, Dv] of what the convolution made of channels [.., C]."""
+        q, k, v = jnp.split(jax.nn.silu(channels), (self.key_size, 2 * self.key_size), axis=-1)
         q = _of_length_one(q) * self.key_size**-0.5
-        return state, jnp.sum(state[0] * q[..., None, :, None], axis=-2), taken
+        return q, _of_length_one(k), v.reshape(*v.shape[:-1], self.values_per_key, self.value_size)
 
     def retake(self, state: State, taken: Token) -> State:
         matrix, before = state
-        k = taken["k"][..., None, :, None]  # [.., K, 1, Dk, 1]
+        k = taken["k"][:, None, :, None]
         matrix = matrix * jnp.exp(taken["g"])[..., None, None]
         error = taken["v"] - jnp.sum(matrix * k, axis=-2)
         matrix = matrix + k * (taken["beta"][..., None] * error)[..., None, :]
-        return matrix, jnp.concatenate([before[..., 1:, :], taken["channels"][..., None, :]], axis=-2)
+        return matrix, jnp.concatenate([before[:, 1:], taken["channels"][:, None]], axis=1)
 
 
 @dataclass(frozen=True)

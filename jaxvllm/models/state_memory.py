@@ -25,6 +25,10 @@ type State = tuple[jax.Array, ...]
 type Token = Mapping[str, jax.Array]
 
 
+# The gated delta rule costs a product of N x N for a run of N tokens, beside products with the state.
+_LONGEST_RUN = 64
+
+
 class StateRule(Protocol):
     """The rule by which a state takes in a token. It is frozen and hashable, and knows no weights."""
 
@@ -38,6 +42,14 @@ class StateRule(Protocol):
 
     def take(self, weights: Mapping[str, jax.Array], state: State, token: Token) -> tuple[State, jax.Array, Token]:
         """Returns the state after a token, what the layer reads from it, and all that `retake` needs of the token."""
+
+    def take_run(
+        self, weights: Mapping[str, jax.Array], state: State, tokens: Token, count: jax.Array
+    ) -> tuple[State, jax.Array]:
+        """Returns the state after the first `count` of `tokens` [N, .., K, ..], and what is read after each, [N, ..].
+
+        It is what `take` makes of them one after the other, but for rounding, and what is read after more is anything.
+        """
 
     def retake(self, state: State, taken: Token) -> State:
         """Returns the state after a token that `take` took in before, after the same state, bit by bit the same."""
@@ -53,6 +65,11 @@ class Columns:
     def page(self, row: jax.Array, position: jax.Array) -> jax.Array:
         """Returns the page of the column in which `row` has `position`, or the first one before there is any."""
         return self.rows.page_table[row, jnp.maximum(position, 0) // self.page_size]
+
+    @property
+    def run(self) -> int:
+        """The most tokens of a column that are taken in together: all, or a part of a large page."""
+        return _LONGEST_RUN if self.page_size % _LONGEST_RUN == 0 else self.page_size
 
     @property
     def starts(self) -> jax.Array:
@@ -124,33 +141,42 @@ class StateMemory:
     ) -> tuple[jax.Array, jax.Array]:
         """Takes in all tokens [T, K, ..] of the rows, and returns what the layer reads, [T, K, ..], and the pages.
 
-        The pages of every column that a row computes get the state after its last token there.
+        The pages of every column that a row computes get the state after its last token there. Tokens of one column are
+        taken in together. A token that comes alone is taken in as in a step in which all tokens do.
         """
-        rows, page_size = columns.rows, columns.page_size
+        rows, num_tokens = columns.rows, len(columns.rows.token_rows)
+        longest, is_real = 1 if rows.decode_only else columns.run, rows.is_real()
 
-        def one_column(
+        def one(state: State, first: jax.Array, count: jax.Array) -> tuple[State, jax.Array]:
+            state, read, _ = self.rule.take(weights, state, _tokens(tokens, first))
+            return state, jnp.pad(read[None], [(0, longest - 1), *[(0, 0)] * read.ndim])
+
+        def many(state: State, first: jax.Array, count: jax.Array) -> tuple[State, jax.Array]:
+            return self.rule.take_run(weights, state, _tokens(tokens, first + jnp.arange(longest)), count)
+
+        def take(state: State, first: jax.Array, count: jax.Array) -> tuple[State, jax.Array]:
+            return one(state, first, count) if longest == 1 else lax.cond(count == 1, one, many, state, first, count)
+
+        def one_run(
             carry: tuple[jax.Array, State, jax.Array, jax.Array],
         ) -> tuple[jax.Array, State, jax.Array, jax.Array]:
             first, state, out, pages = carry
             row, position = rows.token_rows[first], rows.positions[first]
             begins = first == rows.query_starts[row]
             state = _where(begins, self._before(pages, place, columns, row, position), state)
-            count = jnp.minimum(page_size - position % page_size, rows.query_starts[row + 1] - first)
-
-            def one_token(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-                state, read, _ = self.rule.take(weights, carry[0], _token(tokens, first + i))
-                return state, lax.dynamic_update_index_in_dim(carry[1], read, first + i, axis=0)
-
-            state, out = lax.fori_loop(0, count, one_token, (state, out))
-            return first + count, state, out, self._written(pages, place, columns.page(row, position), state)
+            count = jnp.minimum(longest - position % longest, rows.query_starts[row + 1] - first)
+            state, read = take(state, first, count)
+            out = lax.dynamic_update_slice_in_dim(out, read, first, axis=0)  # the next run overwrites what is too much
+            at = jnp.where(is_real[first], columns.page(row, position), 0)
+            return first + count, state, out, self._written(pages, place, at, state)
 
         empty = self.unpack(jnp.zeros(pages.shape[2:], pages.dtype))
-        read = jax.eval_shape(lambda: self.rule.take(weights, empty, _token(tokens, jnp.int32(0)))[1])
-        out = jnp.zeros((len(rows.token_rows), *read.shape), read.dtype)
+        read = jax.eval_shape(one, empty, jnp.int32(0), jnp.int32(1))[1]
+        out = jnp.zeros((num_tokens + longest, *read.shape[1:]), read.dtype)
         _, _, out, pages = lax.while_loop(
-            lambda carry: carry[0] < rows.query_starts[-1], one_column, (jnp.int32(0), empty, out, pages)
+            lambda carry: carry[0] < rows.query_starts[-1], one_run, (jnp.int32(0), empty, out, pages)
         )
-        return out, pages
+        return out[:num_tokens], pages
 
     def look_ahead(
         self,
@@ -170,7 +196,7 @@ class StateMemory:
         at = jnp.where(jnp.arange(most) < rows.query_lens()[:, None], at, len(rows.token_rows))  # past all
 
         def one_token(state: State, at: jax.Array) -> tuple[State, tuple[jax.Array, Token]]:
-            state, read, taken = self.rule.take(weights, state, _token(tokens, at))
+            state, read, taken = self.rule.take(weights, state, _tokens(tokens, at))
             return state, (read, taken)
 
         def one_row(row: jax.Array) -> tuple[jax.Array, Token]:
@@ -208,7 +234,9 @@ class StateMemory:
         temporaries beside a pool of 6.5 (compiled HLO for v6e, libtpu 0.0.48.1).
         """
         begin: tuple[jax.Array | int, ...] = place, columns.page(row, position - 1), *[0] * (pages.ndim - 2)
-        found = self.unpack(lax.dynamic_slice(pages, begin, (1, 1, *pages.shape[2:]))[0, 0])
+        # Without the barrier XLA:CPU would read and write in one operation, and copy all pages for it.
+        page = lax.optimization_barrier(lax.dynamic_slice(pages, begin, (1, 1, *pages.shape[2:])))
+        found = self.unpack(page[0, 0])
         return _where(position > 0, found, jax.tree.map(jnp.zeros_like, found))
 
     def _written(self, pages: jax.Array, place: jax.Array | int, at: jax.Array, state: State) -> jax.Array:
@@ -217,7 +245,7 @@ class StateMemory:
         return lax.dynamic_update_slice(pages, self.pack(state)[None, None], begin)
 
 
-def _token(tokens: Token, at: jax.Array) -> Token:
+def _tokens(tokens: Token, at: jax.Array) -> Token:
     return jax.tree.map(lambda x: jnp.take(x, at, axis=0, mode="clip"), tokens)
 
 
