@@ -109,7 +109,7 @@ def test_tokens_that_are_looked_at_first_leave_the_same_states(sequences: Any, b
         pages = MEMORY.commit(before, PLACE, columns, taken, jnp.asarray(counts))
         alone = before
         for step in range(max(counts)):
-            at = [start + min(step, count) for start, count in zip(STARTS, counts, strict=True)]
+            at = [start + step if step < count else 0 for start, count in zip(STARTS, counts, strict=True)]
             lengths = tuple(int(step < count) for count in counts)
             token = {name: jnp.stack([one[name][t] for one, t in zip(sequences, at, strict=True)]) for name in tokens}
             once, alone = MEMORY.advance(alone, PLACE, rows_of(tuple(at), lengths, 4), {"conv": CONV}, token)
