@@ -23,7 +23,7 @@ from tests.core.simulation import EOS, Job, Setup, Simulation
 # Few stems and few tokens, so that prompts often share pages and answers often stop.
 STEMS = ((), (0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 2, 0, 1, 2, 3))
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-STATES = GroupSize(12, STATE_WINDOW, keeps_state=True)
+STATES = GroupSize(8, STATE_WINDOW, keeps_state=True)
 MORE_GROUPS = ((), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24)), (STATES,))
 
 
