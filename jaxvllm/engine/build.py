@@ -197,6 +197,8 @@ def build(
         text = "%d pages of %d tokens for %d layers that %s"
         does = "keep a state" if size.keeps_state else seen
         logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), does)
+        if group.memory.backend(backend) != backend:
+            logger.info("the %s kernels have no heads of the size of these layers: plain XLA attends", backend.kind)
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
 

@@ -16,6 +16,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import (
     KVPages,
     RaggedRows,
+    backend_for,
     kv_pages_struct,
     plan_rows,
     ragged_paged_attention,
@@ -41,6 +42,9 @@ class LayerMemory(Protocol):
     def keeps_state(self) -> bool:
         """Whether a page holds the state after its last token, instead of something of each of its tokens."""
 
+    def backend(self, backend: Backend) -> Backend:
+        """Returns the backend that reads and writes these pages where the engine has that one."""
+
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
     ) -> jax.ShapeDtypeStruct:
@@ -63,11 +67,14 @@ class KeysAndValues:
 
     keeps_state: ClassVar[bool] = False
 
+    def backend(self, backend: Backend) -> Backend:
+        return backend_for(self.head_size, backend)
+
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
     ) -> jax.ShapeDtypeStruct:
         sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
-        return kv_pages_struct(*sizes, jnp.dtype(dtype), backend)
+        return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend))
 
     def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
         return 2 * self.num_kv_heads * self.head_size * page_size * jnp.dtype(dtype).itemsize
@@ -77,7 +84,7 @@ class KeysAndValues:
 
     def plan(self, rows: RaggedRows, pages: KVPages, num_heads: int, dtype: DTypeLike, backend: Backend) -> Any:
         """Makes what the backend knows once a step about queries of `num_heads` heads in these rows."""
-        return plan_rows(rows, pages, num_heads=num_heads, dtype=dtype, backend=backend)
+        return plan_rows(rows, pages, num_heads=num_heads, dtype=dtype, backend=self.backend(backend))
 
     def attend(
         self,
@@ -88,7 +95,10 @@ class KeysAndValues:
         k: jax.Array | None,
         v: jax.Array | None,
         window: jax.Array | int,
+        backend: Backend,
         **options: Any,
     ) -> tuple[jax.Array, KVPages]:
         """Writes k and v, if they are given, into the pages of layer `place`, and attends as the kernels' API says."""
-        return ragged_paged_attention(q, k, v, pages, place, rows, window=window, **options)
+        return ragged_paged_attention(
+            q, k, v, pages, place, rows, window=window, backend=self.backend(backend), **options
+        )

@@ -139,7 +139,7 @@ class ModelSpec:
 
     @property
     def seen_windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers whose tokens see positions. Those that keep a state see the token before alone."""
+        """The windows of the layers whose tokens see positions, which those that keep a state do not."""
         return tuple(layer.window for layer in self.layers if not layer.memory.keeps_state)
 
     @property

@@ -101,6 +101,9 @@ class StateMemory:
         """
         return -(-sum(map(math.prod, self.rule.parts)) // (8 * self.width)) * 8
 
+    def backend(self, backend: Backend) -> Backend:
+        return backend
+
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
     ) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,15 @@
 """Attention for a batch in which every row has its own query length and its own paged KV length."""
 
 from pallas_kernels.ragged_paged_attention.api import plan_rows, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.layout import KVPages, kv_pages_struct
+from pallas_kernels.ragged_paged_attention.layout import KVPages, backend_for, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
 
-__all__ = ["NO_WINDOW", "KVPages", "RaggedRows", "kv_pages_struct", "plan_rows", "ragged_paged_attention"]
+__all__ = [
+    "NO_WINDOW",
+    "KVPages",
+    "RaggedRows",
+    "backend_for",
+    "kv_pages_struct",
+    "plan_rows",
+    "ragged_paged_attention",
+]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.engine.page_exchange import page_format
 from jaxvllm.models.families import model_spec
@@ -15,7 +16,8 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.planner.known_models import known_models
 from jaxvllm.planner.share import Share
 from jaxvllm.runtime.cache_shape import CacheShape, LayerGroup
-from pallas_kernels.backend import REFERENCE
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import chip_named
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.fixture import Fixture
@@ -113,3 +115,32 @@ def test_memories_are_grouped_by_what_they_keep() -> None:
     ]
     share = Share(Spread(keys, 2), jnp.dtype("float32"))
     assert share.page_bytes(16, jnp.dtype("float32"), REFERENCE) == 16 * 4 * (2 * 48 + 4 * 32)
+
+
+def test_a_state_is_a_page_of_a_group_that_slides() -> None:
+    spec = model_spec(Fixture.load("qwen3_5").config)
+    shape = CacheShape(41, 16, 4, max_pages=8, dtype=jnp.dtype("bfloat16"), step_tokens=16)
+    attention, states = shape.groups(spec)
+    assert (attention.layers, states.layers) == ((2, 4), (0, 1, 3, 5))
+    assert attention.memory == KeysAndValues(2, 24, None) and states.memory.keeps_state
+    full, kept = shape.group_sizes(spec)
+    assert (full, kept.window, kept.keeps_state) == (GroupSize(41), 2, True)
+    assert kept.num_pages - 1 == 15  # for five requests of 8 pages of keys, 3 states each
+    pages = shape.pages(spec, REFERENCE, make_mesh(MeshShape(1, 2), jax.devices()))
+    assert [(of.shape[:3], of.dtype) for of in pages] == [((2, 41, 2), jnp.bfloat16), ((4, 16, 4), jnp.float32)]
+    share = Share(Spread(spec, 2), jnp.dtype("bfloat16"))
+    assert share.page_bytes(16, jnp.dtype("bfloat16"), REFERENCE) == 2 * 16 * 48 * 2
+    assert share.state_bytes(16, jnp.dtype("bfloat16"), REFERENCE) == 4 * states.memory.page_bytes(16, "bfloat16") // 2
+
+
+def test_heads_that_a_gpus_kernels_do_not_have_are_left_to_xla() -> None:
+    backend = Backend.of_chip(chip_named("h200"))
+    assert KeysAndValues(2, 512, None).backend(backend) == REFERENCE
+    assert KeysAndValues(2, 256, None).backend(backend) == backend
+    tpu = Backend.of_chip(chip_named("v6e"))
+    assert KeysAndValues(2, 512, None).backend(tpu) == tpu
+    # Each group of layers for itself: these pages are padded for kernels, and those are not.
+    assert [KeysAndValues(1, size, None).pages(1, 2, 16, "bfloat16", backend).shape[-1] for size in (200, 500)] == [
+        512,
+        1000,
+    ]

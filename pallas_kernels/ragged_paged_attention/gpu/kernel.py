@@ -22,6 +22,7 @@ from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memo
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
 from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Attention
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
+from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 # The shared memory for barriers, for alignment, and for the compiler's own use.
@@ -203,7 +204,7 @@ def _check(q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeD
         problem = f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
     elif group > TILE:
         problem = f"{group} query heads share a KV head, more than {TILE}"
-    elif head_size % LANES or head_size > 4 * LANES:
+    elif head_size % LANES or head_size > LARGEST_GPU_HEAD:
         problem = f"heads have size {head_size}, not 64, 128, 192 or 256"
     if problem is not None:
         raise NotImplementedError(f"the GPU kernel cannot: {problem}. Use the backend reference")
