@@ -24,6 +24,9 @@ class DraftModel:
     def __post_init__(self) -> None:
         if any(window is not None for window in self.spec.windows) or self.spec.attention_soft_cap is not None:
             raise ValueError("a draft model must see all positions, without a soft cap: take another")
+        # Its keys and values are in one array of pages.
+        if self.spec.reads or {layer.memory for layer in self.spec.layers} != {self.spec.usual_attention.memory(None)}:
+            raise ValueError("all layers of a draft model must keep keys and values of one size: take another")
 
     @property
     def feature_size(self) -> int:
