@@ -44,3 +44,10 @@ def rare_programs(on_demand: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "__init__", _begin_with_buckets_alone if on_demand else _begin)
         yield
+
+
+@contextmanager
+def quick_engines() -> Iterator[None]:
+    """Engines that start within compile quickly, and what few requests need only on demand."""
+    with quick_compilation(), rare_programs(on_demand=True):
+        yield

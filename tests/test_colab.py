@@ -17,9 +17,10 @@ from tests.waiting import PATIENCE
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 QUICKLY = """
-from jaxvllm.runtime.recipe import COMPILER_OPTIONS
+from tests.quick import quick_engines
 
-COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
+quickly = quick_engines()
+quickly.__enter__()
 """
 
 
@@ -53,8 +54,8 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 def run(name: str, *, quickly: bool = False, smaller: Mapping[str, str] = {}) -> str:
     """Executes a notebook in its own folder; an exception in a cell is one here.
 
-    `quickly` has LLVM compile at -O0, for notebooks whose engines take most of their time to be compiled. `smaller` is
-    what a cell has to be replaced by, where a reader wants a better measurement than a test.
+    `quickly` has engines compile as those of `tests/engine` do, for notebooks whose engines take most of their time to
+    be compiled. `smaller` is what a cell has to be replaced by, where a reader wants a better measurement than a test.
     """
     path = ROOT / "colab" / f"{name}.ipynb"
     notebook = read(path)
@@ -75,7 +76,8 @@ def run(name: str, *, quickly: bool = False, smaller: Mapping[str, str] = {}) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_quickstart() -> None:
-    text = run("quickstart", quickly=True)
+    # Not quickly: the two other notebooks with engines of its sizes find its programs, one of them in a server.
+    text = run("quickstart")
     assert "Installing" not in text
     assert "first token after" in text
     # The three completions, caught at work: a letter each, and the page that they share.
@@ -136,7 +138,7 @@ def test_serving() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_bring_your_own_checkpoint() -> None:
-    text = run("bring_your_own_checkpoint")
+    text = run("bring_your_own_checkpoint", quickly=True)
     assert "'user: Hello\\nassistant: ' -> " in text
     assert "model.layers.1.mlp.up_proj.weight" in text
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxvllm import LLM, SamplingParams
+from tests.quick import quick_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 # Where questions are shown: the playground's buttons, and what a reader may paste.
@@ -40,9 +41,8 @@ def test_every_question_is_one_whose_answer_is_checked(place: str) -> None:
 @pytest.mark.slow
 def test_the_answers_are_right_at_the_temperature_that_the_model_recommends() -> None:
     assert json.loads((ROOT / "jaxvllm/assets/demo/generation_config.json").read_text())["temperature"] == 0.7
-    with LLM(
-        model="demo", max_model_len=512, row_buckets=(64,), token_buckets=(128,), max_num_batched_tokens=128
-    ) as llm:
+    options = dict(max_model_len=512, row_buckets=(64,), token_buckets=(128,), max_num_batched_tokens=128)
+    with quick_engines(), LLM(model="demo", **options) as llm:
         params = SamplingParams(temperature=0.7, n=16, seed=1, max_tokens=300)
         conversations = [[{"role": "user", "content": question}] for question in ANSWERS]
         for question, output in zip(ANSWERS, llm.chat(conversations, params, use_tqdm=False), strict=True):

@@ -30,7 +30,8 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.engine import Engine
-from tests.quick import quick_compilation
+from tests.engine.tiny import all_drafts_or_none
+from tests.quick import quick_engines
 
 OPTIONS = LadderOptions(requests=3, arrivals=0.05, rounds=1)
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -66,10 +67,14 @@ class Eager(DraftPace):
 
 
 class PacedEngines(Engines):
-    """The speed of this machine decides nothing: there are bursts and drafts wherever there may be some."""
+    """The speed of this machine decides nothing: there are bursts and drafts wherever there may be some.
+
+    So no step divides drafts among its rows, and no rung here needs masks, copies of requests or rare parameters: the
+    programs for these are not compiled.
+    """
 
     def get(self, config: EngineConfig) -> Engine:
-        with quick_compilation():
+        with quick_engines(), all_drafts_or_none():
             engine = super().get(config)
         pace = BurstPace(max_seconds=1e9)
         for num_rows in range(1, 5):

@@ -124,7 +124,8 @@ def test_on_a_mesh_every_device_has_the_whole_draft(
 ) -> None:
     choose_drafts(monkeypatch)
     config = {"method": method, "model": HEADS[method][0]}
-    with all_drafts_or_none(), LLM("demo", dtype="float32", mesh="1x2", speculative_config=config, **FEW) as llm:
+    options = FEW | dict(dtype="float32", mesh="1x2", speculative_config=config)
+    with all_drafts_or_none(bursts=False), LLM("demo", **options) as llm:
         [replica] = llm.engine.replicas
         for bucket in replica.runner.programs.ladder.drafted:
             replica.runner.programs.wait_for(bucket)  # what no test here waits for is not compiled

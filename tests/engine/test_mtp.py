@@ -71,7 +71,7 @@ def test_tokens_are_as_without_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
     choose_drafts(monkeypatch, lambda numbers: max(numbers) if drafts else 0)
     directory = write_mimo(tmp_path)
     config = {"method": "mtp", "num_speculative_tokens": 2}
-    with all_drafts_or_none(), tiny_llm(directory, speculative_config=config) as llm:
+    with all_drafts_or_none(bursts=False), tiny_llm(directory, speculative_config=config) as llm:
 
         def answers() -> list[list[int]]:
             return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]

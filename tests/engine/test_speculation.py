@@ -96,15 +96,16 @@ def drafting(
     proposer: Proposer,
     num_drafts: int = 3,
     divides: bool = False,
+    bursts: bool = True,
 ) -> LLM:
     """An engine all of whose decode steps have drafts where they may: the clock of this machine decides nothing.
 
     Only this engine has the proposer, however long `monkeypatch` lasts. With `divides` it has the steps in which rows
-    divide a few drafts, too.
+    divide a few drafts, too, and without `bursts` no program for steps without drafts alone.
     """
     choose_drafts(monkeypatch)
     config = {"method": "ngram", "num_speculative_tokens": num_drafts}
-    with pytest.MonkeyPatch.context() as patch, nullcontext() if divides else all_drafts_or_none():
+    with pytest.MonkeyPatch.context() as patch, nullcontext() if divides else all_drafts_or_none(bursts=bursts):
         patch.setattr(drafting_module, "NgramProposer", lambda *_: proposer)
         return tiny_llm(directory, speculative_config=config)
 
@@ -202,7 +203,7 @@ def test_everything_is_as_without_drafts(
     own: dict[str, Proposer] = {"ngram": NgramProposer(1, 3), "suffix": SuffixProposer(24, 1.0)}
     with ExitStack() as stack:
         if kind in own:
-            llm = stack.enter_context(drafting(tiny_checkpoint, monkeypatch, own[kind]))
+            llm = stack.enter_context(drafting(tiny_checkpoint, monkeypatch, own[kind], bursts=False))
         else:
             llm, shifts = request.getfixturevalue("adjustable")
             choose_drafts(monkeypatch)

@@ -20,7 +20,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True
 def engine(tiny_checkpoint: Path) -> Iterator[LLM]:
     """On a mesh, where all devices must find the same drafts."""
     config = {"method": "suffix", "num_speculative_tokens": 3}
-    with all_drafts_or_none(), tiny_llm(tiny_checkpoint, mesh="1x2", speculative_config=config) as llm:
+    with all_drafts_or_none(bursts=False), tiny_llm(tiny_checkpoint, mesh="1x2", speculative_config=config) as llm:
         yield llm
 
 

@@ -95,7 +95,7 @@ async def crowd(server: Server) -> None:
 
 async def pool_of_two(server: Server) -> None:
     """Fifty requests of which the pages hold a few at a time: preempted, recomputed, and the same in the end."""
-    long = LONG | {"max_tokens": 200}
+    long = LONG | {"max_tokens": 100}
     first = await server.post(COMPLETIONS, long)
     answers = await asyncio.gather(*(server.post(COMPLETIONS, long) for _ in range(50)))
     assert {answer.status for answer in answers} == {200}
