@@ -4,9 +4,10 @@
 # .suites.
 
 PY := .venv/bin/python
-# Tests run in this many processes, one test file at a time in each. Two cores are what CI has, and a third process made
-# the whole suite slower (docs/log.md, 2026-11-24).
-JOBS ?= 2
+# Tests run in this many processes, one test file at a time in each. Two cores are what CI has. The third process has the
+# tests that mostly wait and no others (tests/waiting_apart.py): with a full share of the rest it made the whole suite
+# slower (docs/log.md, 2026-11-24).
+JOBS ?= 3
 # Arguments for pytest, e.g. `make test ARGS="-m 'not slow' tests/core"`.
 ARGS ?=
 # uv from the path, or else one of our own. It finds a Python 3.12 wherever one is (pyenv's too) while

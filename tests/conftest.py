@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     run_cache.begin(config)
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests import waiting_apart
+
+    return waiting_apart.scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first. After all others, the last of them had one core while the other one waited."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -18,7 +18,7 @@ from jaxvllm.core.page_groups import FullGroup, WindowedGroup
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.request import Request
 from jaxvllm.core.slots import SlotIds
-from jaxvllm.core.state_group import STATE_WINDOW, StateGroup
+from jaxvllm.core.state_group import StateGroup
 from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
 
 
@@ -32,9 +32,6 @@ class GroupSize:
     num_pages: int
     window: int | None = None
     keeps_state: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.keeps_state or self.window == STATE_WINDOW, "a state is as a window of two positions"
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class KVCache:
         self.num_registered = np.zeros(num_slots, np.int32)  # leading columns of a slot that the prefix cache was told
         self.groups = tuple(self._group(index, size, num_slots, max_chunk) for index, size in enumerate(sizes))
         self._windowed = tuple(group for group in self.groups if isinstance(group, WindowedGroup))
-        self._states = tuple(group for group in self.groups if isinstance(group, StateGroup))
+        self.has_states = any(size.keeps_state for size in sizes)  # no step may compute these twice from one token on
 
     def _group(self, index: int, size: GroupSize, num_slots: int, max_chunk: int) -> FullGroup:
         on_eviction = None if self._events is None else partial(self._events.removed, index)
@@ -109,11 +106,6 @@ class KVCache:
     def has_windows(self) -> bool:
         """Whether pages are freed while their request runs."""
         return bool(self._windowed)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether some layers keep a state, which no step may compute twice from the same token on."""
-        return bool(self._states)
 
     @property
     def no_entries(self) -> tuple[PageEntries, ...]:
@@ -225,14 +217,6 @@ class KVCache:
         """
         self.num_registered[slot] = self.num_registered[source]
         return tuple(group.fork(source, slot, num_tokens) for group in self.groups)
-
-    def losing_states(self, slots: SlotIds, positions: Ints) -> list[int]:
-        """Returns those of `slots` of which `free_unseen` frees a snapshot, which the prefix cache could keep."""
-        if not self.enable_prefix_caching or not self._states:
-            return []
-        moving = np.logical_or.reduce([group.moving(slots, positions)[0] for group in self._states])
-        losing: list[int] = slots[moving].tolist()
-        return losing
 
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
         """Frees the pages that left a window: no step to come computes a token of `slots[i]` before `positions[i]`.

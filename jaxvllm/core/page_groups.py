@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxvllm.core.kv_events import SpecKind
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
@@ -211,17 +210,17 @@ class WindowedGroup(FullGroup):
         self._target[slot] = pages_for(num_tokens, self.pool.page_size)
 
     def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
-        moved, firsts = self.moving(slots, positions)
-        for slot, first in zip(slots[moved].tolist(), firsts[moved].tolist(), strict=True):
-            left = self.table[slot, self.first[slot] : first]
-            self.pool.release(left[left != TRASH_PAGE])
-            left[:] = TRASH_PAGE
-            self.first[slot] = first
-
-    def moving(self, slots: SlotIds, positions: Ints) -> tuple[NDArray[np.bool_], Ints]:
-        """Returns which of `slots` have columns that `free_unseen` frees, and the first column that each keeps."""
         firsts = np.maximum(positions - self.window + 1, 0) // self.pool.page_size
-        return firsts > self.first[slots], firsts
+        moved = firsts > self.first[slots]
+        for slot, first in zip(slots[moved].tolist(), firsts[moved].tolist(), strict=True):
+            self._drop(slot, first)
+
+    def _drop(self, slot: int, first: int) -> None:
+        """Frees the pages of `slot` before column `first`."""
+        left = self.table[slot, self.first[slot] : first]
+        self.pool.release(left[left != TRASH_PAGE])
+        left[:] = TRASH_PAGE
+        self.first[slot] = first
 
     def release(self, slot: int) -> None:
         super().release(slot)

@@ -373,12 +373,7 @@ class Scheduler:
             return
         slots = self.slots
         at = np.flatnonzero(slots.active)
-        positions = np.minimum(slots.num_computed[at], slots.num_known[at] - 1)
-        for slot in self.cache.losing_states(at, positions):
-            if not slots.is_beam[slot]:
-                slots.tenant(slot).output_token_ids = slots.outputs(slot)
-            self._shared.register_computed(slot)
-        self.cache.free_unseen(at, positions)
+        self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
     def _grow(self, decode: SlotIds, width: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
         """Returns the pages that decoding slots may open for `width` tokens each, or None when there are not enough.

@@ -34,13 +34,15 @@ class SharedPages:
     def are_coming(self, request: Request, num_hits: int) -> bool:
         """Returns whether a running request is computing this one's next page now, so that waiting saves the work.
 
-        It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill.
+        It makes `n` samples of one prompt, and a burst of requests under one new system prompt, cost one prefill. Where
+        layers keep a state, only a request with all of this one's pages leaves a snapshot from which it can go on.
         """
         if not self._cache.enable_prefix_caching or not request.reads_prefix_cache:
             return False
-        if num_hits >= (request.num_tokens - 1) // self._cache.page_size:
+        num_usable = (request.num_tokens - 1) // self._cache.page_size
+        if num_hits >= num_usable:
             return False
-        return request.page_hashes[num_hits] in self._computing
+        return request.page_hashes[num_usable - 1 if self._cache.has_states else num_hits] in self._computing
 
     def begin_load(self, request: Request, prefix: CachedPrefix) -> bool:
         """Begins to load what follows the cached `prefix` of a request that could be admitted now, if that is possible.

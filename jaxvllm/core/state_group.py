@@ -10,10 +10,9 @@ from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
 from jaxvllm.core.slots import SlotIds
 from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
 
-# A token reads what its predecessor left, as if it saw these two positions.
-STATE_WINDOW = 2
-# Pages of a request: what it reads, what it leaves in the column before its last token, and after its last token.
-MOST_STATES = 3
+# Pages of a request: the last snapshot, what its next token reads, and what a chunk leaves in the column before its
+# last token and after its last token.
+MOST_STATES = 4
 
 
 class StateGroup(WindowedGroup):
@@ -23,12 +22,15 @@ class StateGroup(WindowedGroup):
     page is a snapshot, which the prefix cache finds by the same hash as the keys and values of that column. A chunk of
     a prompt has pages in its last two columns: for the state after its last token, and for the snapshot before it, from
     which the same prompt can go on, because its last token is always computed. The trash page takes the others.
+
+    A request holds the snapshot of its last full column, too, until the next one is full: the prefix cache learns of
+    it when the request ends. A window of one page and one token says just that.
     """
 
     kind: SpecKind = "mamba"
 
     def __init__(self, pool: PagePool, num_slots: int, max_pages: int):
-        super().__init__(pool, num_slots, max_pages, STATE_WINDOW, max_chunk=1)
+        super().__init__(pool, num_slots, max_pages, pool.page_size + 1, max_chunk=1)
         self.bound = MOST_STATES
         self._num_held = np.zeros(num_slots, np.int32)  # pages of each slot
 
@@ -81,9 +83,9 @@ class StateGroup(WindowedGroup):
         self._count([slot])
         return PageCopy(full, int(self.table[source, full]), page)
 
-    def free_unseen(self, slots: SlotIds, positions: Ints) -> None:
-        super().free_unseen(slots, positions)
-        self._count(slots.tolist())
+    def _drop(self, slot: int, first: int) -> None:
+        super()._drop(slot, first)
+        self._count([slot])
 
     def release(self, slot: int) -> None:
         super().release(slot)

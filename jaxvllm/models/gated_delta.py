@@ -67,14 +67,15 @@ class GatedDeltaRule:
         with a triangular matrix.
         """
         matrix, before = state
-        channels = jnp.concatenate([before, jnp.moveaxis(tokens["channels"].astype(jnp.float32), 0, 1)], axis=1)
         N = len(tokens["g"])
+        is_real = (jnp.arange(N) < count)[:, None, None]
+        # Tokens that are too much are another row's: whatever they are, nothing of them gets in.
+        tokens = {name: jnp.where(is_real, x.astype(jnp.float32), 0) for name, x in tokens.items()}
+        channels = jnp.concatenate([before, jnp.moveaxis(tokens["channels"], 0, 1)], axis=1)
         conv = weights["conv"].astype(jnp.float32)
         seen = jnp.stack([channels[:, i : i + N] for i in range(self.conv_size)], axis=2)
         q, k, v = self._mixed(jnp.sum(seen * conv[:, None], axis=2))  # [K, N, ..]
-        is_real = (jnp.arange(N) < count)[:, None, None]
-        # Tokens that are too much forget nothing and correct nothing.
-        g, beta = (jnp.moveaxis(jnp.where(is_real, tokens[name], 0), 0, 2) for name in ("g", "beta"))  # [K, r, N]
+        g, beta = (jnp.moveaxis(tokens[name], 0, 2) for name in ("g", "beta"))  # [K, r, N]
         decay = jnp.cumsum(g, axis=-1)
         since = decay[..., :, None] - decay[..., None, :]  # from token j to token i, [K, r, N, N]
         earlier = jnp.tril(jnp.ones((N, N), bool))

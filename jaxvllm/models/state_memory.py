@@ -84,8 +84,7 @@ class StateMemory:
     num_kv_heads: int
     rule: StateRule
 
-    # A token sees what the one before it left.
-    window: ClassVar[int | None] = 2
+    window: ClassVar[int | None] = None  # a token sees what the one before it left, and no position
     keeps_state: ClassVar[bool] = True
 
     @property

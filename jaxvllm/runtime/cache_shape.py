@@ -78,9 +78,9 @@ class CacheShape:
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
 
-        Layers whose window no request outgrows see all. Layers that read another's memory are in no group. Where the
-        step reads windows while it runs, so that a layer's group is not known when it is compiled, all layers are one
-        group. Raises NotImplementedError where these keep different things.
+        Layers that keep a state come last. Layers whose window no request outgrows see all. Layers that read another's
+        memory are in no group. Where the step reads windows while it runs, so that a layer's group is not known when it
+        is compiled, all layers are one group. Raises NotImplementedError where these keep different things.
         """
         windows = known_windows(spec)
         kept = {number: layer.memory for number, layer in enumerate(spec.layers) if layer.reads is None}
@@ -95,7 +95,7 @@ class CacheShape:
             window = windows[number]
             sees_all = window is None or window >= longest
             layers.setdefault(memory.seeing(None if sees_all else window), []).append(number)
-        order = sorted(layers, key=lambda memory: -(memory.window or NO_WINDOW))
+        order = sorted(layers, key=lambda memory: (memory.keeps_state, -(memory.window or NO_WINDOW)))
         return tuple(LayerGroup(tuple(layers[memory]), memory) for memory in order)
 
     def group_sizes(self, spec: ModelSpec) -> tuple[GroupSize, ...]:

@@ -332,7 +332,8 @@ class Simulation:
     def _is_seen(self, group: GroupSize, column: int, position: int) -> bool:
         """Whether a token at `position` or after it sees a position of that page."""
         last = (column + 1) * self.setup.page_size - 1
-        return group.window is None or last > position - group.window
+        window = self.setup.page_size + 1 if group.keeps_state else group.window
+        return window is None or last > position - window
 
     def _predict_victims(self) -> tuple[set[Shadow], bool]:
         """Who is preempted, and whether the only one left waits for its own tokens, which free pages."""
@@ -373,7 +374,7 @@ class Simulation:
 
     def _demand(self, number: int, running: list[Shadow], opens: dict[Shadow, int]) -> int:
         """Pages of a group that are owned or promised when each of `running` has opened so many more."""
-        if self.setup.groups[number].window is None:
+        if self.setup.groups[number].window is None and not self.setup.groups[number].keeps_state:
             return len({page for s in running for page in s.pages[number]}) + sum(opens.values())
         demand = 0
         for shadow in running:
@@ -386,8 +387,8 @@ class Simulation:
     def _most(self, number: int, num_tokens: int) -> int:
         """The most pages of a group that a prompt of so many tokens holds at once."""
         group, pages = self.setup.groups[number], self._pages_for(num_tokens)
-        if group.keeps_state:  # what is read, and the last two columns
-            return min(pages, 3)
+        if group.keeps_state:  # the last snapshot, what is read, and the last two columns
+            return min(pages, 4)
         window = group.window
         return pages if window is None else min(pages, self._pages_for(window - 1 + self.setup.budget) + 1)
 
@@ -529,7 +530,8 @@ class Simulation:
         assert not any((entries.slots == admission.slot).any() for entries in plan.new_pages)
         shadow.pages = []
         for group, row in zip(self.setup.groups, admission.pages.tolist(), strict=True):
-            count = self._pages_for(shadow.target if group.window is None else end)
+            grows = group.window is None and not group.keeps_state
+            count = self._pages_for(shadow.target if grows else end)
             assert not any(row[count:])
             is_left_out = range(shadow.computed // self.setup.page_size, count - 2 if group.keeps_state else 0)
             assert [bool(page) for page in row[:count]] == [

@@ -14,7 +14,6 @@ from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
-from jaxvllm.core.state_group import STATE_WINDOW
 from jaxvllm.core.step_plan import StepRoom
 from jaxvllm.core.step_sizes import StepSizes
 from tests.core.fake_device import VOCAB_SIZE, next_token, unforeseen
@@ -23,7 +22,7 @@ from tests.core.simulation import EOS, Job, Setup, Simulation
 # Few stems and few tokens, so that prompts often share pages and answers often stop.
 STEMS = ((), (0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 2, 0, 1, 2, 3))
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-STATES = GroupSize(8, STATE_WINDOW, keeps_state=True)
+STATES = GroupSize(9, keeps_state=True)
 MORE_GROUPS = ((), (), (GroupSize(9, 3),), (GroupSize(14, 6), GroupSize(24)), (STATES,))
 
 

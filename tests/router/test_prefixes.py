@@ -46,7 +46,7 @@ def publish(publisher: KVEventPublisher, text: str, salt: str | None = None) -> 
     """Tells that the server of `publisher` has all full pages of a text."""
     request = request_of(list(text.encode()), salt)
     hashes = extend_page_hashes([], request.token_ids(), PAGE_SIZE, salt)
-    publisher.log.stored(0, None, list(range(len(hashes))), hashes, request)
+    publisher.log.stored(0, "full_attention", None, list(range(len(hashes))), hashes, request)
     publisher.flush()
 
 

@@ -27,7 +27,7 @@ def publish(publisher: KVEventPublisher, token: int) -> int:
     """Publishes a page of that token. Returns its key."""
     request = request_of([token] * 2)
     hashes = extend_page_hashes([], request.token_ids(), 2, None)
-    publisher.log.stored(0, None, [0], hashes, request)
+    publisher.log.stored(0, "full_attention", None, [0], hashes, request)
     publisher.flush()
     return hash_key(hashes[0])
 

@@ -1,0 +1,149 @@
+"""Measures products with one matrix of weights in each form that a CPU has, for a few rows and for many.
+
+A layer's matrix is multiplied as an engine would: out of a list of layers, so many that none stays in the caches, each
+in turn. The forms take turns, so that they see the same machine. Beside the time stands the speed at which the bytes of
+the matrix went by, and the speed of a copy of as many bytes. It prints a table and writes
+benchmarks/results/forms-DATE-COMMIT.json.
+
+    python -m benchmarks.forms [--rounds 15]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.provenance import ROOT, machine, spread, write_record
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms import PLAIN
+from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.form import Form
+from jaxvllm.models.forms.int8 import int8_form
+from jaxvllm.models.ops import OneOf, project
+from pallas_kernels.cpu.host import host_chip
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh, place
+
+ROWS = (1, 2, 4, 16, 64)
+OUT, IN, NUM_LAYERS = 6144, 1024, 12
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A form, and the dtype of the activations and, but for int8, of the matrix."""
+
+    name: str
+    form: Form
+    dtype: str
+
+    def matrices(self) -> list[Any]:
+        """Returns the matrices of all layers as an engine would keep them."""
+        decl = ParamDecl((OUT, IN), (None, None), storage="matrix")
+        sharding = place(make_mesh(MeshShape(1, 1), jax.devices()[:1]))
+        where = {name: sharding(part.axes) for name, part in self.form.declare(decl).items()}
+        random = np.random.default_rng(0)
+        kept = []
+        for _ in range(NUM_LAYERS):
+            matrix = jnp.asarray(random.normal(size=(OUT, IN)) / IN**0.5, self.dtype)
+            kept.append(self.form.wrapped(self.form.keep(matrix, where)))
+        return kept
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The milliseconds of one product in each round."""
+
+    name: str
+    rows: int
+    matrix_bytes: int
+    ms: tuple[float, ...]
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.matrix_bytes / statistics.median(self.ms) / 1e6
+
+
+def through_all(matrices: list[Any], x: jax.Array) -> jax.Array:
+    """Multiplies x by each of the matrices in turn, and returns the sum of what comes out."""
+
+    def one(layer: jax.Array, total: jax.Array) -> jax.Array:
+        return total + project(x, OneOf(tuple(matrices), layer))
+
+    total: jax.Array = jax.lax.fori_loop(0, NUM_LAYERS, one, jnp.zeros((len(x), OUT), x.dtype))
+    return total
+
+
+def seconds(run: Callable[[], jax.Array]) -> float:
+    start = time.perf_counter()
+    run().block_until_ready()
+    return time.perf_counter() - start
+
+
+def copy_speed() -> float:
+    """Returns the gigabytes per second that a copy reads, of as much as the matrices of all layers are in float32."""
+    source = np.ones(NUM_LAYERS * OUT * IN, np.float32)
+    into = np.empty_like(source)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        np.copyto(into, source)
+        times.append(time.perf_counter() - start)
+    return source.nbytes / min(times) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="measured rounds, after one to warm up")
+    args = parser.parse_args()
+    device, chip = machine(), host_chip()
+    contenders = (
+        Contender("float32, XLA", PLAIN, "float32"),
+        Contender("float32, our kernel", CpuKernel(chip), "float32"),
+        Contender("bfloat16, our kernel", CpuKernel(chip), "bfloat16"),
+        Contender("int8, our kernel, float32 rows", int8_form(chip), "float32"),
+        Contender("int8, our kernel, bfloat16 rows", int8_form(chip), "bfloat16"),
+    )
+    kept = {one.name: one.matrices() for one in contenders}
+    num_bytes = {
+        name: sum(array.nbytes for array in jax.tree.leaves(matrices)) // NUM_LAYERS for name, matrices in kept.items()
+    }
+    results = []
+    for rows in ROWS:
+        runs = {
+            one.name: partial(jax.jit(through_all), kept[one.name], jnp.ones((rows, IN), one.dtype))
+            for one in contenders
+        }
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for round_ in range(args.rounds + 1):
+            for name, run in runs.items():
+                took = seconds(run)
+                if round_:
+                    times[name].append(1000 * took / NUM_LAYERS)
+        results += [Measured(name, rows, num_bytes[name], tuple(ms)) for name, ms in times.items()]
+    copy = copy_speed()
+    print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}, a copy reads {copy:.1f} GB/s")
+    print(f"milliseconds of a product with a matrix of {OUT} by {IN}, median (range) of {args.rounds}\n")
+    print("| form | rows | ms | GB/s of the matrix |")
+    print("|---|---|---|---|")
+    for one in results:
+        print(f"| {one.name} | {one.rows} | {spread(one.ms, 3)} | {one.gigabytes_per_second:.1f} |")
+    record = {
+        "versions": {"jax": jax.__version__, "numpy": np.__version__},
+        "matrix": [OUT, IN],
+        "layers": NUM_LAYERS,
+        "copy_gigabytes_per_second": copy,
+        "results": [asdict(one) | {"ms_median": statistics.median(one.ms)} for one in results],
+    }
+    path = write_record("forms", device, record)
+    print(f"\nwritten to {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""How files of tests are divided among processes: those that mostly wait have a process of their own.
+
+Tests with Ray's cluster and with a browser wait for a minute and a half longer than they compute. In one of the
+processes that compute, they leave a core idle meanwhile.
+"""
+
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+WAITING = ("tests/test_ray.py", "tests/worker/test_ray_place.py", "tests/server/test_playground.py")
+
+
+class WaitingApart(LoadFileScheduling):
+    """Gives `WAITING` to the last of three or more processes, and all other files to the others."""
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if len(self.nodes) > 2:
+            is_last = node is self.nodes[-1]
+            mine = [scope for scope in self.workqueue if (scope in WAITING) == is_last]
+            if mine:
+                self.workqueue.move_to_end(mine[0], last=False)
+            elif is_last:
+                node.shutdown()
+                return
+        super()._assign_work_unit(node)
+
+
+def scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Returns the scheduler for `--dist loadfile`, and None, which is xdist's own, for any other."""
+    return WaitingApart(config, log) if config.getvalue("dist") == "loadfile" else None
