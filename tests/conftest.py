@@ -107,6 +107,15 @@ def small_process() -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.fixture(scope="module")
+def quick_programs() -> Iterator[None]:
+    """For modules that ask for it: nothing there depends on how quick a step of an engine is."""
+    from tests.quick import quick_engines
+
+    with quick_engines():
+        yield
+
+
 @dataclass
 class Compilations:
     """The programs compiled while its `compilations()` block was open."""

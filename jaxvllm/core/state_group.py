@@ -1,13 +1,12 @@
 """The pages of layers that keep a state: each holds all of it, as it is after the last token of the page's column."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxvllm.core.kv_events import SpecKind
 from jaxvllm.core.page_groups import WindowedGroup
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool, Pages, pages_for
-from jaxvllm.core.slots import SlotIds
 from jaxvllm.core.step_plan import Ints, PageCopy, PageEntries
 
 # Pages of a request: the last snapshot, what its next token reads, and what a chunk leaves in the column before its
@@ -32,7 +31,8 @@ class StateGroup(WindowedGroup):
     def __init__(self, pool: PagePool, num_slots: int, max_pages: int):
         super().__init__(pool, num_slots, max_pages, pool.page_size + 1, max_chunk=1)
         self.bound = MOST_STATES
-        self._num_held = np.zeros(num_slots, np.int32)  # pages of each slot
+        # Columns of each slot without a page, between its first one and its last.
+        self._num_left_out = np.zeros(num_slots, np.int32)
 
     @property
     def words(self) -> str:
@@ -55,19 +55,9 @@ class StateGroup(WindowedGroup):
             return PageEntries.none()
         pages = self.pool.allocate(len(columns))
         self.table[slot, columns] = pages
+        self._num_left_out[slot] += columns[0] - held
         self.end[slot] = end
-        self._count([slot])
         return PageEntries(np.full(len(columns), slot, np.int32), columns, pages)
-
-    def grow(self, slots: SlotIds, ends: Ints) -> PageEntries | None:
-        entries = super().grow(slots, ends)
-        if entries is not None:
-            self._count(entries.slots.tolist())
-        return entries
-
-    def undo(self, entries: PageEntries) -> None:
-        super().undo(entries)
-        self._count(entries.slots.tolist())
 
     def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
         return int(self._charges().sum()) + self._num_reserved + len(sources) <= self.usable
@@ -80,28 +70,20 @@ class StateGroup(WindowedGroup):
         [page] = self.pool.allocate(1).tolist()
         self.table[slot, full] = page
         self.first[slot], self.end[slot] = full, full + 1
-        self._count([slot])
         return PageCopy(full, int(self.table[source, full]), page)
 
     def _drop(self, slot: int, first: int) -> None:
+        self._num_left_out[slot] -= np.count_nonzero(self.table[slot, self.first[slot] : first] == TRASH_PAGE)
         super()._drop(slot, first)
-        self._count([slot])
 
     def release(self, slot: int) -> None:
         super().release(slot)
-        self._count([slot])
+        self._num_left_out[slot] = 0
 
     def check_invariants(self, slots: Sequence[int]) -> None:
         super().check_invariants(slots)
-        assert self._num_held.tolist() == np.count_nonzero(self.table, axis=1).tolist(), "pages are counted wrongly"
-
-    def _share(self, slot: int, prefix: Sequence[int], num_cached: int) -> None:
-        super()._share(slot, prefix, num_cached)
-        self._count([slot])
+        counted = self._held(self.end).tolist()
+        assert counted == np.count_nonzero(self.table, axis=1).tolist(), "pages are counted wrongly"
 
     def _held(self, end: Ints) -> Ints:
-        return self._num_held + (end - self.end)
-
-    def _count(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._num_held[slot] = np.count_nonzero(self.table[slot, self.first[slot] : self.end[slot]])
+        return super()._held(end) - self._num_left_out

@@ -193,9 +193,9 @@ def build(
             PageTraffic(connector, DeviceMoves(runner) if stays else HostMoves(runner, form)) for runner in runners
         )
     for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
-        seen = "see all positions" if size.window is None else f"see the last {size.window} positions"
+        seen = "all positions" if size.window is None else f"the last {size.window} positions"
+        does = "keep a state" if size.keeps_state else f"see {seen}"
         text = "%d pages of %d tokens for %d layers that %s"
-        does = "keep a state" if size.keeps_state else seen
         logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), does)
         if group.memory.backend(backend) != backend:
             logger.info("the %s kernels have no heads of the size of these layers: plain XLA attends", backend.kind)

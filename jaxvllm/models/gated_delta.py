@@ -49,11 +49,11 @@ class GatedDeltaRule:
     def take(self, weights: Mapping[str, jax.Array], state: State, token: Token) -> tuple[State, jax.Array, Token]:
         """Takes in `token`, which has channels f[K, C], `g` and `beta` f32[K, r]; reads f32[K, r, Dv].
 
-        `weights` are those of the convolution, [K, conv_size, C].
+        `weights` are those of the convolution, f32[K, conv_size, C].
         """
         channels = token["channels"].astype(jnp.float32)
         seen = jnp.concatenate([state[1], channels[:, None]], axis=1)
-        q, k, v = self._mixed(jnp.sum(seen * weights["conv"].astype(jnp.float32), axis=1))
+        q, k, v = self._mixed(jnp.sum(seen * weights["conv"], axis=1))
         taken = {"channels": channels, "k": k, "v": v, "g": token["g"], "beta": token["beta"]}
         state = self.retake(state, taken)
         return state, jnp.sum(state[0] * q[:, None, :, None], axis=-2), taken
@@ -72,9 +72,8 @@ class GatedDeltaRule:
         # Tokens that are too much are another row's: whatever they are, nothing of them gets in.
         tokens = {name: jnp.where(is_real, x.astype(jnp.float32), 0) for name, x in tokens.items()}
         channels = jnp.concatenate([before, jnp.moveaxis(tokens["channels"], 0, 1)], axis=1)
-        conv = weights["conv"].astype(jnp.float32)
         seen = jnp.stack([channels[:, i : i + N] for i in range(self.conv_size)], axis=2)
-        q, k, v = self._mixed(jnp.sum(seen * conv[:, None], axis=2))  # [K, N, ..]
+        q, k, v = self._mixed(jnp.sum(seen * weights["conv"][:, None], axis=2))  # [K, N, ..]
         g, beta = (jnp.moveaxis(tokens[name], 0, 2) for name in ("g", "beta"))  # [K, r, N]
         decay = jnp.cumsum(g, axis=-1)
         since = decay[..., :, None] - decay[..., None, :]  # from token j to token i, [K, r, N, N]
@@ -170,7 +169,8 @@ class GatedDeltaNet:
             "g": -jnp.exp(weights["delta_decay"]) * steps,
             "beta": jax.nn.sigmoid(beta.astype(jnp.float32)),
         }
-        read, kv = given.recur(kv, given, {"conv": jnp.swapaxes(weights["delta_conv"], -1, -2)}, token)
+        conv = jnp.swapaxes(weights["delta_conv"], -1, -2).astype(jnp.float32)
+        read, kv = given.recur(kv, given, {"conv": conv}, token)
         gate = gate.reshape(read.shape).astype(jnp.float32)
         out = self.norm.apply(weights, "delta_norm", read) * jax.nn.silu(gate)
         out = out.astype(x.dtype).reshape(len(x), -1)

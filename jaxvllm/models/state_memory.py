@@ -24,7 +24,6 @@ type State = tuple[jax.Array, ...]
 # What a layer computed of a token for its state: arrays [.., K, ..] by name.
 type Token = Mapping[str, jax.Array]
 
-
 # The gated delta rule costs a product of N x N for a run of N tokens, beside products with the state.
 _LONGEST_RUN = 64
 
@@ -70,11 +69,6 @@ class Columns:
     def run(self) -> int:
         """The most tokens of a column that are taken in together: all, or a part of a large page."""
         return _LONGEST_RUN if self.page_size % _LONGEST_RUN == 0 else self.page_size
-
-    @property
-    def starts(self) -> jax.Array:
-        """The positions of the rows' first tokens in this step, i32[R]."""
-        return self.rows.kv_lens - self.rows.query_lens()
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,7 @@ class StateMemory:
 
         The second result is for `commit`, [R, most, K, ..].
         """
-        rows, starts = columns.rows, columns.starts
+        rows, starts = columns.rows, columns.rows.starts()
         at = rows.query_starts[:-1, None] + jnp.arange(most)
         at = jnp.where(jnp.arange(most) < rows.query_lens()[:, None], at, len(rows.token_rows))  # past all
 
@@ -214,7 +208,7 @@ class StateMemory:
         self, pages: jax.Array, place: jax.Array | int, columns: Columns, taken: Token, counts: jax.Array
     ) -> jax.Array:
         """Takes in the first `counts` i32[R] tokens of each row, as `look_ahead` saw them, and returns the pages."""
-        starts = columns.starts
+        starts = columns.rows.starts()
 
         def one_row(row: jax.Array, pages: jax.Array) -> jax.Array:
             def one_token(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:

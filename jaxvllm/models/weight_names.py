@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -132,24 +132,11 @@ def fused_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tup
 def fused_qkv(qkv: ParamDecl, name: str, is_turned: bool = False) -> tuple[Source, ...]:
     """Returns the sources of queries, keys and values, or their biases, that one tensor has in this order."""
     K, G, D = _heads(qkv)
-    H, tail = K * G, qkv.shape[2:]
-    shape = ((H + 2 * K) * D, *tail)
-    parts = (
-        (slice(0, H * D), slice(0, G * D)),
-        (slice(H * D, (H + K) * D), slice(G * D, (G + 1) * D)),
-        (slice((H + K) * D, (H + 2 * K) * D), slice((G + 1) * D, (G + 2) * D)),
-    )
-    return tuple(
-        Source(
-            name,
-            shape[::-1] if is_turned else shape,
-            (0, at.start, *(0 for _ in tail)),
-            (K, at.stop - at.start, *tail),
-            rows,
-            is_turned,
-        )
-        for rows, at in parts
-    )
+    num_rows, tail = K * (G + 2) * D, qkv.shape[2:]
+    # Each lists all heads, and follows those before it in the tensor as it does in each KV head of our array.
+    parts = ((G * D, 0), (D, G * D), (D, (G + 1) * D))
+    found = (rows_of_heads(name, (K, count, *tail), first, K * first, num_rows) for count, first in parts)
+    return tuple(replace(one, shape=one.shape[::-1], is_turned=True) if is_turned else one for one in found)
 
 
 def fused_gate_up(gate_up: ParamDecl, name: str) -> tuple[Source, ...]:

@@ -115,12 +115,12 @@ class LayerCache:
         pages, taken = kept
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
-        where = pages[number], self._place(given), self._columns(number)
+        place = self._place(given)
+        where = pages[number], place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
             return out, (_replaced(pages, number, own), taken)
         out, seen = memory.look_ahead(*where, weights, tokens, self.most_drafted)
-        place = self._place(given)
         return out, (pages, taken | {number: jax.tree.map(lambda x, new: x.at[place].set(new), taken[number], seen)})
 
     def commit(self, pages: KVCachePages, taken: TakenIn, counts: jax.Array) -> KVCachePages:

@@ -79,6 +79,10 @@ class RaggedRows:
             return jnp.minimum(self.kv_lens, 1)
         return jnp.diff(self.query_starts)
 
+    def starts(self) -> jax.Array:
+        """Returns the position i32[R] of each row's first query."""
+        return self.kv_lens - self.query_lens()
+
     def is_real(self) -> jax.Array:
         """Returns bool[T], true for tokens that are not padding."""
         if self.decode_only:

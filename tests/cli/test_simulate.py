@@ -1,7 +1,6 @@
 """`jaxvllm simulate` and `jaxvllm bench auto-tune` from the command line."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,11 @@ from jaxvllm.cli import main
 from jaxvllm.simulator.measured_cost import BucketTime, MeasuredCost
 from tests.commands import exit_code_of
 from tests.engine.tiny import write_tiny_checkpoint
-from tests.quick import quick_engines
 from tests.simulator.test_measured_cost import TABLE
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 SMALL = ["--num-prompts", "40", "--random-input-len", "40", "--random-output-len", "10"]
 H100 = ["Llama-3.1-8B", "--device", "h100", "--max-model-len", "1024", "--num-pages", "500", *SMALL]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_programs() -> Iterator[None]:
-    """Nothing here depends on how quick a step is."""
-    with quick_engines():
-        yield
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 from jaxvllm import LLM
 from jaxvllm.engine.burst_pace import BurstPace
 from tests.engine.tiny import Recomputation, assert_idle, tiny_llm, write_tiny_checkpoint
-from tests.quick import quick_compilation, rare_programs
+from tests.quick import quick_compilation, quick_engines, rare_programs
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_programs() -> Iterator[None]:
     """For all modules but one that has its own fixture of this name, which asks for programs as they are served."""
-    with quick_compilation(), rare_programs(on_demand=True):
+    with quick_engines():
         yield
 
 
@@ -31,7 +31,7 @@ def recomputation(tiny_checkpoint: Path) -> Recomputation:
 @pytest.fixture(scope="session")
 def shared_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
     # One token a step: tests of this engine count steps and outputs. Bursts run on the wide one, and in test_bursts.py.
-    with quick_compilation(), rare_programs(on_demand=True):
+    with quick_engines():
         llm = tiny_llm(tiny_checkpoint, max_decode_burst=1)
     with llm:
         yield llm

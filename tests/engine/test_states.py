@@ -113,14 +113,8 @@ def test_preempted_and_with_few_states(llm: LLM, expected: list[list[int]], prop
     with few_pages(llm, 8):
         assert greedy_tokens(llm, PROMPTS) == expected
     assert scheduler.num_preemptions > before
-    states = scheduler.cache.groups[1]
-    held = states.pool.allocate(states.pool.num_available - 2 * MOST_STATES)
-    states.usable -= len(held)
-    try:  # two requests at once
+    with few_pages(llm, 2 * MOST_STATES, number=1):  # two requests at once
         assert greedy_tokens(llm, PROMPTS) == expected
-    finally:
-        states.pool.release(held)
-        states.usable += len(held)
     assert_idle(llm)
 
 

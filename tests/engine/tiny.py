@@ -96,11 +96,11 @@ def one_program(num_tokens: int = 16, num_rows: int = 8) -> Iterator[None]:
 
 
 @contextmanager
-def few_pages(llm: LLM, count: int) -> Iterator[Pages]:
-    """Leaves the engine `count` pages, none of them with a cached prefix: the test holds the others."""
+def few_pages(llm: LLM, count: int, number: int = 0) -> Iterator[Pages]:
+    """Leaves group `number` of layers `count` pages, none with a cached prefix: the test holds the others."""
     cache = llm.engine.replicas[0].scheduler.cache
     cache.reset_prefix_cache()
-    group = cache.groups[0]
+    group = cache.groups[number]
     held = group.pool.allocate(group.pool.num_available - count)
     group.usable -= len(held)
     try:

@@ -38,12 +38,13 @@ def test_an_engine_is_killed_and_others_come_and_go_and_no_stream_ends(tmp_path:
         async def scaled(size: int) -> None:
             async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
                 body = {"new_data_parallel_size": size, "drain_timeout": 600}
+                leaving = server.engine_pids()[size:]
                 # Engines that leave stand still, with streams that they have not finished, until it was asked twice.
                 with ExitStack() as still:
-                    for pid in server.engine_pids()[size:]:
+                    for pid in leaving:
                         still.enter_context(stopped(pid))
                     streams = asyncio.create_task(all_streams(server.url))
-                    if server.engine_pids()[size:]:
+                    if leaving:
                         while (await client.get("/load")).json()["server_load"] < NUM_STREAMS // 5:
                             await asyncio.sleep(PAUSE)
                     scaling = asyncio.create_task(client.post("/scale_elastic_ep", json=body))

@@ -20,10 +20,10 @@ from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.measured_cost import MeasuredCost
 from jaxvllm.simulator.measuring import StepMeasurement, measure_steps
 from jaxvllm.simulator.simulation import Pool, Simulation
-from tests.quick import quick_engines
 from tests.run_cache import run_cache
 from tests.simulator.setups import FlatCost, load
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 CONFIG = EngineConfig(
     model="demo",
     max_model_len=256,
@@ -37,13 +37,6 @@ CONFIG = EngineConfig(
     compilation_cache=run_cache(),
     warm_up="full",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_programs() -> Iterator[None]:
-    """Nothing here depends on how quick a step is."""
-    with quick_engines():
-        yield
 
 
 @pytest.fixture(scope="module")

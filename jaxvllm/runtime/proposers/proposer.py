@@ -59,7 +59,7 @@ class Followed(_OnDevice):
     @property
     def starts(self) -> jax.Array:
         """i32[R]: the position of each row's first token."""
-        return self.computed.rows.kv_lens - self.computed.rows.query_lens()
+        return self.computed.rows.starts()
 
     @property
     def last(self) -> jax.Array:

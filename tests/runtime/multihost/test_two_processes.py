@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxvllm import LLM
-from tests.quick import quick_compilation, rare_programs
+from tests.quick import quick_engines
 from tests.runtime.multihost import hosts_program
 from tests.waiting import PATIENCE
 
@@ -69,7 +69,7 @@ def two_processes(scenario: str) -> Iterator[Processes]:
 @cache
 def alone() -> list[list[list[int]]]:
     """What one process completes, on one device."""
-    with quick_compilation(), rare_programs(on_demand=True), LLM(**hosts_program.options("1x1")) as llm:
+    with quick_engines(), LLM(**hosts_program.options("1x1")) as llm:
         return hosts_program.complete(llm)
 
 
