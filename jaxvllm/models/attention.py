@@ -16,6 +16,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import KeysAndValues, LayerMemory
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
+from jaxvllm.models.positive import require_positive
 
 # head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
 QkNorm = Literal["none", "head", "full"]
@@ -30,6 +31,10 @@ _OWN: Mapping[KvProjections, int] = {"key and value": 2, "key": 1, "none": 0}
 
 class Attention(Protocol):
     """The attention of a layer. It is frozen and hashable, and equal for layers that compute alike."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of the hidden states that it reads and returns, E."""
 
     @property
     def num_heads(self) -> int:
@@ -48,6 +53,9 @@ class Attention(Protocol):
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns its arrays by name. Layers share a stack of arrays that have one name and equal declarations."""
+
+    def kv_copies(self, size: int) -> int:
+        """Returns how many of `size` devices, or of the heads of one device, hold the same KV head."""
 
     def problem(self, size: int) -> str | None:
         """Returns why it cannot be spread over `size` devices, or None when it can."""
@@ -86,6 +94,8 @@ class GroupedQueryAttention:
     num_kv_heads: int
     head_size: int
     norm: Norm  # of queries and keys, where qk_norm has any
+    scale: float  # multiplies q . k
+    soft_cap: float | None = None  # bounds these products
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     o_bias: bool = False
@@ -94,6 +104,11 @@ class GroupedQueryAttention:
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
+
+    def __post_init__(self) -> None:
+        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
 
     @property
     def keeps(self) -> bool:
@@ -142,7 +157,6 @@ class GroupedQueryAttention:
         return decls
 
     def kv_copies(self, size: int) -> int:
-        """Returns how many of `size` devices, or of the heads of one device, hold the same KV head."""
         return size // math.gcd(self.num_kv_heads, size)
 
     def problem(self, size: int) -> str | None:
@@ -163,7 +177,7 @@ class GroupedQueryAttention:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v, gate = self._qkv(weights, x, given)
-        out, kv = given.attend(kv, given, q, k, v)
+        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv

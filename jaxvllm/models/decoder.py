@@ -15,7 +15,8 @@ from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Scalar, no_rec
 from jaxvllm.models.layer_loops import over_layers
 from jaxvllm.models.ops import lookup_table, project
 from jaxvllm.models.params import Params
-from jaxvllm.models.spec import ModelSpec, RopeSpec
+from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ALONE, ModelAxis
 
 

@@ -17,13 +17,23 @@ class Attend[Kv](Protocol):
     """Writes the keys and values of a layer to the cache and attends.
 
     given: the step as the layer sees it
-    q  # [T, H, D]: normed and rotated, not yet scaled by spec.attention_scale; head h reads KV head h // G
+    q  # [T, H, D]: normed and rotated, not yet scaled; head h reads KV head h // G
     k, v  # [T, K, D]; None: the layer whose memory is read has written them already
+    scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
     Returns [T, H, D] and the new cache.
     """
 
     def __call__(
-        self, kv: Kv, given: "LayerInput", q: jax.Array, k: jax.Array | None, v: jax.Array | None, /
+        self,
+        kv: Kv,
+        given: "LayerInput",
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        /,
+        *,
+        scale: float,
+        soft_cap: float | None,
     ) -> tuple[jax.Array, Kv]: ...
 
 

@@ -16,9 +16,30 @@ from typing import Any
 
 import numpy as np
 
-from jaxvllm.models.spec import RopeSpec
-
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """A rotary embedding with its scaling already applied. `make_rope` makes such specs.
+
+    `inv_freq` is in radians per position, with one number for each pair of rotated dimensions. A layer without
+    positions (SmolLM 3) has zeros there, which rotate nothing, and a model without rope has no numbers at all. cos and
+    sin are multiplied by `scale`.
+    """
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value >= 0 for value in self.inv_freq):
+            raise ValueError(f"rope frequencies must be finite and not negative, not {self.inv_freq}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"rope scale must be positive, not {self.scale}")
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * len(self.inv_freq)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.decoder import embed, project_logits, rotations
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.vocabulary import in_columns, share_of
@@ -25,7 +26,7 @@ from sharding.axis import ALONE, ModelAxis
 class EagleHead:
     """EAGLE: the embedding of a token and the feature in front of it, through `fc` and a layer without a first norm.
 
-    `spec` describes the layer: its heads, FFN, norms and rope.
+    `spec` has the layer: its attention, FFN, norms and rope.
     """
 
     spec: ModelSpec
@@ -53,9 +54,9 @@ class EagleHead:
     ) -> tuple[jax.Array, jax.Array, Any]:
         own = params[DRAFT]
         x = project(jnp.concatenate([embedded(params, token_ids, axis), features], 1), own["fc"], own.get("fc_bias"))
-        for number, layer in enumerate(own["layers"]):
-            h = self.spec.norm.apply(layer, "attention_norm", x) if number else x
-            x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
+        for number, (layer, weights) in enumerate(zip(self.spec.layers, own["layers"], strict=True)):
+            h = layer.norm.apply(weights, "attention_norm", x) if number else x
+            x, kv = decoder_layer(layer, weights, number, x, h, positions, kv, attend)
         return x, x, kv
 
     def logits(
@@ -100,15 +101,15 @@ class Eagle3Head:
     ) -> tuple[jax.Array, jax.Array, Any]:
         own, norm = params[DRAFT], self.spec.norm
         x = features
-        for number, layer in enumerate(own["layers"]):
+        for number, (layer, weights) in enumerate(zip(self.spec.layers, own["layers"], strict=True)):
             if number == 0:
-                embedding = norm.apply(layer, "attention_norm", embedded(params, token_ids, axis))
-                h = norm.apply(layer, "feature_norm", x)
+                embedding = norm.apply(weights, "attention_norm", embedded(params, token_ids, axis))
+                h = norm.apply(weights, "feature_norm", x)
                 x = h if self.norm_before_residual else x
                 h = jnp.concatenate([embedding, h], axis=1)
             else:
-                h = norm.apply(layer, "attention_norm", x)
-            x, kv = decoder_layer(self.spec, layer, number, x, h, positions, kv, attend)
+                h = norm.apply(weights, "attention_norm", x)
+            x, kv = decoder_layer(layer, weights, number, x, h, positions, kv, attend)
         hidden = norm.apply(own, "final_norm", x)
         return hidden, hidden if self.norm_output else x, kv
 
@@ -127,7 +128,7 @@ def embedded(params: Params, token_ids: jax.Array, axis: ModelAxis) -> jax.Array
 
 
 def decoder_layer(
-    spec: ModelSpec,
+    layer: Block,
     weights: Params,
     number: int,
     x: jax.Array,
@@ -137,9 +138,8 @@ def decoder_layer(
     attend: Attend[Any],
 ) -> tuple[jax.Array, Any]:
     """Adds to x [T, E] what attention makes of `h`, and then what the FFN makes of the sum."""
-    memory = spec.usual_attention.memory(None)
-    rotation = rotations(spec.ropes, positions)(0)
-    given = LayerInput(positions, rotation, attend, no_recur, ALONE, memory, number, NO_WINDOW)
-    h, kv = spec.usual_attention.apply(weights, h, kv, given)
+    rotation = rotations((layer.rope,), positions)(0)
+    given = LayerInput(positions, rotation, attend, no_recur, ALONE, layer.memory, number, NO_WINDOW)
+    h, kv = layer.attention.apply(weights, h, kv, given)
     x = x + h
-    return x + spec.usual_ffn.apply(weights, spec.norm.apply(weights, "ffn_norm", x), ALONE), kv
+    return x + layer.ffn.apply(weights, layer.norm.apply(weights, "ffn_norm", x), ALONE), kv

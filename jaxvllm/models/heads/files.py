@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxvllm.models.attention import GroupedQueryAttention
+from jaxvllm.models.block import Block
 from jaxvllm.models.families import find_family, mimo
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
 from jaxvllm.models.heads.kinds import SPECULATORS, open_draft
 from jaxvllm.models.heads.medusa import MedusaHeads
@@ -18,6 +21,7 @@ from jaxvllm.models.heads.mtp import MtpHead
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.orbax_tree import TREE
 from jaxvllm.models.params import Params
+from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import Source, separate_projections
 
@@ -138,7 +142,7 @@ def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     if "midlayer.hidden_norm.weight" in tensors:
         names[0] = "midlayer."
     if f"{names[0]}self_attn.q_norm.weight" in tensors:
-        spec = replace(spec, qk_norm="head")  # the layers are those of a Qwen 3
+        spec = replace(spec, layers=tuple(map(_with_head_norms, spec.layers)))  # those of a Qwen 3
     sources = [dict(separate_projections(spec, number, name)) for number, name in enumerate(names)]
     sources[0]["qkv"] = tuple(
         replace(part, shape=(part.shape[0], 2 * E), view=(*part.view[:2], 2 * E)) for part in sources[0]["qkv"]
@@ -220,12 +224,12 @@ def read_mtp(
                 "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
             )
         # The layer of a head is computed by `decoder_layer`, which knows no other block.
-        if target.placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
+        [layer, *others] = dict.fromkeys(replace(layer, window=None, rope=RopeSpec(())) for layer in target.layers)
+        if others or not _is_usual(layer):
             raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
         if (directory / TREE).is_dir():
             raise ValueError("a converted model has no MTP layer, which is no part of the decoder: give the original")
-    rope = target.ropes[target.layer_rope[-1]]
-    spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
+    spec = replace(target, layers=(replace(target.layers[-1], window=None),))
     is_mimo = family is mimo.FAMILY
     layers, first = ("mtp_layers", 0) if is_mimo else ("layers", target.num_layers)
     prefix = "model." if is_mimo else family.prefixes[0]
@@ -250,6 +254,17 @@ def _mtp_params(directory: Path, start: str, spec: ModelSpec, family: Family) ->
     params["layers"] = [tensors.layer(family.layer_sources(spec, 0, start))]
     tensors.end()
     return params
+
+
+def _is_usual(layer: Block) -> bool:
+    """Whether the layer is that of a Llama but for norms of heads and biases."""
+    has_usual_parts = isinstance(layer.attention, GroupedQueryAttention) and isinstance(layer.ffn, GatedFfn)
+    return has_usual_parts and layer == Block(layer.attention, layer.ffn, layer.norm)
+
+
+def _with_head_norms(layer: Block) -> Block:
+    assert isinstance(layer.attention, GroupedQueryAttention), "EAGLE's layers are those of a Llama"
+    return replace(layer, attention=replace(layer.attention, qk_norm="head"))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from sharding.axis import ModelAxis
 class MtpHead:
     """A layer of the model's family over the normed embedding beside the normed feature, through `fc`.
 
-    `spec` describes the layer. The embedding and the LM head are those of the model. `depths` names the model's last
+    `spec` has the layer. The embedding and the LM head are those of the model. `depths` names the model's last
     layer if the head was trained on states before the final norm, and nothing if it was trained on states after it.
     Each head but the first sees what the head before it thought.
     """
@@ -52,9 +52,9 @@ class MtpHead:
         embedding = jnp.where(positions[:, None] > 1 + self.number, embedded(params, token_ids, axis), 0)
         parts = [norm.apply(own, "embedding_norm", embedding), norm.apply(own, "feature_norm", features)]
         x = project(jnp.concatenate(parts, axis=1), own["fc"])
-        [layer] = own["layers"]
-        h = norm.apply(layer, "attention_norm", x)
-        x, kv = decoder_layer(self.spec, layer, self.number, x, h, positions, kv, attend)
+        [layer], [weights] = self.spec.layers, own["layers"]
+        h = norm.apply(weights, "attention_norm", x)
+        x, kv = decoder_layer(layer, weights, self.number, x, h, positions, kv, attend)
         hidden = norm.apply(own, "final_norm", x)
         return hidden, hidden, kv
 
