@@ -189,17 +189,16 @@ class GroupedQueryAttention:
         T, K, D, own = x.shape[0], self.num_kv_heads, self.head_size, _OWN[self.kv]
         G, gate = self.group_size * self._query_parts, None
         qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
-        rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
         q = qkv[:, :, :G]
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2].reshape(T, -1, D)
-        q = rotate(self._normed(weights, "q_norm", q, given), *given.rotation).reshape(T, -1, D)
+        q = self._rotated(self._normed(weights, "q_norm", q, given), given).reshape(T, -1, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         if not self.keeps:
             return q, None, None, gate
         k, v = qkv[:, :, G : G + 1], qkv[:, :, G + own - 1]
-        k = rotate(self._normed(weights, "k_norm", k, given), *given.rotation).reshape(T, K, D)
+        k = self._rotated(self._normed(weights, "k_norm", k, given), given).reshape(T, K, D)
         return q, k, self._without_weight(v) if self.v_norm else v, gate
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
@@ -212,6 +211,13 @@ class GroupedQueryAttention:
             return self.norm.over(x, weights[name], axes=(1, 2, 3), mean=given.axis.mean)
         return x
 
+    def _rotated(self, x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns queries or keys [T, K, heads, D] as the layer's rope turns them."""
+        if given.rotation is None:
+            return x
+        rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
+        return rotate(x, *given.rotation)
+
     def _without_weight(self, x: jax.Array) -> jax.Array:
         assert isinstance(self.norm, RmsNorm), "no model has another norm over values"
         return self.norm.over(x, jnp.asarray(1 - self.norm.offset, jnp.float32))
@@ -219,8 +225,7 @@ class GroupedQueryAttention:
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Applies RoPE to x [T, heads.., D]: dimension i of the first rotary_dim turns with i + rotary_dim / 2."""
-    if not (half := cos.shape[-1]):  # the model has no rope
-        return x
+    half = cos.shape[-1]
     cos, sin = (table[:, None, None] for table in (cos, sin))
     a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)

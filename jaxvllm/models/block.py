@@ -38,7 +38,7 @@ class Block:
     ffn: Ffn
     norm: Norm
     placement: Placement = "pre"
-    rope: RopeSpec = RopeSpec(())
+    rope: RopeSpec | None = None
     window: int | None = None  # the last positions a token sees, itself included; None is all
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
     reads: int | None = None  # the layer whose memory it reads, where it has none of its own

@@ -11,6 +11,8 @@ from sharding.axis import ModelAxis
 
 # A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a loop.
 Scalar = int | jax.Array
+# cos and sin of a rope, f32[T, rotary_dim / 2].
+type Rotation = tuple[jax.Array, jax.Array]
 
 
 class Attend[Kv](Protocol):
@@ -61,7 +63,7 @@ class LayerInput:
     """The T packed tokens of a step, and the ways to the cache and to the other devices."""
 
     positions: jax.Array  # i32[T]
-    rotation: tuple[jax.Array, jax.Array]  # cos and sin of the layer's rope, f32[T, rotary_dim / 2]
+    rotation: Rotation | None  # of the layer's rope, where it has one
     attend: Attend[Any]
     recur: Recur[Any]
     axis: ModelAxis

@@ -19,7 +19,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.ops import OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
-from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.rope import no_rope
 from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
 
@@ -68,7 +68,7 @@ def layer_loops(layers: Sequence[Block]) -> tuple[Loop, ...]:
     loops = _loops(layers)
     if sum(len(loop.runs) for loop in loops) <= 2 * len(set(layers)):
         return loops
-    return _loops([replace(layer, window=None, rope=RopeSpec(())) for layer in layers])
+    return _loops([replace(layer, window=None, rope=no_rope(layer.rope)) for layer in layers])
 
 
 def _loops(kinds: Sequence[Hashable]) -> tuple[Loop, ...]:

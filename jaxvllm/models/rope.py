@@ -24,8 +24,7 @@ class RopeSpec:
     """A rotary embedding with its scaling already applied. `make_rope` makes such specs.
 
     `inv_freq` is in radians per position, with one number for each pair of rotated dimensions. A layer without
-    positions (SmolLM 3) has zeros there, which rotate nothing, and a model without rope has no numbers at all. cos and
-    sin are multiplied by `scale`.
+    positions (SmolLM 3) has zeros there, which rotate nothing. cos and sin are multiplied by `scale`.
     """
 
     inv_freq: tuple[float, ...]
@@ -51,9 +50,9 @@ class RopeLengths:
     max_model_len: int | None  # longest sequence to serve; None: the longest that the model can serve
 
 
-def no_rope(rotary_dim: int) -> RopeSpec:
-    """Returns a rope that rotates nothing and is as wide as the others of its model."""
-    return RopeSpec((0.0,) * (rotary_dim // 2))
+def no_rope(rope: RopeSpec | None) -> RopeSpec | None:
+    """Returns a rope as wide as `rope` that rotates nothing, so that layers with either can be in one loop."""
+    return None if rope is None else RopeSpec((0.0,) * len(rope.inv_freq))
 
 
 def rope_kind(parameters: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ class ModelSpec:
             raise ValueError("all layers must have hidden states of one size, and the same embedding of their own")
         for number, layer in enumerate(self.layers):
             size = layer.attention.head_size
-            if 0 < size < (rotated := layer.rope.rotary_dim):
+            if layer.rope is not None and size < (rotated := layer.rope.rotary_dim):
                 raise ValueError(f"the rope of layer {number} rotates {rotated} dimensions of heads of size {size}")
             if layer.attention.keeps != (layer.reads is None):
                 raise ValueError(f"layer {number} must either keep keys and values or read those of an earlier layer")
@@ -71,11 +71,11 @@ class ModelSpec:
 
     @property
     def layer_embedding(self) -> LayerEmbedding | None:
-        """What tokens mean to each layer alone, which all layers have or none."""
+        """The value that says what tokens mean to each layer alone. All layers have it, or none."""
         return self.layers[0].embedding
 
     @cached_property
-    def ropes(self) -> tuple[RopeSpec, ...]:
+    def ropes(self) -> tuple[RopeSpec | None, ...]:
         """The ropes of the layers, each once."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 

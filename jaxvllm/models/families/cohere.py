@@ -38,7 +38,7 @@ def cohere2_spec(config: HfConfig) -> ModelSpec:
 
 def with_positions_in_windows(layer: Block, windows: Iterable[int | None]) -> tuple[Block, ...]:
     """Returns a layer like this one for each window. Layers that see everything have no positions."""
-    unturned = replace(layer, rope=no_rope(layer.rope.rotary_dim))
+    unturned = replace(layer, rope=no_rope(layer.rope))
     return tuple(unturned if window is None else replace(layer, window=window) for window in windows)
 
 

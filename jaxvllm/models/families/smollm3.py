@@ -22,7 +22,7 @@ def smollm3_spec(config: HfConfig) -> ModelSpec:
     kinds = ["full_attention" if rope else "sliding_attention" for rope in rotated[: spec.num_layers]]
     windows = config.windows(config.layer_types(kinds) if window else kinds, window)
     layers = zip(spec.layers[0].in_windows(windows), rotated, strict=False)
-    unturned = no_rope(spec.layers[0].rope.rotary_dim)
+    unturned = no_rope(spec.layers[0].rope)
     return replace(spec, layers=tuple(layer if rope else replace(layer, rope=unturned) for layer, rope in layers))
 
 
