@@ -46,7 +46,7 @@ def small_matmul(
         scales = None if scales is None else [jnp.pad(one.reshape(-1), (0, missing)) for one in scales]
     handler = Handler(matmul, (x.dtype.name, out_dtype.name, matrices[0].dtype.name), chip)
     out = jax.ShapeDtypeStruct((x.shape[0], size + missing), out_dtype)
-    result: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *_arguments(matrices, scales))
+    result: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *arguments(matrices, scales))
     return result[:, :size]
 
 
@@ -72,11 +72,11 @@ def small_gated_matmul(
         raise ValueError(f"gate must be one of {', '.join(get_args(Gate))}, not {gate!r}")
     handler = Handler(gated, (x.dtype.name, gate, matrices[0].dtype.name), chip)
     out = jax.ShapeDtypeStruct((x.shape[0], matrices[0].shape[1]), x.dtype)
-    result: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *_arguments(matrices, scales))
+    result: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *arguments(matrices, scales))
     return result
 
 
-def _arguments(matrices: Sequence[jax.Array], scales: Sequence[jax.Array] | None) -> list[jax.Array]:
+def arguments(matrices: Sequence[jax.Array], scales: Sequence[jax.Array] | None) -> list[jax.Array]:
     """Returns the matrices, each of them followed by its scales."""
     if scales is None:
         return list(matrices)

@@ -29,6 +29,18 @@ def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str, weight_dtype: s
 
     Where the weights are int8, each is followed by its scales s [N], and column n of y is multiplied by s[n].
     """
+    _multiply(e, frame, dtype, weight_dtype, _tiles(dtype, out_dtype, weight_dtype))
+
+
+def grouped(e: Emitter, frame: Frame, dtype: str, out_dtype: str, weight_dtype: str) -> None:
+    """Emits the same for rows in groups, each of which has a matrix of its own, w[index] [G, N, K].
+
+    The arguments are x, index, starts i32[G + 1], w[0], ...
+    """
+    _multiply(e, frame, dtype, weight_dtype, _tiles(dtype, out_dtype, weight_dtype), groups=1)
+
+
+def _tiles(dtype: str, out_dtype: str, weight_dtype: str) -> "TileOf":
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:
         tile, size = _tile(t, rows, dtype, out_dtype, weight_dtype), SIZE_OF[out_dtype]
@@ -38,7 +50,7 @@ def matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str, weight_dtype: s
 
         return emit
 
-    _multiply(e, frame, dtype, weight_dtype, tile_of)
+    return tile_of
 
 
 def gated(e: Emitter, frame: Frame, dtype: str, activation: str, weight_dtype: str) -> None:
@@ -46,6 +58,15 @@ def gated(e: Emitter, frame: Frame, dtype: str, activation: str, weight_dtype: s
 
     It takes the arguments of `matmul`.
     """
+    _multiply(e, frame, dtype, weight_dtype, _gated_tiles(dtype, activation, weight_dtype))
+
+
+def grouped_gated(e: Emitter, frame: Frame, dtype: str, activation: str, weight_dtype: str) -> None:
+    """Emits the same for rows in groups, where w[index] is [G, 2, F, K]. It takes the arguments of `grouped`."""
+    _multiply(e, frame, dtype, weight_dtype, _gated_tiles(dtype, activation, weight_dtype), groups=2)
+
+
+def _gated_tiles(dtype: str, activation: str, weight_dtype: str) -> "TileOf":
     activate = {"silu": silu, "gelu_tanh": gelu_tanh}[activation]
 
     def tile_of(t: Emitter, rows: int) -> EmitTile:
@@ -66,7 +87,7 @@ def gated(e: Emitter, frame: Frame, dtype: str, activation: str, weight_dtype: s
 
         return emit
 
-    _multiply(e, frame, dtype, weight_dtype, tile_of)
+    return tile_of
 
 
 @dataclass(frozen=True)
@@ -88,35 +109,50 @@ class _Weight:
 
 # Emits a tile of the result: (x at the first row, weight, result, first row, first column, K, columns of the result).
 EmitTile = Callable[[Value, _Weight, Value, Value, Value, Value, Value], None]
+# Makes the emitter of tiles of so many rows.
+type TileOf = Callable[[Emitter, int], EmitTile]
 
 
-def _multiply(
-    e: Emitter, frame: Frame, dtype: str, weight_dtype: str, tile_of: Callable[[Emitter, int], EmitTile]
-) -> None:
-    """Emits a loop over all tiles of the result; `tile_of(emitter, rows)` emits tiles of that many rows."""
+def _multiply(e: Emitter, frame: Frame, dtype: str, weight_dtype: str, tile_of: TileOf, groups: int = 0) -> None:
+    """Emits a loop over all tiles of the result.
+
+    Where rows are in `groups`, the matrix of each has so many times as many rows as the result has columns.
+    """
     x, y = frame.argument(0), frame.result(0)
-    index = e.load_int(frame.argument(1).data, 32)
+    index, first = e.load_int(frame.argument(1).data, 32), 3 if groups else 2
     if weight_dtype == INT8:
-        weight, scales = frame.argument(index * 2 + 2).data, frame.argument(index * 2 + 3).data
+        weight, scales = frame.argument(index * 2 + first).data, frame.argument(index * 2 + first + 1).data
     else:
-        weight, scales = frame.argument(index + 2).data, e.integer(0)
+        weight, scales = frame.argument(index + first).data, e.integer(0)
     num_columns = y.size(1)
-    captured = (x.data, weight, scales, y.data, x.size(0), x.size(1), num_columns)
+    num_blocks = (num_columns + (BLOCK - 1)) // BLOCK
+    starts, num_groups = e.integer(0), e.integer(1)
+    if groups:
+        starts, num_groups = frame.argument(2).data, frame.argument(2).size(0) - 1
+    captured = (x.data, weight, scales, y.data, x.size(0), x.size(1), num_columns, starts)
 
     def block(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
-        x, address, scales, y, M, K, N = captured
+        x, address, scales, y, M, K, N, starts = captured
+        begin, end = t.integer(0), M
+        if groups:
+            num_blocks = (N + (BLOCK - 1)) // BLOCK
+            group, item = item // num_blocks, item % num_blocks
+            begin, end = t.load_int(starts + group * 4, 32), t.load_int(starts + group * 4 + 4, 32)
+            rows_before = group * N * groups
+            address = address + rows_before * K * SIZE_OF[weight_dtype]
+            scales = scales + rows_before * SIZE_OF["float32"]
         weight = _Weight(address, scales, weight_dtype)
         tiles = {rows: tile_of(t, rows) for rows in t.chip.group_sizes}
         # `x` of these rows stays in the second cache while all columns of the item pass by.
-        with t.loop(0, M, ROWS) as first:
-            some = t.min(M - first, t.integer(ROWS))
+        with t.loop(begin, end, ROWS) as first:
+            some = t.min(end - first, t.integer(ROWS))
             with t.loop(item * BLOCK, t.min(item * BLOCK + BLOCK, N), COLUMNS) as wanted:
                 column = t.min(wanted, N - COLUMNS)  # the last few may be computed twice, to the same bits
                 for rows, at in t.groups(t.chip.group_sizes, some):
                     row = first + at
                     tiles[rows](x + row * K * SIZE_OF[dtype], weight, y, row, column, K, N)
 
-    parallel_loop(e, frame, (num_columns + (BLOCK - 1)) // BLOCK, captured, block)
+    parallel_loop(e, frame, num_groups * num_blocks, captured, block)
 
 
 def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str, weight_dtype: str) -> ir.Function:

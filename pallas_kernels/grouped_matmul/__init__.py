@@ -1,0 +1,6 @@
+"""The product of groups of rows with a matrix each: the experts that tokens have chosen, and no others."""
+
+from pallas_kernels.grouped_matmul.api import grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul.reference import over_groups
+
+__all__ = ["grouped_gated_matmul", "grouped_matmul", "over_groups"]

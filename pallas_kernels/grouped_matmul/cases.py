@@ -1,0 +1,40 @@
+"""One list of realistic products of groups: experts of models, and rows that steps give them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GroupedCase:
+    """Rows [sum(counts), in] times matrices [groups, out, in], of which group g takes `counts[g]` rows."""
+
+    name: str
+    size_in: int
+    size_out: int
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first row of each group, and the end of the last one, i32[groups + 1]."""
+        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+
+
+def _chosen(num_tokens: int, num_groups: int, each: int, seed: int) -> tuple[int, ...]:
+    """Returns how many of `num_tokens` tokens choose each group, if each token takes `each` of them at random."""
+    rng = np.random.default_rng(seed)
+    chosen = [rng.permutation(num_groups)[:each] for _ in range(num_tokens)]
+    return tuple(np.bincount(np.concatenate(chosen), minlength=num_groups).tolist())
+
+
+CASES = (
+    GroupedCase("one-token", 64, 24, _chosen(1, 8, 2, 0)),
+    GroupedCase("sixteen-tokens", 64, 24, _chosen(16, 32, 4, 1)),
+    GroupedCase("a-chunk", 84, 36, _chosen(128, 8, 2, 2)),
+    GroupedCase("one-group-has-all", 33, 12, (0, 0, 21, 0)),
+    GroupedCase("none-in-the-middle", 7, 5, (3, 0, 0, 9, 1, 0)),
+    GroupedCase("nothing", 16, 8, (0, 0, 0)),
+)
