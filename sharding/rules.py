@@ -15,6 +15,7 @@ RULES: Mapping[str, str | None] = {
     "heads": MODEL,  # query heads, grouped by their KV head
     "kv_heads": MODEL,
     "ffn": MODEL,
+    "experts": MODEL,
     "layers": STAGE,
 }
 

@@ -92,7 +92,7 @@ class Block:
         with jax.named_scope("ffn"):
             if self.placement != "parallel":
                 h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
-            x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given.axis))
+            x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
         if self.embedding is not None:
             assert given.embedding is not None, "a model whose layers have embeddings looks them up"
             with jax.named_scope("layer_embedding"):

@@ -12,9 +12,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 # matrix: a matmul contracts its last dimension, `[..., in]`; it is never copied, and may be turned round to
-# `[in, out]`. table: rows are looked up by token. tied_table: a table that is the LM head too. vector: a norm or a
-# bias, so small that a copy costs nothing.
-Storage = Literal["matrix", "table", "tied_table", "vector"]
+# `[in, out]`. experts: matrices along the first dimension, of which a token chooses some; they are never sliced.
+# table: rows are looked up by token. tied_table: a table that is the LM head too. vector: a norm or a bias, so small
+# that a copy costs nothing.
+Storage = Literal["matrix", "experts", "table", "tied_table", "vector"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ParamDecl:
     storage: Storage = "vector"
     dtype: str | None = None  # None is the dtype that the model is loaded in
     heads: HeadGroups | None = None
+    chosen: tuple[int, int] | None = None  # of experts: how many of how many a token chooses
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -48,7 +50,7 @@ class ParamDecl:
     @property
     def is_multiplied(self) -> bool:
         """Whether a matmul reads the whole array."""
-        return self.storage in ("matrix", "tied_table")
+        return self.storage in ("matrix", "experts", "tied_table")
 
     def dtype_in(self, model_dtype: DTypeLike) -> np.dtype:
         """Returns the dtype of the array in a model that is loaded in `model_dtype`."""

@@ -29,18 +29,22 @@ def forward[Kv](
     attend: Attend[Kv],
     axis: ModelAxis = ALONE,
     recur: Recur[Kv] = no_recur,
+    is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, Kv]:
     """Returns the hidden states after the final norm, and the cache with this step's keys and values.
 
     tokens, positions  # i32[T]: packed rows; every token id must be in the vocabulary, also those of padding
     The hidden states are [T, E] in the dtype of the parameters, and the same on every device. `kv` is any pytree that
-    `attend` and `recur` understand; the layers only pass it on.
+    `attend` and `recur` understand; the layers only pass it on. `is_real` bool[T] is False for padding, which may be
+    computed or not.
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
     after the attention and after the FFN (Megatron-LM, arXiv 1909.08053).
     """
     x = embed_tokens(params, spec, tokens, positions, axis)
     embeddings = embed_for_layers(params, spec, tokens, x, axis)
-    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis, embeddings=embeddings, recur=recur)
+    x, _, kv = run_layers(
+        params, spec, x, positions, kv, attend, axis, embeddings=embeddings, recur=recur, is_real=is_real
+    )
     return final_norm(params, spec, x), kv
 
 
@@ -85,6 +89,7 @@ def run_layers[Kv](
     depths: tuple[int, ...] = (),
     embeddings: jax.Array | None = None,
     recur: Recur[Kv] = no_recur,
+    is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache."""
     with jax.named_scope("rope"):
@@ -112,6 +117,7 @@ def run_layers[Kv](
             layer.memory,
             number if layer.reads is None else layer.reads,
             window,
+            is_real,
             None if embeddings is None else embeddings[number],
         )
         x, kv = layer.apply(weights, x, kv, given)

@@ -11,10 +11,10 @@ import jax
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.ops import activate
 from jaxvllm.models.positive import require_positive
-from sharding.axis import ModelAxis
 
 
 class Ffn(Protocol):
@@ -29,8 +29,8 @@ class Ffn(Protocol):
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes."""
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
-        """Returns the output [T, E] for x [T, E], summed over `axis`."""
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns the output [T, E] for x [T, E], summed over devices."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class GatedFfn(_SplitFfn):
     def declare(self) -> dict[str, ParamDecl]:
         return self.gate_up.declare("gate_up") | self.down(self.bias).declare("down")
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         h = self.gate_up.apply_gated(weights, "gate_up", x, self.activation)
-        return self.down(self.bias).apply_summed(weights, "down", h, axis)
+        return self.down(self.bias).apply_summed(weights, "down", h, given.axis)
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,6 @@ class PlainFfn(_SplitFfn):
     def declare(self) -> dict[str, ParamDecl]:
         return self.up.declare("up") | self.down(self.bias).declare("down")
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         h = activate(self.up.apply(weights, "up", x), self.activation)
-        return self.down(self.bias).apply_summed(weights, "down", h, axis)
+        return self.down(self.bias).apply_summed(weights, "down", h, given.axis)

@@ -72,4 +72,5 @@ class LayerInput:
     # A token sees the last `window` positions, itself included, or all where that is NO_WINDOW. It is an int, or an
     # i32 scalar inside a loop over layers that differ in it.
     window: Scalar
+    is_real: jax.Array | None = None  # bool[T]: False for padding; None: no token is padding
     embedding: jax.Array | None = None  # [T, P]: what the tokens mean to this layer alone, in models that have that

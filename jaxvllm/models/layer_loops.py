@@ -17,7 +17,7 @@ import numpy as np
 from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import Scalar
-from jaxvllm.models.ops import OneOf, Slice
+from jaxvllm.models.ops import InStack, OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
 from jaxvllm.models.rope import no_rope
 from jaxvllm.models.spec import ModelSpec
@@ -186,7 +186,7 @@ class _Run:
         """
         if isinstance(self.params, dict):
             return {}
-        names = [name for name, decl in self.decls.items() if decl.storage == "matrix"]
+        names = [name for name, decl in self.decls.items() if decl.storage in ("matrix", "experts")]
         return {name: tuple(self.params[number][name] for number in self.numbers.flat) for name in names}
 
     @cached_property
@@ -207,7 +207,12 @@ class _Run:
         """Applies `step` to all layers of a loop that has one turn."""
         first = int(self.numbers[0, 0])
         # A stack of exactly these layers is scanned. A part of a larger stack would be copied first.
-        scanned = {name: stack for name, (stack, where) in self.stacks.items() if _length(stack) == where.size}
+        # Nor are experts sliced: a loop reads those that are chosen where they are.
+        scanned = {
+            name: stack
+            for name, (stack, where) in self.stacks.items()
+            if _length(stack) == where.size and self.decls[name].storage != "experts"
+        }
         varying = {name: values for name, values in self.shared.items() if not isinstance(values, int)}
 
         def scan_step(carry: Carry, xs: tuple[Params, dict[str, jax.Array]]) -> tuple[Carry, None]:
@@ -230,6 +235,9 @@ class _Run:
         """Returns the arrays of a layer. `slices` are those that a scan has sliced already."""
         weights: Params = {name: OneOf(of, turn * self.length + i) for name, of in self.matrices.items()}
         for name, (stack, where) in self.stacks.items():
+            if self.decls[name].storage == "experts":
+                weights[name] = InStack(stack, _computed(where, turn, i))
+                continue
             if name in slices:
                 array = slices[name]
             else:

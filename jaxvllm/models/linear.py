@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxvllm.models.declaration import HeadGroups, ParamDecl
+from jaxvllm.models.declaration import HeadGroups, ParamDecl, Storage
 from jaxvllm.models.forms.form import Activation
 from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import biased, project, project_gated
@@ -24,14 +24,21 @@ class Linear:
     axes: tuple[str | None, ...]
     bias: bool = False
     heads: HeadGroups | None = None  # of the dimension that is split by heads
+    dtype: str | None = None  # None is the dtype that the model is loaded in
+    # Where the first dimension is one of experts: how many of how many a token chooses.
+    chosen: tuple[int, int] | None = None
 
     def declare(self, name: str) -> dict[str, ParamDecl]:
         """Returns its arrays for a matrix of that name."""
-        matrix = {name: ParamDecl(self.shape, self.axes, storage="matrix", heads=self.heads)}
+        storage: Storage = "matrix" if self.chosen is None else "experts"
+        options: dict[str, Any] = {"dtype": self.dtype, "chosen": self.chosen}
+        matrix = {name: ParamDecl(self.shape, self.axes, storage=storage, heads=self.heads, **options)}
         if not self.bias:
             return matrix
         heads = None if self.axes[-1] == "heads" else self.heads
-        return matrix | {bias_of(name): ParamDecl(self.shape[:-1], self.axes[:-1], "zeros", heads=heads)}
+        return matrix | {
+            bias_of(name): ParamDecl(self.shape[:-1], self.axes[:-1], "zeros", heads=heads, dtype=self.dtype)
+        }
 
     def apply(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
         """Returns [T, ..] with the arrays that it has declared under that name."""

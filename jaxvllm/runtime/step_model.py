@@ -96,7 +96,7 @@ def compute(
 
     def run(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, jax.Array, Kept]:
         cache = LayerCache(shard, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
-        begin, ways = cache.begin, (cache.attend, model.axis, depths, embeddings, cache.recur)
+        begin, ways = cache.begin, (cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real())
         return run_layers(params, shard, x, rows.positions, begin, *ways)
 
     taken: TakenIn = {}

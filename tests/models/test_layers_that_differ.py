@@ -27,6 +27,7 @@ from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
 from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_loops import Loop, layer_loops
 from jaxvllm.models.ops import project
 from jaxvllm.models.params import Layout, abstract_params, num_parameters
@@ -65,10 +66,10 @@ class SoftlyRoutedFfn:
     def shard(self, size: int) -> "SoftlyRoutedFfn":
         return replace(self, size=self.size // size)
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         chosen = jax.nn.softmax(project(x, weights["router"]))  # [T, X]
         h = jax.nn.relu(project(x, weights["experts_up"])) * chosen[:, None]  # [T, F, X]
-        return axis.sum(project(h.reshape(len(x), -1), weights["experts_down"]))
+        return given.axis.sum(project(h.reshape(len(x), -1), weights["experts_down"]))
 
 
 def toy_spec(config: HfConfig) -> ModelSpec:

@@ -12,6 +12,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.form import Activation, Arrays, Form
 from jaxvllm.models.forms.plain import MATRIX
 from pallas_kernels.chips import CpuChip
+from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
 
 
@@ -42,6 +43,38 @@ class OnCpu(Form):
             return None
         ours, scales = self.operands(matrices)
         return small_gated_matmul(x, ours, index, scales=scales, gate=activation, chip=self.chip)
+
+    def grouped_product(
+        self,
+        x: jax.Array,
+        stacks: Sequence[Arrays],
+        index: jax.Array | int,
+        starts: jax.Array,
+        first: jax.Array | int,
+    ) -> jax.Array:
+        ours, scales = self._experts(stacks, first)
+        y = grouped_matmul(x, ours, index, starts, scales=scales, chip=self.chip)
+        return y.reshape(x.shape[0], *ours[0].shape[1:-1])
+
+    def grouped_gated_product(
+        self,
+        x: jax.Array,
+        stacks: Sequence[Arrays],
+        index: jax.Array | int,
+        starts: jax.Array,
+        first: jax.Array | int,
+        activation: Activation,
+    ) -> jax.Array | None:
+        if activation != "silu" and activation != "gelu_tanh":
+            return None
+        ours, scales = self._experts(stacks, first)
+        return grouped_gated_matmul(x, ours, index, starts, scales=scales, gate=activation, chip=self.chip)
+
+    def _experts(
+        self, stacks: Sequence[Arrays], first: jax.Array | int
+    ) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        assert isinstance(first, int) and first == 0, "on a CPU each layer has arrays of its own"
+        return self.operands(stacks)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from pallas_kernels.grouped_matmul import over_groups
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # The arrays of one matrix, by the names that its form has given them.
@@ -53,6 +54,42 @@ class Form(ABC):
         """Returns activation(a x) * b x for a matrix of the halves a and b, if the form has its own way to do that."""
         return None
 
+    def grouped_product(
+        self,
+        x: jax.Array,
+        stacks: Sequence[Arrays],
+        index: jax.Array | int,
+        starts: jax.Array,
+        first: jax.Array | int,
+    ) -> jax.Array:
+        """Multiplies each row of x [N, in] by the matrix of its group, as `over_groups` says: [N, ..].
+
+        Group g has matrix first + g of stack number `index`, whose arrays have one of each matrix.
+        """
+
+        def of_stack(arrays: Arrays) -> jax.Array:
+            def product(tile: jax.Array, group: jax.Array) -> jax.Array:
+                one = {name: _at(array, first + group) for name, array in arrays.items()}
+                return self.product(tile, one, None)
+
+            return over_groups(x, starts, product)
+
+        branches = [partial(of_stack, arrays) for arrays in stacks]
+        result: jax.Array = jax.lax.switch(index, branches) if len(branches) > 1 else branches[0]()
+        return result
+
+    def grouped_gated_product(
+        self,
+        x: jax.Array,
+        stacks: Sequence[Arrays],
+        index: jax.Array | int,
+        starts: jax.Array,
+        first: jax.Array | int,
+        activation: Activation,
+    ) -> jax.Array | None:
+        """Returns activation(a x) * b x for matrices of the halves a and b, if the form has its own way to do that."""
+        return None
+
     def table(self, arrays: Arrays) -> jax.Array:
         """Returns the matrix as a table whose rows can be looked up, for embeddings that are the LM head too."""
         raise NotImplementedError(f"{type(self).__name__} keeps no rows that could be looked up")
@@ -60,6 +97,10 @@ class Form(ABC):
     def wrapped(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the node that stands for the matrix in the tree of parameters."""
         return Matrix(self, dict(arrays))
+
+
+def _at(stack: jax.Array, number: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False, allow_negative_indices=False)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["form"])

@@ -1,0 +1,95 @@
+"""`Router`: which experts a token chooses, and how much each of them counts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.linear import Linear
+from jaxvllm.models.positive import require_positive
+
+# softmax: over all experts, before the choice. sigmoid: of each expert alone. chosen: the softmax over those that were
+# chosen by their logits.
+Scoring = Literal["softmax", "sigmoid", "chosen"]
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Experts in groups of equal size, of which a token may choose from some (arXiv 2412.19437, 2.1.2).
+
+    A group counts as much as the `best` experts of it together.
+    """
+
+    count: int
+    kept: int
+    best: int = 2
+
+    def __post_init__(self) -> None:
+        require_positive(self, "count kept best")
+        if self.kept > self.count:
+            raise ValueError(f"{self.kept} of {self.count} groups of experts cannot be kept")
+
+    def limited(self, scores: jax.Array) -> jax.Array:
+        """Returns scores [T, X] with those of the groups that are left out at -inf."""
+        grouped = scores.reshape(len(scores), self.count, -1)
+        of_groups = jax.lax.top_k(grouped, min(self.best, grouped.shape[-1]))[0].sum(-1)
+        _, kept = jax.lax.top_k(of_groups, self.kept)
+        is_kept = jax.nn.one_hot(kept, self.count, dtype=bool).any(1)
+        return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses `top_k` of `num_experts` experts for each token. All of it is computed in float32."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    scoring: Scoring = "softmax"
+    is_normalized: bool = True  # what the chosen experts count adds up to one, before the scale
+    added: float = 0.0  # to the sum by which they are divided
+    least_sum: float = 0.0  # by which they are divided at least
+    scale: float = 1.0
+    has_choice_bias: bool = False  # added to the scores for the choice, and not to what an expert counts
+    has_bias: bool = False  # of the logits
+    groups: ExpertGroups | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "hidden_size num_experts top_k scale")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{self.top_k} of {self.num_experts} experts cannot be chosen")
+        if self.groups is not None and self.num_experts % self.groups.count:
+            raise ValueError(f"{self.num_experts} experts do not divide into {self.groups.count} groups")
+
+    @property
+    def logits(self) -> Linear:
+        """The projection to a logit for each expert, which every device has."""
+        return Linear((self.num_experts, self.hidden_size), (None, "embed"), self.has_bias, dtype="float32")
+
+    def declare(self) -> dict[str, ParamDecl]:
+        """Returns its arrays by name."""
+        decls = self.logits.declare("router")
+        if self.has_choice_bias:
+            decls["router_choice"] = ParamDecl((self.num_experts,), (None,), "zeros", dtype="float32")
+        return decls
+
+    def choose(self, weights: Mapping[str, Any], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the experts i32[T, top_k] of each row of x [T, E], the best first, and what they count, f32."""
+        with jax.named_scope("router"):
+            logits = self.logits.apply(weights, "router", x.astype(jnp.float32))
+            if self.scoring == "chosen":
+                best, chosen = jax.lax.top_k(logits, self.top_k)
+                return chosen, jax.nn.softmax(best, axis=-1) * self.scale
+            scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)
+            wanted = scores + weights["router_choice"] if self.has_choice_bias else scores
+            if self.groups is not None:
+                wanted = self.groups.limited(wanted)
+            _, chosen = jax.lax.top_k(wanted, self.top_k)
+            counts = jnp.take_along_axis(scores, chosen, axis=-1)
+            if self.is_normalized:
+                total = counts.sum(-1, keepdims=True) + self.added
+                counts = counts / jnp.maximum(total, self.least_sum)
+            return chosen, counts * self.scale
