@@ -72,7 +72,7 @@ class _Kind:
 
 
 @dataclass
-class _Measured:
+class _RowTimes:
     """The measurements of decode steps of some number of rows."""
 
     kinds: dict[int, _Kind] = field(default_factory=lambda: {0: _Kind()})  # by the drafts that a row may have
@@ -172,7 +172,7 @@ class DraftPace:
         self._catches_up = catches_up
         self._follows_plain = follows_plain
         self._was_plain = True
-        self._measured: dict[int, _Measured] = {}  # by the place of the size among `row_counts`
+        self._measured: dict[int, _RowTimes] = {}  # by the place of the size among `row_counts`
 
     def choose(self, num_rows: int, most: Mapping[int, float]) -> int:
         """Returns how many drafts a row may have in the next call, which is one step or a few with `num_rows` rows.
@@ -210,5 +210,5 @@ class DraftPace:
         kind.tokens.values.append(tokens)
         of.measured(num_drafts)
 
-    def _of(self, num_rows: int) -> _Measured:
-        return self._measured.setdefault(bisect_left(self._row_counts, num_rows), _Measured())
+    def _of(self, num_rows: int) -> _RowTimes:
+        return self._measured.setdefault(bisect_left(self._row_counts, num_rows), _RowTimes())

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from itertools import islice, zip_longest
 
-from jaxvllm.core.explanation import MAX_CANDIDATES, Candidate, Explanation, OutputToken, PromptToken, Trail
+from jaxvllm.core.explanation import MAX_CANDIDATES, Explanation, OutputToken, PromptToken, TokenCandidate, Trail
 from jaxvllm.engine.live_request import LiveCompletion, LiveRequest
 from jaxvllm.engine.outputs import Logprob
 from jaxvllm.engine.token_ranks import TokenRanks
@@ -39,10 +39,10 @@ def explain(group: LiveRequest, completion: LiveCompletion, trail: Trail, ranks:
     )
 
 
-def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[Candidate, ...]:
+def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[TokenCandidate, ...]:
     """Returns the chosen token, which is the first of `logprobs`, and the best of those that could have come."""
     could = (item for index, item in enumerate(logprobs.items()) if not index or item[1].logprob > -math.inf)
     return tuple(
-        Candidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
+        TokenCandidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
         for one, ranked in islice(could, 1 + MAX_CANDIDATES)
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Stage:
+class StartPhase:
     """A part of a start."""
 
     name: str
@@ -20,7 +20,7 @@ class Stage:
 class StartupReport:
     """The stages of a start so far, in order. They leave nothing out, so their sum is the time that the start took."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StartPhase, ...]
     num_loaded: int  # programs that were found on disk when the engine was ready
     num_compiled: int  # programs that were traced and compiled by then
     first_token_seconds: float | None  # from then to the first token, the wait for a request included; None: not yet
@@ -46,7 +46,7 @@ class StartupClock:
         """Ends the first stage, which came before the engine: the interpreter and the imports."""
         self._last = time.monotonic()
         lived = seconds_since_process_start()
-        self._stages = [] if lived is None else [Stage("imports", lived)]
+        self._stages = [] if lived is None else [StartPhase("imports", lived)]
         self._num_loaded = self._num_compiled = 0
         self._ready: float | None = None
         self._first_token: float | None = None
@@ -79,12 +79,12 @@ class StartupClock:
             seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
         other = seconds.pop("other", 0.0)
         later = None if self._ready is None or self._first_token is None else self._first_token - self._ready
-        stages = tuple(Stage(*item) for item in [*seconds.items(), ("other", other)])
+        stages = tuple(StartPhase(*item) for item in [*seconds.items(), ("other", other)])
         return StartupReport(stages, self._num_loaded, self._num_compiled, later)
 
     def _end(self, name: str) -> None:
         now = time.monotonic()
-        self._stages.append(Stage(name, now - self._last))
+        self._stages.append(StartPhase(name, now - self._last))
         self._last = now
 
 

@@ -18,7 +18,7 @@ from sharding.rules import MODEL, partition_spec
 
 
 @dataclass(frozen=True)
-class _Held:
+class _DeclaredArrays:
     """The arrays with one declaration on a device: a single one, or one for each of several layers."""
 
     decl: ParamDecl
@@ -83,15 +83,15 @@ class Share:
         pages = [of.pages(1, 1, page_size, page_dtype, backend) for of in kept if of.keeps_state == states]
         return sum(page.size * page.dtype.itemsize for page in pages)
 
-    def _held(self) -> list[_Held]:
+    def _held(self) -> list[_DeclaredArrays]:
         def leaf(name: str, matrix: ParamDecl, layers: tuple[int, ...] | None) -> Any:
             return self.forms.node(matrix, layers is not None, partial(of_array, layers=layers))
 
-        def of_array(decl: ParamDecl, layers: tuple[int, ...] | None) -> _Held:
+        def of_array(decl: ParamDecl, layers: tuple[int, ...] | None) -> _DeclaredArrays:
             elements = math.prod(decl.shape) // (self.spread.size if MODEL in partition_spec(decl.axes) else 1)
             count = 1 if layers is None else len(layers)
             num_bytes = count * elements * decl.dtype_in(self.dtype).itemsize
-            return _Held(decl, layers is not None, count, elements, num_bytes)
+            return _DeclaredArrays(decl, layers is not None, count, elements, num_bytes)
 
-        held: list[_Held] = jax.tree.leaves(build(self.spread.stage, "stacked", leaf))
+        held: list[_DeclaredArrays] = jax.tree.leaves(build(self.spread.stage, "stacked", leaf))
         return held

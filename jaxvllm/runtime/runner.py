@@ -35,7 +35,7 @@ from jaxvllm.runtime.multihost.calls import (
     Recall,
     Recount,
     Reset,
-    Sample,
+    SampleRows,
     Step,
 )
 from jaxvllm.runtime.multihost.leader import Leader
@@ -218,7 +218,7 @@ class Runner:
             if readout.name in plan.readouts:
                 for words in readout.calls(plan, bucket):
                     self._call(Read(bucket, words, number))
-        return self._in_flight(plan, bucket, self._call(Sample(bucket)))
+        return self._in_flight(plan, bucket, self._call(SampleRows(bucket)))
 
     def fork(self, forks: Iterable[Fork]) -> None:
         """Does `forks` after all steps that were dispatched. Several of one beam search have distinct slots."""
@@ -343,7 +343,7 @@ class Runner:
                 read = self.programs.wait_for(bucket).readouts[name]()
                 report = read(self._params, self._state, self._forwarded, packed)
                 self._forwarded.reports.setdefault(name, []).append(report)
-            case Sample(bucket):
+            case SampleRows(bucket):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left, self._forwarded = self._forwarded, None
                 program = self.programs.wait_for(bucket)

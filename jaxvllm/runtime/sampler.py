@@ -16,7 +16,7 @@ from jaxvllm.runtime.logits_processors import LogitsProcessor, TokensSoFar, run_
 from jaxvllm.runtime.noise import gumbel
 from jaxvllm.runtime.penalties import PENALTIES
 from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows
-from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, Share, run_stages
+from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, VocabShare, run_stages
 from jaxvllm.runtime.token_mask import TOKEN_MASK
 from jaxvllm.runtime.token_rules import ALLOWED_TOKENS, BAD_WORDS, LOGIT_BIAS
 from sharding.axis import ALONE, ModelAxis
@@ -191,7 +191,7 @@ def _reported(
     """Returns f32[own rows, vocab_size]: what the engine reports of each token, this device's rows."""
     mode = options.logprobs_mode
     if mode in ("raw_logprobs", "raw_logits"):
-        masked = run_stages((TOKEN_MASK,), logits, rows, positions, Share(logits.shape[-1], vocab_size, axis))
+        masked = run_stages((TOKEN_MASK,), logits, rows, positions, VocabShare(logits.shape[-1], vocab_size, axis))
         values = axis.exchange(masked)[:, :vocab_size]
     else:
         whole = axis.exchange(_adjust(logits, rows, positions, vocab_size, axis, options))[:, :vocab_size]
@@ -210,7 +210,7 @@ def _adjust(
     logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis, options: SamplerOptions
 ) -> jax.Array:
     """Returns what `LOGIT_STAGES` and the engine's own functions make of this device's share of the logits."""
-    share = Share(logits.shape[-1], vocab_size, axis)
+    share = VocabShare(logits.shape[-1], vocab_size, axis)
     logits = run_stages(LOGIT_STAGES, logits, rows, positions, share)
     if not options.logits_processors:
         return logits
@@ -224,7 +224,7 @@ def _filter(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
     """Returns whole rows at their temperature, with the tokens that the filters leave."""
     temperature = rows["temperature"]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return run_stages(FILTER_STAGES, scaled, rows, positions, Share(logits.shape[-1], logits.shape[-1]))
+    return run_stages(FILTER_STAGES, scaled, rows, positions, VocabShare(logits.shape[-1], logits.shape[-1]))
 
 
 def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:

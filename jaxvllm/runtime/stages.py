@@ -16,7 +16,7 @@ from sharding.axis import ALONE, ModelAxis
 
 
 @dataclass(frozen=True)
-class Share:
+class VocabShare:
     """The columns of the vocabulary that some logits have. The last of several shares may go beyond the vocabulary."""
 
     size: int
@@ -56,10 +56,12 @@ class Stage:
 
     fields: tuple[SlotField, ...]
     asks: Callable[[Rows, jax.Array], jax.Array]
-    apply: Callable[[jax.Array, Rows, jax.Array, Share], jax.Array]
+    apply: Callable[[jax.Array, Rows, jax.Array, VocabShare], jax.Array]
 
 
-def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def run_stages(
+    stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare
+) -> jax.Array:
     """Returns what `stages`, in order, make of `logits`.
 
     Where no row asks for any of them, that is one branch not taken.
@@ -76,7 +78,7 @@ def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions
     return lax.cond(jnp.any(jnp.stack(asked)), run, lambda x: x, logits)
 
 
-def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Forbids stop ids in rows that are too short to end, unless masks have left a row nothing else."""
     early = positions < rows["min_length"]
     columns = jnp.where(early[:, None], share.columns(rows["late_ids"]), share.size)
@@ -84,13 +86,13 @@ def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Sh
     return jnp.where(share.is_empty(without)[:, None], logits, without)
 
 
-def _min_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _min_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Keeps tokens at least `min_p` times as probable as the best."""
     floor = logits.max(axis=-1, keepdims=True) + jnp.log(rows["min_p"])[:, None]
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
-def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Keeps the `top_k` largest logits of each row (0: all)."""
     top_k = rows["top_k"]
     keys = _ordered(logits)
@@ -98,7 +100,7 @@ def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) ->
     return jnp.where((keys >= floor[:, None]) | (top_k == 0)[:, None], logits, -jnp.inf)
 
 
-def _top_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _top_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Keeps the smallest set of largest logits whose probability reaches `top_p` (1: all)."""
     top_p = rows["top_p"]
     keys = _ordered(logits)

@@ -57,7 +57,7 @@ def new_state(sizes: SlotSizes) -> DeviceState:
 
 
 @dataclass(frozen=True)
-class _Words:
+class _FieldWords:
     """The place of a field's words in an admission."""
 
     field: SlotField
@@ -69,16 +69,16 @@ class _Words:
         return slice(self.first, self.first + math.prod(self.shape))
 
 
-def _layout(sizes: SlotSizes, is_rare: bool) -> list[_Words]:
+def _layout(sizes: SlotSizes, is_rare: bool) -> list[_FieldWords]:
     """Returns where an admission has which field.
 
     It is one row of 32-bit words: its slot, and then the rare or the other fields that it fills, in order.
     """
-    words: list[_Words] = []
+    words: list[_FieldWords] = []
     first = 1
     for field in slot_fields(sizes):
         if field.fill is not None and field.is_rare == is_rare:
-            words.append(_Words(field, first, field.shape(sizes)))
+            words.append(_FieldWords(field, first, field.shape(sizes)))
             first += math.prod(words[-1].shape)
     return words
 
@@ -140,7 +140,7 @@ def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> Devic
     }
 
 
-def _write(row: NDArray[np.int32], words: _Words, value: Any) -> None:
+def _write(row: NDArray[np.int32], words: _FieldWords, value: Any) -> None:
     """Writes what an admission fills into a field to its place in `row`."""
     at = row[words.columns].view(words.field.dtype).reshape(words.shape or (1,))
     values = np.atleast_1d(np.asarray(value, words.field.dtype))

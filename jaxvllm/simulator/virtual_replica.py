@@ -34,7 +34,7 @@ class VirtualRequest:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepUnderWay:
     """A step under way, which may be several calls of a program, one after the other.
 
     The step without a plan stands for all of these calls but the last: until the last one is the only one that is under
@@ -88,7 +88,7 @@ class VirtualReplica:
         self._jitter = np.array(cost.jitter)
         self._rng = np.random.default_rng(0)  # the same load takes the same time, every time
         self._pace = BurstPace(setup.burst_seconds)
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_StepUnderWay] = deque()
         self._busy_until = 0.0  # of the device
         self._had_prompts = False  # the latest step that was launched
         self._seen = 0.0  # when the latest output was read
@@ -214,8 +214,8 @@ class VirtualReplica:
             seconds = np.maximum(seconds, (launch_seconds + read_seconds) * num_busy)
         ends = max(launched, self._busy_until) + seconds.cumsum()
         if len(seconds) > 1:
-            self._in_flight.append(_Step(ends[:-1], read_seconds=read_seconds))
-        self._in_flight.append(_Step(ends, plan, width, launched, read_seconds))
+            self._in_flight.append(_StepUnderWay(ends[:-1], read_seconds=read_seconds))
+        self._in_flight.append(_StepUnderWay(ends, plan, width, launched, read_seconds))
         self._busy_until = float(ends[-1])
         self._count(plan, bucket.num_tokens, len(seconds), num_steps, float(seconds.sum()))
         return launched

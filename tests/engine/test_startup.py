@@ -6,7 +6,7 @@ import pytest
 
 from jaxvllm import SamplingParams
 from jaxvllm.engine import startup
-from jaxvllm.engine.startup import Stage, StartupClock
+from jaxvllm.engine.startup import StartPhase, StartupClock
 from tests.engine.tiny import tiny_llm
 from tests.quick import rare_programs
 
@@ -40,7 +40,12 @@ def test_every_second_is_in_one_stage(time: Time) -> None:
     time.now += 6
     clock.ready(num_loaded=7, num_compiled=8)
     early = clock.report()
-    assert early.stages == (Stage("imports", 2), Stage("weights", 7), Stage("programs", 5), Stage("other", 7))
+    assert early.stages == (
+        StartPhase("imports", 2),
+        StartPhase("weights", 7),
+        StartPhase("programs", 5),
+        StartPhase("other", 7),
+    )
     assert early.seconds == 2 + time.now - 100 and early.first_token_seconds is None
     assert str(early) == (
         "engine started in 21.00 s: "

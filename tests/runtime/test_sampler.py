@@ -16,7 +16,7 @@ from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.runtime.sampler import LOGIT_STAGES, DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.slot_fields import Rows
-from jaxvllm.runtime.stages import Share, run_stages
+from jaxvllm.runtime.stages import VocabShare, run_stages
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -272,7 +272,7 @@ def rows_with_everything(draw: st.DrawFn) -> Row:
 
 @jax.jit
 def jitted_logit_stages(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
-    return run_stages(LOGIT_STAGES, logits, rows, positions, Share(VOCAB, VOCAB))
+    return run_stages(LOGIT_STAGES, logits, rows, positions, VocabShare(VOCAB, VOCAB))
 
 
 @settings(max_examples=60)

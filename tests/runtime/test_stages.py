@@ -12,7 +12,7 @@ import pytest
 from jaxvllm.runtime import stages as stages_module
 from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows
-from jaxvllm.runtime.stages import Share, Stage, run_stages
+from jaxvllm.runtime.stages import Stage, VocabShare, run_stages
 from tests.runtime.test_sampler import VOCAB, Row, state_of
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -29,13 +29,13 @@ ASKING = {
     "TOP_P": Row(top_p=0.4),
 }
 STAGES = dict(zip(ASKING, (*LOGIT_STAGES, *FILTER_STAGES), strict=True))
-WHOLE = Share(VOCAB, VOCAB)
+WHOLE = VocabShare(VOCAB, VOCAB)
 
 
 def counting(stage: Stage, runs: list[int]) -> Stage:
     """`stage`, which notes in `runs` each time that it is computed on the device."""
 
-    def apply(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    def apply(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
         jax.debug.callback(lambda: runs.append(1))
         return stage.apply(logits, rows, positions, share)
 

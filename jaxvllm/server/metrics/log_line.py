@@ -51,7 +51,7 @@ class StatsLogger(Observer):
     def _begin(self) -> None:
         self._since = time.monotonic()
         self._earlier = {name: self._totals[name] for name in COUNTERS}
-        self._steps = _Steps()
+        self._steps = _StepSums()
 
     def _gained(self, name: str) -> int:
         return self._totals[name] - self._earlier[name]
@@ -80,7 +80,7 @@ class StatsLogger(Observer):
 
 
 @dataclass(slots=True)
-class _Steps:
+class _StepSums:
     """Sums over steps."""
 
     count: int = 0
