@@ -35,23 +35,13 @@ MAX_REPORTS = 1024
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step under way, and when it could begin."""
+class _UnderWay[Step: (InFlight, Held)]:
+    """A step under way, and what the host has noted about it."""
 
-    step: InFlight
+    step: Step
     notes: StepNotes | None  # for explanations; None: nobody in it wants one
     host_seconds: float
-    at: float
     is_paced: bool  # whether it was known how many decode steps a burst has; without that there is one
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A step that waits for masks."""
-
-    step: Held
-    notes: StepNotes | None
-    host_seconds: float
 
 
 class Replica:
@@ -89,8 +79,8 @@ class Replica:
         self.num_padding_rows = 0
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
-        self._in_flight: deque[_Launched] = deque()
-        self._held: _Held | None = None  # after all that are in flight
+        self._in_flight: deque[_UnderWay[InFlight]] = deque()
+        self._held: _UnderWay[Held] | None = None  # after all that are in flight
         # Drafts that were verified, by their place after the last token of a row.
         self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
         self.num_accepted = self.num_drafted.copy()
@@ -147,11 +137,13 @@ class Replica:
             if has_blind:
                 self._followed.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
+            is_paced = self._pace_with(plan.num_drafts).is_known(plan.num_rows)
+            host_seconds = time.monotonic() - start
             if isinstance(step, Held):
-                self._held = _Held(step, notes, time.monotonic() - start)
+                self._held = _UnderWay(step, notes, host_seconds, is_paced)
                 self._supply()
             else:
-                self._launch(step, notes, time.monotonic() - start)
+                self._in_flight.append(_UnderWay(step, notes, host_seconds, is_paced))
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == self._depth)
         self.publish()
 
@@ -204,18 +196,17 @@ class Replica:
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
-        launched = self._in_flight.popleft()
-        plan = launched.step.plan
-        was_awaited = not launched.step.is_ready
-        output = self.runner.collect(launched.step)
+        oldest = self._in_flight.popleft()
+        step, plan, bucket, notes = oldest.step, oldest.step.plan, oldest.step.bucket, oldest.notes
+        was_awaited = not step.is_ready
+        output = self.runner.collect(step)
         start = time.monotonic()
-        device_seconds, self._last_end = start - max(launched.at, self._last_end), start
-        notes = launched.notes
+        device_seconds, self._last_end = start - max(step.at, self._last_end), start
         if notes is not None:
             notes.arrived(self.scheduler)
         update = self.scheduler.update(plan, output)
         if notes is not None:
-            notes.updated(output, update, launched.step.bucket, device_seconds, launched.host_seconds)
+            notes.updated(output, update, bucket, device_seconds, oldest.host_seconds)
         self.runner.fork(update.forks)
         self._supply()
         processed = outputs.process(update, output)
@@ -224,7 +215,6 @@ class Replica:
         ended += filter(None, map(self.scheduler.finish, processed.stopped))
         results = processed.outputs if self.traffic is None else self._with_transfers(ended, processed.outputs)
         self._move_pages()
-        bucket = launched.step.bucket
         num_ran = int(output.num_steps.max())  # 0 if all rows had ended
         num_steps = max(num_ran, 1)
         if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
@@ -234,7 +224,7 @@ class Replica:
                 self.num_drafted[: plan.num_drafts] += output.drafts.drafted.sum(axis=0)
                 self.num_accepted[: plan.num_drafts] += output.drafts.accepted.sum(axis=0)
             self._pace_with(plan.num_drafts).measured(plan.num_rows, num_steps, device_seconds)
-            if launched.is_paced and (plan.num_drafts or not self._follows_plain or bucket.is_blind):
+            if oldest.is_paced and (plan.num_drafts or not self._follows_plain or bucket.is_blind):
                 self._draft_pace.measured(plan.num_rows, plan.num_drafts, device_seconds / num_steps, tokens)
         report = StepReport(
             replica=self.index,
@@ -244,9 +234,9 @@ class Replica:
             num_steps=num_steps,
             num_drafts=plan.num_drafts,
             bucket_tokens=bucket.num_tokens,
-            host_seconds=launched.host_seconds + time.monotonic() - start,
+            host_seconds=oldest.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,
-            launch_seconds=launched.host_seconds,
+            launch_seconds=oldest.host_seconds,
             was_awaited=was_awaited,
         )
         self._reports.append(report)
@@ -266,10 +256,6 @@ class Replica:
     def _num_under_way(self) -> int:
         return len(self._in_flight) + (self._held is not None)
 
-    def _launch(self, step: InFlight, notes: StepNotes | None, host_seconds: float) -> None:
-        is_paced = self._pace_with(step.plan.num_drafts).is_known(step.plan.num_rows)
-        self._in_flight.append(_Launched(step, notes, host_seconds, time.monotonic(), is_paced))
-
     def _supply(self) -> None:
         """Gives the step that is held back its masks, if there is one and every token before it is known."""
         if self._held is None or self._in_flight:
@@ -280,7 +266,8 @@ class Replica:
         if held.notes is not None:
             held.notes.masked(masks)
         step = self.runner.supply(held.step, masks)
-        self._launch(step, held.notes, held.host_seconds + time.monotonic() - start)
+        host_seconds = held.host_seconds + time.monotonic() - start
+        self._in_flight.append(_UnderWay(step, held.notes, host_seconds, held.is_paced))
 
     def take_reports(self) -> list[StepReport]:
         """Returns the steps that were read since the last call, at most the `MAX_REPORTS` latest."""

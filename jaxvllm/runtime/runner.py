@@ -1,6 +1,7 @@
 """The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class InFlight:
     plan: StepPlan
     bucket: Bucket
     result: StepResult
+    at: float  # when it could begin, on the host's monotonic clock
 
     @property
     def is_ready(self) -> bool:
@@ -228,7 +230,7 @@ class Runner:
     def _in_flight(self, plan: StepPlan, bucket: Bucket, result: StepResult | None) -> InFlight:
         assert result is not None
         result.output.yielded.copy_to_host_async()
-        return InFlight(plan, bucket, result)
+        return InFlight(plan, bucket, result, time.monotonic())
 
     def collect(self, step: InFlight) -> StepOutput:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
