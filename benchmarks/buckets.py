@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.page_pool import pages_for

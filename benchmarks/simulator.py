@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import MODEL_S
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import write_model
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.samples import PrefixRepetition, Random
 from jaxvllm.bench.summary import Summary
 from jaxvllm.bench.traffic import Traffic

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
 from tools.demo_corpus import EVALUATION_SEED, chat, is_held_out
 from tools.demo_stories import story

@@ -31,7 +31,7 @@ from benchmarks.kernels.report import CaseResult, Goal, markdown
 from benchmarks.kernels.worker import TorchContender, TorchWorker
 from benchmarks.peers import attention_gather
 from benchmarks.peers.attention_cudnn import CudnnContiguous, CudnnPaged
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.kernels.ceilings import measure_ceilings
 from jaxvllm.bench.kernels.contender import MAX_ERROR, Contender, LayerOutcome, relative_error
 from jaxvllm.bench.kernels.counts import Work

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.dense import DenseBatch
-from benchmarks.provenance import ROOT
+from benchmarks.result_files import ROOT
 from jaxvllm.bench.kernels.contender import LayerOutcome
 from jaxvllm.bench.kernels.inputs import layers_of
 from jaxvllm.bench.kernels.timing import Timing
