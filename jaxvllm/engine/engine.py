@@ -365,7 +365,7 @@ class Engine:
             num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
             num_bucket_rows=sum(replica.num_bucket_rows for replica in self.replicas),
             num_padding_rows=sum(replica.num_padding_rows for replica in self.replicas),
-            num_drafts=int(drafted[:1].sum()),
+            num_verifications=int(drafted[:1].sum()),
             num_draft_tokens=int(drafted.sum()),
             num_accepted_tokens=int(accepted.sum()),
             num_accepted_per_pos=tuple(accepted.tolist()),

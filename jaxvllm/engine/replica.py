@@ -82,7 +82,7 @@ class Replica:
         self._in_flight: deque[_UnderWay[InFlight]] = deque()
         self._held: _UnderWay[Held] | None = None  # after all that are in flight
         # Drafts that were verified, by their place after the last token of a row.
-        self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
+        self.num_drafted = np.zeros(runner.programs.ladder.drafts.num_drafts, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._burst_seconds = burst_seconds
         self._pace = BurstPace(burst_seconds)
@@ -298,10 +298,10 @@ class Replica:
         """Counts what the device computed of `bucket` in `num_ran` steps, and which part of it was for nothing."""
         # A program of several decode steps ends with the last of its rows, and may find none at all.
         num_steps = 1 if bucket.width == 1 else num_ran
-        num_drafts = 0 if output.drafts is None else int(output.drafts.drafted.sum())
+        num_drafted = 0 if output.drafts is None else int(output.drafts.drafted.sum())
         num_accepted = 0 if output.drafts is None else int(output.drafts.accepted.sum())
         self.num_bucket_tokens += num_steps * bucket.num_tokens
-        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens) - num_drafts
+        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens) - num_drafted
         num_decoded = int(output.counts[: plan.num_decode].sum()) - num_accepted
         self.num_ended_tokens += num_steps * plan.num_decode - num_decoded
         self.num_bucket_rows += num_steps * bucket.num_rows

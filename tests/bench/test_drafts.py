@@ -13,8 +13,10 @@ from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker import wire
 from tests.server.metrics.engine_reports import FACTS, IDLE
 
-BEFORE = replace(IDLE, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=6, num_accepted_per_pos=(4, 1, 1))
-AFTER = replace(IDLE, num_drafts=210, num_draft_tokens=530, num_accepted_tokens=256, num_accepted_per_pos=(154, 61, 41))
+BEFORE = replace(IDLE, num_verifications=10, num_draft_tokens=30, num_accepted_tokens=6, num_accepted_per_pos=(4, 1, 1))
+AFTER = replace(
+    IDLE, num_verifications=210, num_draft_tokens=530, num_accepted_tokens=256, num_accepted_per_pos=(154, 61, 41)
+)
 GAINED = DraftTotals(drafts=200, draft_tokens=500, accepted_tokens=250, accepted_per_pos=(150, 60, 40))
 TABLE = """\
 ---------------Speculative Decoding---------------

@@ -76,7 +76,7 @@ def all_drafts_or_none(divides: bool = False, bursts: bool = True) -> Iterator[N
 
     def with_fewer(*counts: Any, **options: Any) -> BucketLadder:
         ladder = build(*counts, **options)
-        kept = tuple(bucket for bucket in ladder.drafted if divides or bucket.num_drafts == ladder.drafts.of_a_row)
+        kept = tuple(bucket for bucket in ladder.drafted if divides or bucket.num_drafts == ladder.drafts.num_drafts)
         buckets = tuple(bucket for bucket in ladder.buckets if bursts or not bucket.is_decode)
         fewer = replace(ladder, buckets=buckets)
         vars(fewer).update(drafted=kept, split=ladder.split, blind=())  # each is worked out once

@@ -10,4 +10,9 @@ def drafts_between(before: EngineStats, after: EngineStats) -> DraftTotals:
 
 
 def _drafts(stats: EngineStats) -> DraftTotals:
-    return DraftTotals(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_accepted_per_pos)
+    return DraftTotals(
+        drafts=stats.num_verifications,
+        draft_tokens=stats.num_draft_tokens,
+        accepted_tokens=stats.num_accepted_tokens,
+        accepted_per_pos=stats.num_accepted_per_pos,
+    )

@@ -70,7 +70,7 @@ class StatsLogger(Observer):
         ]
         drafted, accepted = self._gained("num_draft_tokens"), self._gained("num_accepted_tokens")
         if drafted:
-            length = 1 + accepted / self._gained("num_drafts")
+            length = 1 + accepted / self._gained("num_verifications")
             parts.append(f"Draft acceptance rate: {accepted / drafted:.1%}, Mean acceptance length: {length:.2f}")
         if steps.count:
             host, device = 1e3 * steps.host_seconds / steps.count, 1e3 * steps.device_seconds / steps.count
