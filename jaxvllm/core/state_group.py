@@ -1,4 +1,4 @@
-"""The pages of layers that keep a state: each holds all of it, as it is after the last token of the page's column."""
+"""The pages of layer states: each holds a whole state, as it is after the last token of the page's column."""
 
 from collections.abc import Sequence
 

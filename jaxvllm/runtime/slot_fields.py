@@ -1,7 +1,8 @@
 """Slot fields: each value that the device keeps for every slot, declared once.
 
-The arrays of the state, the words that an admission sends, what `admit` stores, the trash slot's values and the bytes
-in the memory budget follow from these declarations (`state.py`). A stage over logits declares the fields that it reads.
+The arrays of the slot state, the words that an admission sends, what `admit` stores, the trash slot's values and the
+bytes in the memory budget follow from these declarations (`state.py`). A stage over logits declares the fields that it
+reads.
 """
 
 from collections.abc import Callable

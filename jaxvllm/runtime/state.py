@@ -1,4 +1,4 @@
-"""Device state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
+"""Slot state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
 
 Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read there, and what it holds never changes.
 Only the suffix index belongs to no slot.
@@ -50,7 +50,7 @@ def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
 
 
 def new_state(sizes: SlotSizes) -> DeviceState:
-    """Returns the state of an engine without requests."""
+    """Returns the slot state of an engine without requests."""
     rows = sizes.num_slots + 1
     state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
     return state | new_index(sizes) if sizes.has_index else state
@@ -193,5 +193,5 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 
 def state_bytes(sizes: SlotSizes) -> int:
-    """Returns how many bytes of each device the state takes."""
+    """Returns how many bytes of each device the slot state takes."""
     return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(partial(new_state, sizes)).values())
