@@ -163,12 +163,12 @@ class Scheduler:
         is_constrained = self.slots.is_constrained
         constrained = decode[is_constrained[decode]] if some(is_constrained) else decode[:0]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
-        widest = (1, 0) if forced else self._widest(decode, num_steps, num_drafts)
+        most_of_row = (1, 0) if forced else self._most_of_row(decode, num_steps, num_drafts)
         # Waiting requests get pages before those that only a wide step needs.
-        num_first = 1 if self.queue else widest[0]
+        num_first = 1 if self.queue else most_of_row[0]
         new_pages = self._grow(decode, num_first, forced)
         if new_pages is None and (num_first > 1 or forced):
-            widest, forced = (1, 0), {}
+            most_of_row, forced = (1, 0), {}
             new_pages = self._grow(decode, 1)
         preempts = new_pages is None
         if new_pages is None:
@@ -194,10 +194,10 @@ class Scheduler:
         if not chunks and not len(decode):
             return None
         if preempts or chunks:
-            widest = (1, 0)
-        elif widest[0] > num_first:
-            if (more := self._grow(decode, widest[0])) is None:
-                widest = (1, 0)
+            most_of_row = (1, 0)
+        elif most_of_row[0] > num_first:
+            if (more := self._grow(decode, most_of_row[0])) is None:
+                most_of_row = (1, 0)
             else:
                 opened.append(more)
         if opened:
@@ -205,7 +205,7 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = StepRows(decode, chunks, new_pages, admissions, *widest).plan(self.slots, self._constrained)
+        plan = StepRows(decode, chunks, new_pages, admissions, *most_of_row).plan(self.slots, self._constrained)
         if self._beams:
             self.slots.is_held[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
         for chunk in chunks:
@@ -232,7 +232,7 @@ class Scheduler:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.num_known[slot])
         return Chunk(slot, start, end - start, yields=True, of_prompt=False)
 
-    def _widest(self, decode: SlotIds, num_steps: int, num_drafts: int) -> tuple[int, int]:
+    def _most_of_row(self, decode: SlotIds, num_steps: int, num_drafts: int) -> tuple[int, int]:
         """Returns the most tokens that a row of `decode` may get in this step, and its drafts in each decode step.
 
         Where a prompt is computed, or somebody wants more of each token, that is one token.
@@ -244,10 +244,10 @@ class Scheduler:
             return 1, 0
         if len(slots.prefilling()):
             return 1, 0
-        width = self._constrained.width(decode, num_steps * (1 + num_drafts))
-        if width <= num_drafts:  # not even one step with all of its drafts
-            return min(width, num_steps), 0
-        return width - width % (1 + num_drafts), num_drafts
+        row_tokens = self._constrained.row_tokens(decode, num_steps * (1 + num_drafts))
+        if row_tokens <= num_drafts:  # not even one step with all of its drafts
+            return min(row_tokens, num_steps), 0
+        return row_tokens - row_tokens % (1 + num_drafts), num_drafts
 
     def update(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Brings in what `plan` yielded: appends the tokens, and ends requests that met a stop id or their limit.
@@ -274,7 +274,7 @@ class Scheduler:
         if is_constrained:
             self._constrained.rewind(at)
         # The device ends a row after its first stop id, so only the last token can be one.
-        last = tokens[:, 0] if plan.width == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
+        last = tokens[:, 0] if plan.row_tokens == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
         yields = counts > 0
         stops = slots.stops(at, last) & yields
         if some(stops):
@@ -375,14 +375,14 @@ class Scheduler:
         at = np.flatnonzero(slots.active)
         self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
-    def _grow(self, decode: SlotIds, width: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
-        """Returns the pages that decoding slots may open for `width` tokens each, or None when there are not enough.
+    def _grow(self, decode: SlotIds, num_tokens: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
+        """Returns the pages that decoding slots may open for `num_tokens` each, or None when there are not enough.
 
         A row with `forced` tokens opens what it needs to compute them.
         """
         slots = self.slots
         # The last token's KV is not computed by the step that yields it.
-        ends = np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1)
+        ends = np.minimum(slots.num_computed[decode] + num_tokens, slots.limit[decode] - 1)
         for index, slot in enumerate(decode.tolist() if forced else ()):
             if forced and slot in forced:
                 ends[index] = slots.num_known[slot] + len(forced[slot])
@@ -397,7 +397,7 @@ class Scheduler:
                 return self.slots.decoding()[:0], self.cache.no_entries
             self._preempt_last()
             decode = self.slots.decoding()
-            new_pages = self._grow(decode, width=1)
+            new_pages = self._grow(decode, 1)
             if new_pages is not None:
                 return decode, new_pages
 

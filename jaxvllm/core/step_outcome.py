@@ -58,16 +58,16 @@ def emitted(
     slots: SlotTable, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints, num_forced: NDArray[np.int32]
 ) -> Iterator[Emitted]:
     """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
-    width = tokens.shape[1]
+    row_tokens = tokens.shape[1]
     watched = slots.watched[at]
-    row, index = np.nonzero(watched[:, None] & (np.arange(width) < counts[:, None]))
-    found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
+    row, index = np.nonzero(watched[:, None] & (np.arange(row_tokens) < counts[:, None]))
+    found = (at[row].tolist(), (rows[row] * row_tokens + index).tolist(), tokens[row, index].tolist())
     for slot, place, token in zip(*found, strict=True):
         if slots.num_unreported[slot]:
             yield from _forced(slots, slot, place, 1)  # its row yields one token
         yield Emitted(slots.tenant(slot), place, token)
     for ended_at in np.flatnonzero(watched & (counts == 0) & (num_forced > 0)).tolist():
-        yield from _forced(slots, int(at[ended_at]), int(rows[ended_at]) * width, 0)
+        yield from _forced(slots, int(at[ended_at]), int(rows[ended_at]) * row_tokens, 0)
 
 
 def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator[Emitted]:

@@ -60,7 +60,7 @@ class Bucket:
         """
         if self.is_blind and not plan.is_blind:
             return False
-        if plan.num_drafts != self.num_drafts or plan.width > self.row_tokens:
+        if plan.num_drafts != self.num_drafts or plan.row_tokens > self.row_tokens:
             return False
         fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens
         if self.is_split:
@@ -101,7 +101,7 @@ class DraftRoom:
         return cls(num_drafts, int(overhead * (each - _LEAST_GAIN) / (each * (_LEAST_GAIN - 1))), on_demand=True)
 
     @cached_property
-    def widths(self) -> tuple[tuple[int, int], ...]:
+    def kinds(self) -> tuple[tuple[int, int], ...]:
         """The kinds of steps with drafts: the most drafts of a row in each, and how many a row has on average.
 
         Beside the kind in which each row has all of its drafts there is one in which a row has half as many on average
@@ -183,7 +183,7 @@ class BucketLadder:
         decode = [b for b in self.buckets if b.is_decode and (most is None or b.num_rows <= most)]
         return tuple(
             Bucket(b.num_rows + max(b.num_rows * average, k), b.num_rows, b.width, num_drafts=k)
-            for k, average in self.drafts.widths
+            for k, average in self.drafts.kinds
             for b in decode
         )
 

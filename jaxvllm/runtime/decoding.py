@@ -44,23 +44,23 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
 )
 @dataclass(frozen=True)
 class _DecodeLoop:
-    """The values that the loop of `decode` carries, with W tokens a row at most and K drafts in a step."""
+    """The values that the loop of `decode` carries, with Y tokens a row at most and K drafts in a step."""
 
     num_steps: jax.Array  # i32
     kv_pages: KVCachePages
     state: DeviceState
     counts: jax.Array  # i32[R]: tokens that each row has yielded
-    tokens: jax.Array  # i32[R, W], with DRAFT_MARK
-    logprobs: DeviceLogprobs  # [W, R]
+    tokens: jax.Array  # i32[R, Y], with DRAFT_MARK
+    logprobs: DeviceLogprobs  # [Y, R]
     num_drafted: jax.Array  # i32[R, K]: drafts that there were, by their place
     num_accepted: jax.Array  # i32[R, K]
 
     @classmethod
     def begin(cls, kv_pages: KVCachePages, state: DeviceState, bucket: Bucket, vocab_size: int) -> "_DecodeLoop":
-        num_rows, width = bucket.num_rows, bucket.row_tokens
+        num_rows, row_tokens = bucket.num_rows, bucket.row_tokens
         best = DeviceLogprobs.zeros(num_rows, vocab_size)
-        best = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), best)
-        counts, tokens = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, width), jnp.int32)
+        best = jax.tree.map(lambda x: jnp.zeros((row_tokens, *x.shape), x.dtype), best)
+        counts, tokens = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, row_tokens), jnp.int32)
         drafts = jnp.zeros((num_rows, bucket.num_drafts), jnp.int32)
         return cls(jnp.int32(0), kv_pages, state, counts, tokens, best, drafts, drafts)
 

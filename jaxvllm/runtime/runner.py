@@ -236,7 +236,7 @@ class Runner:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
         plan, result = step.plan, step.result
         yielded = np.asarray(result.output.yielded)[: plan.num_rows]
-        tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.width], None, None
+        tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.row_tokens], None, None
         if plan.num_drafts:
             drafted, accepted = np.split(yielded[:, 1 + step.bucket.row_tokens :], 2, axis=1)
             drafts = DraftCounts(drafted, accepted)
@@ -365,10 +365,10 @@ class Runner:
 
 
 def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
-    """Returns the log-probabilities of [W, R] tokens on the host: number `r * plan.width + w` is token w of row r."""
+    """Returns the log-probabilities of [Y, R] tokens on the host: number `r * Y + y` is token y of row r."""
 
     def flat(x: jax.Array) -> np.ndarray:
-        values = np.swapaxes(np.asarray(x), 0, 1)[: plan.num_rows, : plan.width]
+        values = np.swapaxes(np.asarray(x), 0, 1)[: plan.num_rows, : plan.row_tokens]
         return values.reshape(-1, *values.shape[2:])
 
     return TopLogprobs(*(flat(x) for x in (logprobs.token, logprobs.ranks, logprobs.top_ids, logprobs.top)))

@@ -144,7 +144,7 @@ class VirtualReplica:
             last = int(plan.max_new.max()) - (num_calls - 1) * step.width
             self._pace.measured(plan.num_rows, min(last, step.width), seconds)
         slots = plan.slots.astype(np.intp)  # numpy would do it again wherever they are an index
-        tokens = self._answers[slots][:, None].repeat(plan.width, axis=1)
+        tokens = self._answers[slots][:, None].repeat(plan.row_tokens, axis=1)
         slots = slots[(self.scheduler.slots.epoch[slots] == plan.epochs) & plan.samples]
         update = self.scheduler.update(plan, StepOutput(tokens, plan.max_new))
         if len(slots):
@@ -196,7 +196,7 @@ class VirtualReplica:
         bucket = self._buckets.of_plan(plan)
         for admission in plan.admissions:
             self._admit(admission.slot, admission.request)
-        num_steps = int(plan.max_new.max()) if plan.width > 1 else 1
+        num_steps = int(plan.max_new.max()) if plan.row_tokens > 1 else 1
         width = min(width, num_steps)
         work = StepWork.of(plan, bucket, width)
         launch_seconds, read_seconds = self._cost.launch_seconds(work), self._cost.read_seconds(work)

@@ -181,7 +181,7 @@ def test_other_rows_go_on_while_beams_wait_for_the_host() -> None:
         plan = rig.step()
         if plan is not None:
             has_beams.append(bool((plan.num_rows - plan.num_decode == 0) and plan.num_rows > 1))
-            widths.append(plan.width)
+            widths.append(plan.row_tokens)
     rig.check(other)
     # Steps with beams and without take turns, and no burst keeps the beams waiting; afterwards the other bursts.
     assert [True, False] * 8 == has_beams[2:18]

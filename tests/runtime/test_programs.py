@@ -102,7 +102,7 @@ def test_a_plan_of_several_decode_steps_runs_in_a_decode_bucket(compiler: Compil
     programs = Programs(ladder, compiler)
     programs.wait()
     assert programs.burst_width == 5
-    assert programs.choose(make_plan(3, width=5)) == Bucket(4, 4, width=5)
+    assert programs.choose(make_plan(3, row_tokens=5)) == Bucket(4, 4, width=5)
 
 
 def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
