@@ -327,9 +327,9 @@ def _draft_room(config: EngineConfig, overhead: int, proposer: Proposer | None) 
     count = config.drafting.num_speculative_tokens
     if config.speculative_config is None:
         return DraftRoom.where_they_pay(count, overhead)
-    if proposer is None or proposer.cache is None or not proposer.cache.num_layers:  # then following costs nothing
+    if proposer is None or proposer.cache is None or not proposer.cache.num_layers:  # then seeing a step costs nothing
         return DraftRoom(count)
-    return DraftRoom(count, follows_prompts=True, follows_decoding=proposer.follows_all)
+    return DraftRoom(count, sees_prompts=True, sees_decoding=proposer.sees_all)
 
 
 def _num_pages(

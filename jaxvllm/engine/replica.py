@@ -13,12 +13,12 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
-from jaxvllm.engine.followed_rows import FollowedRows
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.repetition_watch import RepetitionWatch
+from jaxvllm.engine.seen_rows import SeenRows
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.engine.step_recorder import StepNotes, StepRecorder
 from jaxvllm.runtime.buckets import Bucket
@@ -29,7 +29,7 @@ from jaxvllm.runtime.runner import Held, InFlight, Runner
 DEPTH = 2
 DEPTH_IN_TURNS = 1
 # Steps have drafts where more than this share of their rows may have some.
-LEAST_FOLLOWED = 0.5
+LEAST_SEEN = 0.5
 # So many reports are kept until somebody asks for them. An `LLM` never asks.
 MAX_REPORTS = 1024
 
@@ -88,10 +88,10 @@ class Replica:
         self._pace = BurstPace(burst_seconds)
         self._drafted_paces: dict[int, BurstPace] = {}  # by the drafts of a row, with which steps take longer
         ladder = runner.programs.ladder
-        self._follows_plain = ladder.drafts.follows_decoding
+        self._sees_plain = ladder.drafts.sees_decoding
         row_counts = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
-        self._draft_pace = DraftPace(row_counts, runner.proposer_catches_up, self._follows_plain)
-        self._followed = FollowedRows(self.scheduler.slots.num_slots)
+        self._draft_pace = DraftPace(row_counts, runner.proposer_catches_up, self._sees_plain)
+        self._seen = SeenRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
         self._recorder = StepRecorder(index)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
@@ -135,7 +135,7 @@ class Replica:
             notes = self._recorder.begin(plan, self.scheduler)
             step = self.runner.dispatch(plan)
             if has_blind:
-                self._followed.dispatched(plan, step.bucket.is_blind)
+                self._seen.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
             is_paced = self._pace_with(plan.num_drafts).is_known(plan.num_rows)
             host_seconds = time.monotonic() - start
@@ -167,7 +167,7 @@ class Replica:
             return num_steps, 0
         most = {k: min(bucket.num_tokens / max(num_rows, 1), 1 + k) for k, bucket in drafted.items()}
         num_drafts = self._draft_pace.choose(num_rows, most)
-        if not num_drafts or not self._has_followed_rows:
+        if not num_drafts or not self._has_seen_rows:
             return num_steps, 0
         return self._pace_with(num_drafts).width(num_rows, drafted[num_drafts].width), num_drafts
 
@@ -178,11 +178,11 @@ class Replica:
         return self._drafted_paces.setdefault(num_drafts, BurstPace(self._burst_seconds))
 
     @property
-    def _has_followed_rows(self) -> bool:
+    def _has_seen_rows(self) -> bool:
         """Whether drafts are possible for so many rows that the others do not decide what they bring."""
-        if not self._follows_plain:
+        if not self._sees_plain:
             return True
-        return self._followed.share(self.scheduler.slots.decoding()) > LEAST_FOLLOWED
+        return self._seen.share(self.scheduler.slots.decoding()) > LEAST_SEEN
 
     def _may_be_blind(self, plan: StepPlan, num_decoding: int) -> bool:
         """Returns whether the proposer need not see the step, because its rows have no drafts before they are fewer.
@@ -190,7 +190,7 @@ class Replica:
         `num_decoding` rows were decoding when it was decided how many drafts they may have.
         """
         if plan.num_decode == plan.num_rows:
-            return not self._followed.share(plan.slots) or self._draft_pace.may_be_blind(num_decoding)
+            return not self._seen.share(plan.slots) or self._draft_pace.may_be_blind(num_decoding)
         num_running = self.scheduler.num_running + self.scheduler.num_waiting
         return self._draft_pace.may_be_blind(min(num_running, self.scheduler.slots.num_slots))
 
@@ -224,7 +224,7 @@ class Replica:
                 self.num_drafted[: plan.num_drafts] += output.drafts.drafted.sum(axis=0)
                 self.num_accepted[: plan.num_drafts] += output.drafts.accepted.sum(axis=0)
             self._pace_with(plan.num_drafts).measured(plan.num_rows, num_steps, device_seconds)
-            if oldest.is_paced and (plan.num_drafts or not self._follows_plain or bucket.is_blind):
+            if oldest.is_paced and (plan.num_drafts or not self._sees_plain or bucket.is_blind):
                 self._draft_pace.measured(plan.num_rows, plan.num_drafts, device_seconds / num_steps, tokens)
         report = StepReport(
             replica=self.index,

@@ -86,8 +86,8 @@ class DraftRoom:
     num_drafts: int = 0  # the most of a row in a step; 0: there is no proposer
     max_rows: int | None = None  # of a bucket with drafts; None: all decode buckets may have some
     on_demand: bool = False  # whether their buckets are compiled only when something asks for them
-    follows_prompts: bool = False  # whether the proposer computes something of every step with prompts
-    follows_decoding: bool = False  # and of every decode step without drafts
+    sees_prompts: bool = False  # whether the proposer computes something of every step with prompts
+    sees_decoding: bool = False  # and of every decode step without drafts
 
     @classmethod
     def where_they_pay(cls, num_drafts: int, overhead: int) -> "DraftRoom":
@@ -191,7 +191,7 @@ class BucketLadder:
     def blind(self) -> tuple[Bucket, ...]:
         """The blind twin of every bucket of which the proposer computes something."""
         drafts = self.drafts
-        seen = (b for b in self.buckets if (drafts.follows_decoding if b.is_decode else drafts.follows_prompts))
+        seen = (b for b in self.buckets if (drafts.sees_decoding if b.is_decode else drafts.sees_prompts))
         return tuple(replace(bucket, is_blind=True) for bucket in seen)
 
     def compile_order(self) -> tuple[Bucket, ...]:

@@ -17,7 +17,7 @@ from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.draft_share import measured_acceptance, share_drafts
-from jaxvllm.runtime.proposers import Drafts, Followed, Known, Proposer
+from jaxvllm.runtime.proposers import Drafts, Known, Proposer, SeenStep
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState
 from jaxvllm.runtime.step_model import (
@@ -129,7 +129,7 @@ def _decode_once(
     model: StepModel,
     proposer: Proposer | None,
 ) -> _DecodeLoop:
-    """Computes one token for each row that is alive. A `proposer` follows the step."""
+    """Computes one token for each row that is alive. A `proposer` sees the step."""
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = now.state["page_tables"][slots]
@@ -143,8 +143,8 @@ def _decode_once(
     is_over = are_stops(now.state, tokens, slots, lengths)
     state = now.state
     if proposer is not None:
-        with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(Followed(params, kv_pages, state, slots, model, computed, counts))
+        with jax.named_scope("see"):
+            kv_pages, state = proposer.see(SeenStep(params, kv_pages, state, slots, model, computed, counts))
     state = append(state, slots, lengths, tokens[:, None], counts, is_over)
     now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
     return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
@@ -257,9 +257,9 @@ def _verify(
     accepted = matches & (places < yielded[:, None])
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(yielded - 1, 0)[:, None], axis=1)[:, 0]
     kv_pages = commit(computed, kv_pages, tables, yielded, model)
-    with jax.named_scope("follow"):
-        step = Followed(params, kv_pages, state, slots, model, computed, yielded, drafts.counts)
-        kv_pages, state = proposer.follow(step)
+    with jax.named_scope("see"):
+        step = SeenStep(params, kv_pages, state, slots, model, computed, yielded, drafts.counts)
+        kv_pages, state = proposer.see(step)
         if divides:
             measured = measured_acceptance(state[ACCEPTANCE.name][slots], counts, accepted.sum(axis=1))
             state |= {ACCEPTANCE.name: step.stored(ACCEPTANCE.name, measured)}

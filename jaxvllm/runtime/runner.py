@@ -125,7 +125,7 @@ class Runner:
         """
         self.shape = shape
         # Whether a step with drafts takes longer after steps without.
-        self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.follows_all
+        self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.sees_all
         self._leader = leader
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)

@@ -68,7 +68,7 @@ def choose_drafts(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Collection[
 def all_drafts_or_none(divides: bool = False, bursts: bool = True) -> Iterator[None]:
     """Engines that start within have decode steps in which every row has all of its drafts, and steps without any.
 
-    The programs that divide drafts among rows, and those that a proposer does not follow, are not compiled: each takes
+    The programs that divide drafts among rows, and those that a proposer does not see, are not compiled: each takes
     five seconds, and no step that `choose_drafts` leaves to `max` runs in one. With `divides` there are the former.
     Without `bursts` there is no program for decoding without drafts: the few steps of that kind run in a larger one.
     """

@@ -243,9 +243,9 @@ def test_a_ladder_that_cannot_be(rows: list[int], tokens: list[int]) -> None:
 
 def test_what_guesses_may_be_spared_the_steps_that_it_follows() -> None:
     assert not BucketLadder.build([1, 4], [8], drafts=DraftRoom(3)).blind
-    prompts = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, follows_prompts=True))
+    prompts = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, sees_prompts=True))
     assert set(prompts.blind) == {replace(b, is_blind=True) for b in prompts.buckets if not b.is_decode}
-    all_ = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, follows_prompts=True, follows_decoding=True))
+    all_ = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, sees_prompts=True, sees_decoding=True))
     assert set(all_.blind) == {replace(bucket, is_blind=True) for bucket in all_.buckets}
 
 
@@ -254,7 +254,7 @@ def test_a_blind_plan_gets_the_blind_twin_of_its_bucket_and_no_other_plan_does(
     drawn: tuple[BucketLadder, StepPlan],
 ) -> None:
     ladder, plan = drawn
-    ladder = replace(ladder, drafts=DraftRoom(2, follows_prompts=True, follows_decoding=True))
+    ladder = replace(ladder, drafts=DraftRoom(2, sees_prompts=True, sees_decoding=True))
     seen = ladder.choose(plan, (*ladder.blind, *ladder.buckets))
     assert seen is not None and not seen.is_blind
     blind = replace(plan, is_blind=True)
