@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare
 from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, DeviceState, Rows, SlotField
-from jaxvllm.runtime.stages import Stage, VocabShare
 from jaxvllm.runtime.token_mask import mask_words, pack_bits, unpack_bits
 
 # What an int16 can count. A token that comes more often is penalized as if it had come this often.
@@ -75,6 +75,6 @@ def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabS
     return jnp.where(_asks(rows)[:, None], penalized, logits)
 
 
-PENALTIES = Stage(
+PENALTIES = LogitRule(
     (REPETITION, FREQUENCY, PRESENCE, PROMPT_TOKENS, OUTPUT_COUNTS), lambda rows, positions: _asks(rows), _penalize
 )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.request import TokenIds
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
-from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
+from jaxvllm.runtime.sampler import FILTER_RULES, LOGIT_RULES
 from jaxvllm.runtime.slot_fields import (
     ACCEPTANCE,
     DRAFTING,
@@ -37,8 +37,8 @@ ADMISSION_BATCH = 8
 RECALL_TOKENS = 2048
 RECALL_WORDS = 3 + RECALL_TOKENS  # slot, first position, number of tokens, tokens
 
-_OF_STAGES = (field for stage in (*LOGIT_STAGES, *FILTER_STAGES) for field in stage.fields)
-SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, *_OF_STAGES)))
+_OF_RULES = (field for rule in (*LOGIT_RULES, *FILTER_RULES) for field in rule.fields)
+SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, *_OF_RULES)))
 
 
 def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare
 from jaxvllm.runtime.slot_fields import DeviceState, SlotField, SlotSizes
-from jaxvllm.runtime.stages import Stage, VocabShare
 
 BITS = 32
 # Rows that one `store_masks` call brings in, so that most steps make one call: 600 KiB with 152k tokens of vocabulary.
@@ -83,7 +83,7 @@ def mask_logits(logits: jax.Array, is_masked: jax.Array, words: jax.Array, share
     return jnp.where(unpack_bits(words, share) | ~is_masked[:, None], logits, -jnp.inf)
 
 
-TOKEN_MASK = Stage(
+TOKEN_MASK = LogitRule(
     (IS_MASKED, MASK),
     lambda rows, positions: rows[IS_MASKED.name] != 0,
     lambda logits, rows, positions, share: mask_logits(logits, rows[IS_MASKED.name] != 0, rows[MASK.name], share),

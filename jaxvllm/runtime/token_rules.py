@@ -14,8 +14,8 @@ from jaxvllm.core.request import MAX_BAD_WORD_TOKENS
 from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES
 from jaxvllm.core.slots import NO_TOKEN
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare
 from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows, SlotField
-from jaxvllm.runtime.stages import Stage, VocabShare
 from jaxvllm.runtime.token_mask import mask_logits, mask_words, pack_bits
 
 # Columns that a scatter changes at once. Requests give a few tokens of the thousand that they may, and a scatter takes
@@ -106,8 +106,8 @@ def _add(logits: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
     return result
 
 
-ALLOWED_TOKENS = Stage((IS_RESTRICTED, ALLOWED), lambda rows, positions: rows[IS_RESTRICTED.name] != 0, _restrict)
-LOGIT_BIAS = Stage((IS_BIASED, BIASES), lambda rows, positions: rows[IS_BIASED.name] != 0, _bias)
-BAD_WORDS = Stage(
+ALLOWED_TOKENS = LogitRule((IS_RESTRICTED, ALLOWED), lambda rows, positions: rows[IS_RESTRICTED.name] != 0, _restrict)
+LOGIT_BIAS = LogitRule((IS_BIASED, BIASES), lambda rows, positions: rows[IS_BIASED.name] != 0, _bias)
+BAD_WORDS = LogitRule(
     (HAS_BAD_WORDS, BAD_WORDS_OF, NUM_PROMPT), lambda rows, positions: rows[HAS_BAD_WORDS.name] != 0, _forbid_bad_words
 )

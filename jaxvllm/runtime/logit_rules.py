@@ -1,6 +1,6 @@
-"""Stages over logits: what sampling parameters do to a row's logits before a token is taken, one small value each.
+"""Logit rules: what sampling parameters do to a row's logits before a token is taken, one small value each.
 
-A stage that no row of a batch asks for is skipped while the step runs (`lax.cond`). `sampler.py` has their order.
+A rule that no row of a batch asks for is skipped while the step runs (`lax.cond`). `sampler.py` has their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,10 +46,10 @@ class VocabShare:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LogitRule:
     """A pure function on logits f32[R, V], with the slot fields that it reads.
 
-    asks: (rows, positions i32[R]) -> bool[R], the rows that the stage changes
+    asks: (rows, positions i32[R]) -> bool[R], the rows that the rule changes
     apply: (logits, rows, positions, share) -> logits; leaves rows that do not ask as they are
     The position is the one that the token will have.
     """
@@ -59,19 +59,19 @@ class Stage:
     apply: Callable[[jax.Array, Rows, jax.Array, VocabShare], jax.Array]
 
 
-def run_stages(
-    stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare
+def run_rules(
+    rules: Sequence[LogitRule], logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare
 ) -> jax.Array:
-    """Returns what `stages`, in order, make of `logits`.
+    """Returns what `rules`, in order, make of `logits`.
 
     Where no row asks for any of them, that is one branch not taken.
     """
-    asked = [jnp.any(stage.asks(rows, positions)) for stage in stages]
+    asked = [jnp.any(rule.asks(rows, positions)) for rule in rules]
 
     def run(logits: jax.Array) -> jax.Array:
-        for stage, is_asked in zip(stages, asked, strict=True):
+        for rule, is_asked in zip(rules, asked, strict=True):
             logits = lax.cond(
-                is_asked, lambda x, apply=stage.apply: apply(x, rows, positions, share), lambda x: x, logits
+                is_asked, lambda x, apply=rule.apply: apply(x, rows, positions, share), lambda x: x, logits
             )
         return logits
 
@@ -138,18 +138,18 @@ def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> ja
     return bounds[0]
 
 
-MIN_TOKENS = Stage((MIN_LENGTH, LATE_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
-MIN_P = Stage(
+MIN_TOKENS = LogitRule((MIN_LENGTH, LATE_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
+MIN_P = LogitRule(
     (SlotField("min_p", np.float32, 0, lambda a: a.request.sampling_params.min_p),),
     lambda rows, positions: rows["min_p"] > 0,
     _min_p,
 )
-TOP_K = Stage(
+TOP_K = LogitRule(
     (SlotField("top_k", np.int32, 0, lambda a: max(a.request.sampling_params.top_k, 0)),),
     lambda rows, positions: rows["top_k"] > 0,
     _top_k,
 )
-TOP_P = Stage(
+TOP_P = LogitRule(
     (SlotField("top_p", np.float32, 1, lambda a: a.request.sampling_params.top_p),),
     lambda rows, positions: rows["top_p"] < 1,
     _top_p,
