@@ -234,7 +234,7 @@ class KVCache:
             return []
         hashes = request.hashes(self.page_size)
         for index, group in enumerate(self.groups):
-            columns = group.held_columns(slot, first, last)
+            columns = group.owned_columns(slot, first, last)
             self._make_findable(index, columns.tolist(), group.table[slot, columns].tolist(), request)
         self.num_registered[slot] = last
         return hashes[first:last]

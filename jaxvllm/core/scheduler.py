@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxvllm.core import step_outcome
-from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
@@ -20,6 +19,7 @@ from jaxvllm.core.page_loads import PageLoad, PageSave, PageSource
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.readout import POOLED
 from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.running_searches import RunningSearches
 from jaxvllm.core.shared_pages import SharedPages
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
@@ -65,7 +65,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.queue = WaitingQueue()
         self._slot_of: dict[str, int] = {}
-        self._beams = BeamGroups(slots, cache)
+        self._beams = RunningSearches(slots, cache)
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
@@ -207,7 +207,7 @@ class Scheduler:
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
         plan = StepRows(decode, chunks, new_pages, admissions, *most_of_row).plan(self.slots, self._constrained)
         if self._beams:
-            self.slots.is_held[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
+            self.slots.is_undecided[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
         for chunk in chunks:
             if chunk.of_prompt:
                 self._shared.register_computed(chunk.slot)
@@ -318,23 +318,23 @@ class Scheduler:
         finished: list[Finished] = []
         forks: dict[str, list[Fork]] = {}
         for request_id, request in searches.items():
-            group = self._beams.of(request)
-            if group is None:  # preempted by another group
+            running = self._beams.of(request)
+            if running is None:  # preempted by another search
                 continue
-            candidates = [step_outcome.proposed(group, output, row_of[slot]) for slot in group.slots]
-            survivors = group.search.advance(candidates)
-            if group.search.is_over:
-                finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
+            candidates = [step_outcome.proposed(running, output, row_of[slot]) for slot in running.slots]
+            survivors = running.search.advance(candidates)
+            if running.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(running.search.best())))
                 self.finish(request_id)
                 continue
-            sources = self._beams.keep(group, survivors)
+            sources = self._beams.keep(running, survivors)
             self._slot_of[request_id] = sources[0]
             while not self._beams.can_fork(sources):
                 forks.pop(self._preempt_last().request_id, None)
                 if self._beams.of(request) is None:
                     break
             else:
-                forks[request_id] = self._beams.fork(group, sources, survivors)
+                forks[request_id] = self._beams.fork(running, sources, survivors)
         return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
@@ -564,13 +564,13 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._shared.leaving(slot)
         request = self.slots.tenant(slot)
-        group = self._beams.of(request)
-        if group is None:
+        running = self._beams.of(request)
+        if running is None:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
-        if group is not None:  # all beams together: a preempted search starts again
-            self._beams.close(group)
+        if running is not None:  # all beams together: a preempted search starts again
+            self._beams.close(running)
         else:
             self.cache.release(slot)
             self.slots.vacate(slot)

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
-from jaxvllm.core.beam_groups import BeamGroup
 from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.running_searches import RunningSearch
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Scored, StepOutput, StepPlan
 
@@ -77,12 +77,12 @@ def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator
         yield Emitted(slots.tenant(slot), place, token)
 
 
-def proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
+def proposed(running: RunningSearch, output: StepOutput, row: int) -> Candidates:
     """Returns the next tokens that the beam of `row` proposes."""
-    if group.request.sampling_params.wants_distributions:
+    if running.request.sampling_params.wants_distributions:
         distributions = DISTRIBUTIONS.of(output.reports)
         assert distributions is not None, "a step with beams was planned without distributions"
-        return Candidates.best(distributions[row], group.search.params.num_candidates)
+        return Candidates.best(distributions[row], running.search.params.num_candidates)
     assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
     return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
 

@@ -10,7 +10,7 @@ from jaxvllm.engine.outputs import Logprob
 from jaxvllm.engine.token_ranks import TokenRanks
 
 
-def explain(group: LiveRequest, completion: LiveCompletion, trail: Trail, ranks: TokenRanks) -> Explanation:
+def explain(live: LiveRequest, completion: LiveCompletion, trail: Trail, ranks: TokenRanks) -> Explanation:
     """Returns the explanation of a completion, whose steps are its `trail`."""
     tokens = [
         OutputToken(
@@ -21,10 +21,10 @@ def explain(group: LiveRequest, completion: LiveCompletion, trail: Trail, ranks:
         )
         for index, (token_id, logprobs) in enumerate(zip_longest(completion.token_ids, completion.logprobs))
     ]
-    metrics = group.metrics
+    metrics = live.metrics
     return Explanation(
-        request_id=group.request.request_id,
-        prompt=tuple(PromptToken(one, ranks.spell(one)) for one in group.request.prompt.token_list),
+        request_id=live.request.request_id,
+        prompt=tuple(PromptToken(one, ranks.spell(one)) for one in live.request.prompt.token_list),
         tokens=tuple(tokens),
         steps=tuple(trail.steps),
         num_steps_left_out=trail.num_left_out,

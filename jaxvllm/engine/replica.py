@@ -22,7 +22,7 @@ from jaxvllm.engine.seen_rows import SeenRows
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.engine.step_recorder import StepNotes, StepRecorder
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.runner import Held, InFlight, Runner
+from jaxvllm.runtime.runner import HeldStep, InFlight, Runner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2. With one, each waits for the other.
@@ -35,7 +35,7 @@ MAX_REPORTS = 1024
 
 
 @dataclass(frozen=True)
-class _UnderWay[Step: (InFlight, Held)]:
+class _UnderWay[Step: (InFlight, HeldStep)]:
     """A step under way, and what the host has noted about it."""
 
     step: Step
@@ -80,7 +80,7 @@ class Replica:
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_UnderWay[InFlight]] = deque()
-        self._held: _UnderWay[Held] | None = None  # after all that are in flight
+        self._held: _UnderWay[HeldStep] | None = None  # after all that are in flight
         # Drafts that were verified, by their place after the last token of a row.
         self.num_drafted = np.zeros(runner.programs.ladder.drafts.num_drafts, np.int64)
         self.num_accepted = self.num_drafted.copy()
@@ -139,7 +139,7 @@ class Replica:
             self.num_steps += 1
             is_paced = self._pace_with(plan.num_drafts).is_known(plan.num_rows)
             host_seconds = time.monotonic() - start
-            if isinstance(step, Held):
+            if isinstance(step, HeldStep):
                 self._held = _UnderWay(step, notes, host_seconds, is_paced)
                 self._supply()
             else:

@@ -79,7 +79,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStep:
     """A step whose forward pass was dispatched, and which samples when the host has supplied masks."""
 
     plan: StepPlan
@@ -182,7 +182,7 @@ class Runner:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
         self._call(Reset())
 
-    def dispatch(self, plan: StepPlan) -> InFlight | Held:
+    def dispatch(self, plan: StepPlan) -> InFlight | HeldStep:
         """Starts the step and returns at once: the next may be dispatched before this one's output is read.
 
         A plan with masked rows is held after its forward pass: `supply` starts the other half.
@@ -201,14 +201,14 @@ class Runner:
         if not plan.is_split:
             return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
         self._call(Forward(bucket, packed))
-        return Held(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
+        return HeldStep(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
 
     @property
     def mask_words(self) -> int:
         """Words of the mask of a row."""
         return mask_words(self._sizes.vocab_size)
 
-    def supply(self, held: Held, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
+    def supply(self, held: HeldStep, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
         """Starts the half of the step that was held back, which samples under the masks of these slots."""
         for rows in batched(masks, MASK_BATCH):
             self._call(Mask(pack_masks(rows, self._sizes)))
