@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.page_pool import pages_for
@@ -218,10 +218,10 @@ class Replayer:
         return plan, StepOutput(tokens, yielded)
 
     def _yield(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what the device would: i32[R, W], i32[R]. A request that has ended yields nothing."""
+        """Returns what the device would: i32[R, Y], i32[R]. A request that has ended yields nothing."""
         for admission in plan.admissions:
             self._slots[admission.slot] = int(admission.request.request_id)
-        tokens = np.full((plan.num_rows, plan.width), 9, np.int32)
+        tokens = np.full((plan.num_rows, plan.row_tokens), 9, np.int32)
         yielded = np.zeros(plan.num_rows, np.int32)
         for row, (slot, most) in enumerate(zip(plan.slots.tolist(), plan.max_new.tolist(), strict=True)):
             index = self._slots[slot]

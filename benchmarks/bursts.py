@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.cpu import MODEL_S, Workload
-from benchmarks.provenance import ROOT, machine, spread, write_record
 from benchmarks.qwen3 import write_model
+from benchmarks.result_files import ROOT, machine, spread, write_record
 
 WORKLOADS = (Workload.uniform(1, 128, 128), Workload.uniform(16, 128, 128))
 DEMO = (Workload.uniform(1, 32, 200), Workload.uniform(16, 32, 200))

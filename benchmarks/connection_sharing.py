@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.server.http.handover import Handover, Received
 
 WAYS = ("SO_REUSEPORT", "one socket", "handed over")

@@ -35,8 +35,8 @@ from typing import Protocol, Self
 import numpy as np
 
 from benchmarks.peers.process import PeerProcess
-from benchmarks.provenance import ROOT, machine, spread, write_record
 from benchmarks.qwen3 import qwen3, write_model
+from benchmarks.result_files import ROOT, machine, spread, write_record
 
 THREADS = 2
 PEERS = ROOT / "benchmarks" / "peers"

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from benchmarks.cpu import MODEL_S
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import write_model
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.stats import StepReport
 

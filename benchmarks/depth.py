@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import qwen3
+from benchmarks.result_files import ROOT, machine, write_record
 
 DEPTHS = (8, 32, 80)
 MODEL = qwen3(28, 2048, 6144, 16, 8, 128, 151_936, max_position_embeddings=8192, tie_word_embeddings=True)

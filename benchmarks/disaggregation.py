@@ -32,8 +32,8 @@ import httpx
 import numpy as np
 
 from benchmarks.cpu import MODEL_S
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import write_model
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.router.proxy import PREFILL_PARAMS
 
 MODEL = MODEL_S | {"max_position_embeddings": 2048}

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.process import PeerProcess
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import qwen3, qwen3_600m
+from benchmarks.result_files import ROOT, machine, write_record
 
 GOALS = r"^(decode-(64x4096|256x4096|8x32768)|prefill-(2048|8192))-q32-d128$"
 # Seconds of each part. Together they are more than eight minutes: a part that ends early leaves its time to the others.

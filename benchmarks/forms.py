@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN
 from jaxvllm.models.forms.cpu_kernel import CpuKernel

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.policy import POLICIES

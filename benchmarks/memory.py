@@ -72,8 +72,8 @@ def main() -> None:
     if arguments.measure is not None:
         measure(arguments.measure, *arguments.lengths)
         return
-    from benchmarks.provenance import ROOT, machine, write_record
     from benchmarks.qwen3 import qwen3_600m, write_model, write_weights
+    from benchmarks.result_files import ROOT, machine, write_record
 
     device = machine()
     checkouts = {"here": ROOT} if arguments.other is None else {"other": arguments.other.resolve(), "here": ROOT}

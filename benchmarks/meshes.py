@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm import LLM, SamplingParams, __version__
 from sharding.mesh import MeshShape
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu import MODEL_S
-from benchmarks.provenance import ROOT, machine, spread, write_record
 from benchmarks.qwen3 import write_model
+from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm import LLM, SamplingParams
 
 NUM_PROMPTS = 32

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import qwen3, write_model
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.stats import StepReport
 

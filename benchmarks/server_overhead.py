@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm import LLM, SamplingParams, __version__
 
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32, 128

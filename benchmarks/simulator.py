@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import MODEL_S
-from benchmarks.provenance import ROOT, machine, write_record
 from benchmarks.qwen3 import write_model
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.samples import PrefixRepetition, Random
 from jaxvllm.bench.summary import Summary
 from jaxvllm.bench.traffic import Traffic
@@ -36,7 +36,7 @@ from jaxvllm.simulator.engine_run import run_on_engine
 from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.measuring import StepMeasurement, measure_steps
 from jaxvllm.simulator.roofline_cost import RooflineCost
-from jaxvllm.simulator.simulation import Pool, Simulation
+from jaxvllm.simulator.simulation import ReplicaPool, Simulation
 from jaxvllm.simulator.workload import PrefixWorkload, RandomWorkload, Workload
 
 NUM_PAGES = 4097
@@ -103,7 +103,7 @@ def large(count: int, rate: float) -> dict[str, Any]:
     name, hf_config = find_config("Llama-3.1-8B")
     config = EngineConfig(model=name, max_model_len=8192)
     deployment = Deployment.of_config(config, hf_config, "h100")
-    pool = Pool(EngineSetup.of_deployment(config, deployment), RooflineCost.of(deployment))
+    pool = ReplicaPool(EngineSetup.of_deployment(config, deployment), RooflineCost.of(deployment))
     workload = RandomWorkload(Traffic(count, rate), Random(512, 128, 0.5))
     result = Simulation(pool).run(workload)
     simulated = figures(summary := result.ledger.summary([99.0]))
@@ -131,7 +131,7 @@ def compare(config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         engine.close()
     table = measured.table(config.model, "cpu")
-    simulation = Simulation(Pool(setup, table))
+    simulation = Simulation(ReplicaPool(setup, table))
     results = {}
     for name, workload in workloads.items():
         results[name] = compared(real[name], figures(simulation.run(workload).ledger.summary([99.0])))

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
 from tools.demo_corpus import EVALUATION_SEED, chat, is_held_out
 from tools.demo_stories import story
@@ -95,7 +95,7 @@ class Batch:
     cpu_seconds: float  # of all threads
     texts: list[str]
     num_tokens: int
-    num_drafts: int
+    num_verifications: int
     num_accepted: int
     steps: dict[bool, tuple[int, float]]  # decode steps with drafts and without, and seconds of the device for them
 
@@ -122,7 +122,7 @@ def measure(llm: LLM, work: Work, first: int) -> Batch:
         cpu_seconds,
         [output.outputs[0].text for output in outputs],
         sum(len(output.outputs[0].token_ids) for output in outputs),
-        after.num_drafts - before.num_drafts,
+        after.num_verifications - before.num_verifications,
         after.num_accepted_tokens - before.num_accepted_tokens,
         steps,
     )
@@ -219,7 +219,7 @@ def row(work: Work, name: str, rounds: list[list[Batch]], plain: list[list[Batch
         "ratio_of_cpu": least(plain, "cpu_seconds") / least(rounds, "cpu_seconds"),
         "ratios": ratios,
     }
-    drafts = sum(batch.num_drafts for batch in batches)
+    drafts = sum(batch.num_verifications for batch in batches)
     if drafts:
         found["tokens_per_verification"] = 1 + sum(batch.num_accepted for batch in batches) / drafts
         found["num_drafts"] = drafts

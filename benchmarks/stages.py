@@ -11,7 +11,7 @@ import os
 import subprocess
 from typing import Any
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from tools.aot import AOT, compiler_versions
 
 MODEL, DEVICE = "Llama-3.1-70B", "v6e"

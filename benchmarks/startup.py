@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import ROOT, machine, spread, write_record
 from benchmarks.qwen3 import qwen3_600m, write_model, write_weights
+from benchmarks.result_files import ROOT, machine, spread, write_record
 
 OPTIONS = {"demo": [], "0.6B": ["--max-model-len", "2048"]}
 PROMPT = "t1 t2 t3 t4 t5"

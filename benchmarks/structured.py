@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.provenance import machine, spread, write_record
+from benchmarks.result_files import machine, spread, write_record
 from jaxvllm import LLM, SamplingParams, StructuredOutputsParams
 
 TOKENS = 128

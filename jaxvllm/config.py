@@ -27,8 +27,7 @@ from sharding.mesh import MeshShape
 logger = logging.getLogger(__name__)
 
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
-Quantization = Literal["int8"]
-QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+Quantization = Literal["int8"]  # the names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64
@@ -125,9 +124,9 @@ class EngineConfig:
                 raise ValueError(f"{field.name} must be one of {', '.join(get_args(allowed))}, not {value!r}")
             if allowed is bool and type(value) is not bool:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
-        if self.quantization not in (None, *QUANTIZATIONS):
+        if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(
-                f"quantization must be one of {', '.join(QUANTIZATIONS)} or None, not {self.quantization!r}: "
+                f"quantization must be one of {', '.join(get_args(Quantization))} or None, not {self.quantization!r}: "
                 "quantized checkpoints are not supported, and these are made of one in 16 or 32 bits"
             )
         overrides = json_object("hf_overrides", self.hf_overrides)

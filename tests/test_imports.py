@@ -274,9 +274,9 @@ def test_a_wrong_import_is_seen(module: str, is_package: bool, source: str) -> N
 
 
 def test_every_source_that_is_traced_is_part_of_the_names_of_stored_programs() -> None:
-    from jaxvllm.runtime.recipe import TRACED_PACKAGES
+    from jaxvllm.runtime.recipe import TRACED_PACKAGES, traced_core
 
-    traced = tuple(package.replace("/", ".") for package in TRACED_PACKAGES)
+    traced = (*(package.replace("/", ".") for package in TRACED_PACKAGES), *traced_core(ROOT))
     found = [
         f"{module_name(path)} imports {name}"
         for path in product_files()

@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from tools.aot_outcome import HEADER, KINDS, Kind, Outcome
 from tools.kernel_resources import dump_environment
 

@@ -76,7 +76,7 @@ class StepModel:
 
         A decode step, several in one program, several with drafts of n-grams, with so few that rows divide them, with
         drafts of suffixes and of an EAGLE-3 head, the first half of one whose rows wait for masks, the halves of a step
-        with prompts, which a head may follow or an index of suffixes learn, and the forks of beam search.
+        with prompts, which a head may see or an index of suffixes learn, and the forks of beam search.
         """
         rows = 8
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.provenance import ROOT
+from benchmarks.result_files import ROOT
 
 # Of wall time, on two quiet cores: what CI has.
 BUDGET_MINUTES = 25.0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.bench.kernels.ceilings import Ceilings
-from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.contender import LayerOutcome
 from jaxvllm.bench.kernels.counts import Work
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
@@ -44,7 +44,7 @@ class CaseResult:
     case: RaggedCase
     work: Work
     ceilings: Ceilings
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[str, LayerOutcome]
 
     def share(self, seconds: float, ceiling: str) -> float:
         """Returns the share of a ceiling that a layer's call reaches in `seconds`."""
@@ -53,7 +53,7 @@ class CaseResult:
         return self.work.flops / seconds / self.ceilings.matmul
 
     @property
-    def ours(self) -> Outcome:
+    def ours(self) -> LayerOutcome:
         return next(iter(self.outcomes.values()))
 
     def verdict(self) -> str:
@@ -89,7 +89,7 @@ class CaseResult:
             "contenders": {name: self._contender_record(outcome) for name, outcome in self.outcomes.items()},
         }
 
-    def _contender_record(self, outcome: Outcome) -> dict[str, Any]:
+    def _contender_record(self, outcome: LayerOutcome) -> dict[str, Any]:
         record: dict[str, Any] = {"error": outcome.error, "problem": outcome.problem} | dict(outcome.details)
         if outcome.timing is not None:
             seconds = outcome.timing.median
@@ -103,7 +103,7 @@ class CaseResult:
         return record
 
 
-def _microseconds(outcome: Outcome) -> str:
+def _microseconds(outcome: LayerOutcome) -> str:
     """Returns median (range), with only the digits that mean something."""
     assert outcome.timing is not None
     values = [1e6 * seconds for seconds in (outcome.timing.median, outcome.timing.best, outcome.timing.worst)]

@@ -31,9 +31,9 @@ from benchmarks.kernels.report import CaseResult, Goal, markdown
 from benchmarks.kernels.worker import TorchContender, TorchWorker
 from benchmarks.peers import attention_gather
 from benchmarks.peers.attention_cudnn import CudnnContiguous, CudnnPaged
-from benchmarks.provenance import ROOT, machine, write_record
+from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.kernels.ceilings import measure_ceilings
-from jaxvllm.bench.kernels.contender import MAX_ERROR, Contender, Outcome, relative_error
+from jaxvllm.bench.kernels.contender import MAX_ERROR, Contender, LayerOutcome, relative_error
 from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import describe, package_versions
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
@@ -74,15 +74,15 @@ def contenders(device: jax.Device, dtype: jnp.dtype, worker: TorchWorker) -> lis
     ]
 
 
-def measure(case: RaggedCase, dtype: jnp.dtype, field: Sequence[Contender]) -> Iterator[tuple[str, Outcome]]:
+def measure(case: RaggedCase, dtype: jnp.dtype, field: Sequence[Contender]) -> Iterator[tuple[str, LayerOutcome]]:
     """Yields every contender's outcome. An exception is an outcome, too."""
     for contender in field:
         try:
             outcome = contender.run(case, dtype)
         except NotImplementedError as error:
-            outcome = Outcome.without(_first_line(error))
+            outcome = LayerOutcome.without(_first_line(error))
         except Exception as error:
-            outcome = Outcome.without(f"{type(error).__name__}: {_first_line(error)}")
+            outcome = LayerOutcome.without(f"{type(error).__name__}: {_first_line(error)}")
         gc.collect()  # frees arrays that an exception's frames held
         yield contender.name, outcome
 
@@ -91,7 +91,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().split("\n")[0] or "no message")[:300]
 
 
-def agreeing(outcomes: dict[str, Outcome], dtype: jnp.dtype) -> dict[str, Outcome]:
+def agreeing(outcomes: dict[str, LayerOutcome], dtype: jnp.dtype) -> dict[str, LayerOutcome]:
     """Marks ours as failed when the reference had another result at full size."""
     name, outcome = next(iter(outcomes.items()))
     reference = outcomes.get("reference")

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.dense import DenseBatch
-from benchmarks.provenance import ROOT
-from jaxvllm.bench.kernels.contender import Outcome
+from benchmarks.result_files import ROOT
+from jaxvllm.bench.kernels.contender import LayerOutcome
 from jaxvllm.bench.kernels.inputs import layers_of
 from jaxvllm.bench.kernels.timing import Timing
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
@@ -92,7 +92,7 @@ class TorchContender:
     def versions(self) -> Mapping[str, str]:
         return self.worker.versions() if self.device.platform == "gpu" else {}
 
-    def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
+    def run(self, case: RaggedCase, dtype: jnp.dtype) -> LayerOutcome:
         if self.device.platform != "gpu":
             raise NotImplementedError("no NVIDIA GPU here")
         if (reason := self.worker.missing(self.peer)) is not None:
@@ -108,5 +108,5 @@ class TorchContender:
         }
         answer = self.worker.ask({"peer": self.peer, "batch": batch})
         if "problem" in answer:
-            return Outcome.without(answer["problem"])
-        return Outcome(Timing(tuple(answer["samples"])), answer["error"], details={"note": answer["note"]})
+            return LayerOutcome.without(answer["problem"])
+        return LayerOutcome(Timing(tuple(answer["samples"])), answer["error"], details={"note": answer["note"]})

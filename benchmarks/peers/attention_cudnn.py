@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.kernels.dense import DenseBatch
-from jaxvllm.bench.kernels.contender import MAX_ERROR, Outcome, relative_error
+from jaxvllm.bench.kernels.contender import MAX_ERROR, LayerOutcome, relative_error
 from jaxvllm.bench.kernels.inputs import layers_of
 from jaxvllm.bench.kernels.timing import time_calls
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
@@ -36,7 +36,7 @@ class CudnnContiguous:
     def versions(self) -> Mapping[str, str]:
         return _versions()
 
-    def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
+    def run(self, case: RaggedCase, dtype: jnp.dtype) -> LayerOutcome:
         _require(self.device, dtype)
         dense = DenseBatch.of(case)
 
@@ -59,7 +59,7 @@ class CudnnPaged:
     def versions(self) -> Mapping[str, str]:
         return _versions()
 
-    def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
+    def run(self, case: RaggedCase, dtype: jnp.dtype) -> LayerOutcome:
         _require(self.device, dtype)
         dense = DenseBatch.of(case)
         try:
@@ -112,7 +112,7 @@ def _measure(
     dtype: jnp.dtype,
     device: jax.Device,
     table: jax.Array | None = None,
-) -> Outcome:
+) -> LayerOutcome:
     """Measures attention over keys and values that lie as `stored`; `contiguous` has those of every row."""
     dense = DenseBatch.of(case)
     layers = min(layers_of(case, dtype, device), MAX_LAYERS)
@@ -131,8 +131,8 @@ def _measure(
 
     error = _error(run(q, kv), q, kv[-1], contiguous, case, table)
     if not error <= MAX_ERROR[dtype]:
-        return Outcome.without(f"error {error:.1e}: not timed", error)
-    return Outcome(time_calls(lambda: run(q, kv), layers), error, details={"layers": layers})
+        return LayerOutcome.without(f"error {error:.1e}: not timed", error)
+    return LayerOutcome(time_calls(lambda: run(q, kv), layers), error, details={"layers": layers})
 
 
 def _error(

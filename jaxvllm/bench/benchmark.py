@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jaxvllm.bench.drafts import Drafts
-from jaxvllm.bench.load import Target, run_load
-from jaxvllm.bench.report import Run
-from jaxvllm.bench.samples import Dataset, Sample
+from jaxvllm.bench.drafts import DraftTotals
+from jaxvllm.bench.load import RequestTarget, run_load
+from jaxvllm.bench.report import BenchRun
+from jaxvllm.bench.samples import BenchSample, Dataset
 from jaxvllm.bench.summary import Goodput, measure
 from jaxvllm.bench.traffic import Traffic
 from jaxvllm.bench.vocabulary import Vocabulary
@@ -34,7 +34,7 @@ SPARE_FILES = 64  # open files that are not connections
 class Benchmark:
     """All settings of a run. The same value with the same server gives the same requests at the same times."""
 
-    target: Target
+    target: RequestTarget
     traffic: Traffic
     dataset: Dataset
     dataset_path: Path | None
@@ -46,29 +46,29 @@ class Benchmark:
     patience: float  # seconds to wait for a server that is still starting
     shows_progress: bool
 
-    def run(self, api: Api) -> Run:
+    def run(self, api: Api) -> BenchRun:
         """Tries one request, then sends all. Raises ServerError when the trial fails; later failures are counted."""
         samples_rng, arrivals_rng = np.random.default_rng(self.seed).spawn(2)
         samples = self.dataset.sample(self.traffic.num_prompts, self.vocabulary, self.dataset_path, samples_rng)
         patiently(lambda: self._try(api, samples[0].stranger), self.patience)
         allow_connections(min(len(samples), self.traffic.max_concurrency or len(samples)))
-        before = Drafts.read(api.metrics())
+        before = DraftTotals.read(api.metrics())
         arrivals = self.traffic.arrivals(arrivals_rng)
         with tqdm(total=len(samples), unit="req", disable=None if self.shows_progress else True) as bar:
             load = run_load(self.target, samples, arrivals, self.traffic.max_concurrency, bar.update)
             outcome = asyncio.run(load)
         if before.accepted_per_pos:  # the server speculates
             time.sleep(SETTLE)
-        drafts = Drafts.read(api.metrics()).since(before)
-        run = Run(self.traffic, outcome, measure(outcome, self.percentiles, self.goodput), self.shown, drafts)
+        drafts = DraftTotals.read(api.metrics()).since(before)
+        run = BenchRun(self.traffic, outcome, measure(outcome, self.percentiles, self.goodput), self.shown, drafts)
         self._tell_troubles(run)
         return run
 
-    def _try(self, api: Api, sample: Sample) -> None:
+    def _try(self, api: Api, sample: BenchSample) -> None:
         for _ in api.stream(self.target.endpoint, self.target.body(sample)):
             pass
 
-    def _tell_troubles(self, run: Run) -> None:
+    def _tell_troubles(self, run: BenchRun) -> None:
         errors = [record.error for record in run.outcome.records if record.error]
         for error in errors[:10]:
             print(f"a request failed: {error}", file=sys.stderr)

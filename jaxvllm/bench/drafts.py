@@ -1,4 +1,4 @@
-"""`Drafts`: how many draft tokens an engine has verified, and how many of them were right."""
+"""`DraftTotals`: how many draft tokens an engine has verified, and how many of them were right."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ _POSITION = re.compile(r'\bposition="(\d+)"')
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftTotals:
     """Counts of drafts. Without speculation all are zero, and there are no positions."""
 
     drafts: int  # times that draft tokens were verified for a row
@@ -32,10 +32,10 @@ class Drafts:
         positions = tuple(per_pos[position] for position in range(max(per_pos, default=-1) + 1))
         return cls(counts["drafts"], counts["draft_tokens"], counts["accepted_tokens"], positions)
 
-    def since(self, earlier: "Drafts") -> "Drafts":
+    def since(self, earlier: "DraftTotals") -> "DraftTotals":
         """Returns what was counted after `earlier`."""
         before = (*earlier.accepted_per_pos, *[0] * len(self.accepted_per_pos))
-        return Drafts(
+        return DraftTotals(
             self.drafts - earlier.drafts,
             self.draft_tokens - earlier.draft_tokens,
             self.accepted_tokens - earlier.accepted_tokens,

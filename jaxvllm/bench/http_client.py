@@ -90,7 +90,7 @@ class Receiver(Protocol):
         """Takes the next bytes. `now` is the time.perf_counter() at which the socket delivered them."""
 
 
-class Connection(asyncio.Protocol):
+class ReusedConnection(asyncio.Protocol):
     """A connection for one exchange after the other. A failed one raises ConnectionError or ValueError."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class ConnectionPool:
         self._ssl = ssl.create_default_context() if address.scheme == "https" else None
         self._host = address.hostname
         self._port = address.port or (443 if self._ssl else 80)
-        self._idle: list[Connection] = []
+        self._idle: list[ReusedConnection] = []
 
     async def exchange(self, request: bytes, receiver: Receiver) -> None:
         """Sends a request and receives its response. Raises OSError or ValueError when that fails."""
@@ -184,10 +184,10 @@ class ConnectionPool:
                 if connection.heard:
                     raise
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
+        _, connection = await loop.create_connection(ReusedConnection, self._host, self._port, ssl=self._ssl)
         await self._exchange(connection, request, receiver)
 
-    async def _exchange(self, connection: Connection, request: bytes, receiver: Receiver) -> None:
+    async def _exchange(self, connection: ReusedConnection, request: bytes, receiver: Receiver) -> None:
         await connection.exchange(request, receiver)
         if connection.is_open:
             self._idle.append(connection)

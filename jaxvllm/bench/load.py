@@ -13,12 +13,12 @@ import msgspec
 
 from jaxvllm.bench.http_client import ConnectionPool
 from jaxvllm.bench.recording import Record, Recorder
-from jaxvllm.bench.samples import Sample
+from jaxvllm.bench.samples import BenchSample
 from jaxvllm.client.server import Server
 
 
 @dataclass(frozen=True)
-class Target:
+class RequestTarget:
     """The parts of a request that do not depend on its sample. `endpoint` is a path of the OpenAI interface."""
 
     server: Server
@@ -27,7 +27,7 @@ class Target:
     is_chat: bool
     fields: dict[str, Any]  # sampling parameters, and other fields of every body
 
-    def body(self, sample: Sample) -> dict[str, Any]:
+    def body(self, sample: BenchSample) -> dict[str, Any]:
         """Returns the request's JSON object."""
         body: dict[str, Any] = {"model": self.model}
         if self.is_chat:
@@ -39,7 +39,7 @@ class Target:
             body |= {"prompt": sample.prompt, "max_tokens": sample.output_len}
         return body | {"stream": True, "stream_options": {"include_usage": True}, **self.fields}
 
-    def request(self, sample: Sample) -> bytes:
+    def request(self, sample: BenchSample) -> bytes:
         """Returns the whole HTTP request. It is made before the run, so that nothing is encoded during the run."""
         content = msgspec.json.encode(self.body(sample))
         address = urlsplit(self.server.base_url)
@@ -55,7 +55,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     """The records of all requests, in the order of sending."""
 
     records: tuple[Record, ...] = field(repr=False)  # asyncio.run takes the repr of what it returns
@@ -64,18 +64,18 @@ class Outcome:
 
 
 async def run_load(
-    target: Target,
-    samples: Sequence[Sample],
+    target: RequestTarget,
+    samples: Sequence[BenchSample],
     arrivals: Sequence[float],
     max_concurrency: int | None,
     when_done: Callable[[], object],
-) -> Outcome:
+) -> LoadOutcome:
     """Sends each sample at its arrival (seconds, ascending) and waits until all are answered."""
     requests = [target.request(sample) for sample in samples]
     pool = ConnectionPool(target.server.base_url)
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
-    async def one(request: bytes, sample: Sample) -> Record:
+    async def one(request: bytes, sample: BenchSample) -> Record:
         arrived = time.perf_counter()
         async with places:
             start = time.perf_counter()
@@ -103,4 +103,4 @@ async def run_load(
         pool.close()
         gc.unfreeze()
     duration = time.perf_counter() - start
-    return Outcome(tuple(task.result() for task in tasks), duration, time.process_time() - cpu)
+    return LoadOutcome(tuple(task.result() for task in tasks), duration, time.process_time() - cpu)

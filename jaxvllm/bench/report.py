@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from jaxvllm.bench.drafts import Drafts
-from jaxvllm.bench.load import Outcome
+from jaxvllm.bench.drafts import DraftTotals
+from jaxvllm.bench.load import LoadOutcome
 from jaxvllm.bench.summary import LATENCIES, Summary
 from jaxvllm.bench.traffic import Traffic
 
@@ -15,14 +15,14 @@ WIDTH = 50
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """One run, with its traffic and its results."""
 
     traffic: Traffic
-    outcome: Outcome
+    outcome: LoadOutcome
     summary: Summary
     shown: Sequence[str]  # the latencies in the table and in the JSON, by their names in the JSON
-    drafts: Drafts  # that the server verified meanwhile, for whatever client
+    drafts: DraftTotals  # that the server verified meanwhile, for whatever client
 
     def table(self) -> str:
         """Returns the table, 50 columns wide."""

@@ -16,7 +16,7 @@ TokensOrFile = Annotated[int, Range(-1, 2**31 - 1)]
 
 
 @dataclass(frozen=True)
-class Sample:
+class BenchSample:
     """One request. `prompt_len` is in tokens, or None when only the server knows it."""
 
     prompt: str | list[int]
@@ -24,9 +24,11 @@ class Sample:
     output_len: int
 
     @property
-    def stranger(self) -> "Sample":
+    def stranger(self) -> "BenchSample":
         """A request of the same length that begins differently, so that a trial does not fill the prefix cache."""
-        return Sample(self.prompt[::-1], self.prompt_len, self.output_len) if isinstance(self.prompt, list) else self
+        return (
+            BenchSample(self.prompt[::-1], self.prompt_len, self.output_len) if isinstance(self.prompt, list) else self
+        )
 
 
 class Dataset(Protocol):
@@ -36,7 +38,9 @@ class Dataset(Protocol):
     def longest(self) -> int:
         """The most tokens that a request may have, prompt and answer together, as far as the options determine it."""
 
-    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+    def sample(
+        self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator
+    ) -> list[BenchSample]:
         """Returns `count` samples. Raises ValueError when the file or the settings cannot provide them."""
 
 
@@ -55,7 +59,9 @@ class Random:
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+    def sample(
+        self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator
+    ) -> list[BenchSample]:
         _unneeded(path)
         inputs, outputs = self.lengths(count, rng)
         prefix = vocabulary.draw(rng, self.random_prefix_len)
@@ -108,7 +114,9 @@ class PrefixRepetition:
         """Implements `Dataset.longest`."""
         return sum(getattr(self, name) for name in (*self.PROMPT, *self.ANSWER))
 
-    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+    def sample(
+        self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator
+    ) -> list[BenchSample]:
         _unneeded(path)
         num = self.prefix_repetition_num_prefixes
         if count < num:
@@ -145,7 +153,9 @@ class ShareGpt:
         """Implements `Dataset.longest`."""
         return max(self.sharegpt_max_total_len, self.LEAST + (self.sharegpt_output_len or self.LEAST))
 
-    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+    def sample(
+        self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator
+    ) -> list[BenchSample]:
         file = _needed(path)
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
@@ -153,13 +163,13 @@ class ShareGpt:
             pairs = [(str(first["value"]), str(second["value"])) for first, second, *_ in turns]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{file} is not in the ShareGPT format: {type(error).__name__}: {error}") from None
-        samples: list[Sample] = []
+        samples: list[BenchSample] = []
         for index in rng.permutation(len(pairs)):
             question, answer = pairs[index]
             prompt_len = vocabulary.count(question)
             output_len = self.sharegpt_output_len or vocabulary.count(answer)
             if self._fits(prompt_len, output_len):
-                samples.append(Sample(question, prompt_len, output_len))
+                samples.append(BenchSample(question, prompt_len, output_len))
             if len(samples) == count:
                 break
         return _enough(samples, count, file, rng)
@@ -188,7 +198,9 @@ class Custom:
         """Implements `Dataset.longest` for prompts of one token. The server refuses prompts that leave no room."""
         return max(self.custom_output_len, 1) + 1
 
-    def sample(self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator) -> list[Sample]:
+    def sample(
+        self, count: int, vocabulary: Vocabulary, path: Path | None, rng: np.random.Generator
+    ) -> list[BenchSample]:
         file = _needed(path)
         lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         samples = [
@@ -196,7 +208,7 @@ class Custom:
         ]
         return _enough(samples, count, file, rng)
 
-    def _sample(self, line: str, where: str) -> Sample:
+    def _sample(self, line: str, where: str) -> BenchSample:
         try:
             entry = json.loads(line)
         except ValueError as error:
@@ -206,7 +218,7 @@ class Custom:
         output_len = entry.get("output_tokens") if self.custom_output_len == -1 else self.custom_output_len
         if not isinstance(output_len, int) or output_len < 1:
             raise ValueError(f'{where} has no "output_tokens", which --custom-output-len -1 asks for')
-        return Sample(entry["prompt"], None, output_len)
+        return BenchSample(entry["prompt"], None, output_len)
 
 
 type AnyDataset = Random | PrefixRepetition | ShareGpt | Custom
@@ -235,9 +247,9 @@ def fit(dataset: AnyDataset, chosen: Collection[str], room: int) -> AnyDataset |
     return None
 
 
-def _sample(vocabulary: Vocabulary, tokens: list[int], output_len: int) -> Sample:
+def _sample(vocabulary: Vocabulary, tokens: list[int], output_len: int) -> BenchSample:
     prompt = vocabulary.prompt(tokens)
-    return Sample(prompt, len(tokens), output_len)
+    return BenchSample(prompt, len(tokens), output_len)
 
 
 def _unneeded(path: Path | None) -> None:
@@ -253,7 +265,7 @@ def _needed(path: Path | None) -> Path:
     return path
 
 
-def _enough(samples: list[Sample], count: int, file: Path, rng: np.random.Generator) -> list[Sample]:
+def _enough(samples: list[BenchSample], count: int, file: Path, rng: np.random.Generator) -> list[BenchSample]:
     """Returns `count` samples, and repeats some of them when the file has too few."""
     if not samples:
         raise ValueError(f"{file} has no prompt that fits: see docs/benchmarking.md for what is left out")

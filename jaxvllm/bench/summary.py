@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxvllm.bench.load import Outcome
+from jaxvllm.bench.load import LoadOutcome
 from jaxvllm.bench.recording import Record
 
 # The latencies in the order of the table: the name in JSON, the short name and the headline.
@@ -94,7 +94,7 @@ class Summary:
         return (self.total_input + self.total_output) / self.duration
 
 
-def measure(outcome: Outcome, percentiles: Sequence[float], goodput: Goodput | None = None) -> Summary:
+def measure(outcome: LoadOutcome, percentiles: Sequence[float], goodput: Goodput | None = None) -> Summary:
     """Computes the results of a run."""
     done = [record for record in outcome.records if record.succeeded]
     seconds: dict[str, list[float]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxvllm.bench.benchmark import Benchmark
-from jaxvllm.bench.report import Run
+from jaxvllm.bench.report import BenchRun
 from jaxvllm.bench.traffic import Traffic
 from jaxvllm.client.api import Api
 
@@ -19,7 +19,7 @@ class Point:
     """The run at one load, and its name: `4 req/s` or `16 at a time`."""
 
     name: str
-    run: Run
+    run: BenchRun
 
     def row(self) -> str:
         """Returns the point as a line under `heading`. Times are in milliseconds."""

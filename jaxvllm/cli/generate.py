@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
         ]
         if streams and not args.chat:
             print(prompts[0], end="", flush=True)
-        timeline = Timeline(llm.engine) if args.show_batch else None
+        timeline = StepTimeline(llm.engine) if args.show_batch else None
         outputs, totals = _complete(llm.engine, requests, timeline, streams)
         if args.json:
             for output in outputs:
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, cho
 
 
 def _complete(
-    engine: "Engine", requests: list["GenerationRequest"], timeline: "Timeline | None", streams: bool
+    engine: "Engine", requests: list["GenerationRequest"], timeline: "StepTimeline | None", streams: bool
 ) -> tuple[list["RequestOutput"], Totals]:
     start = time.monotonic()
     finished: dict[str, RequestOutput] = {}
@@ -171,7 +171,7 @@ def _print_texts(prompts: list[str], outputs: list["RequestOutput"], joined: boo
             print(f"{number} {text}\n")
 
 
-class Timeline:
+class StepTimeline:
     """Records which requests were in which step, and draws them as text."""
 
     def __init__(self, engine: "Engine"):

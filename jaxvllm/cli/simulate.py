@@ -201,7 +201,7 @@ class Devices:
     def simulation(self, config: EngineConfig, pools: tuple[int, int] | None) -> "Simulation":
         """Returns the deployment with these options. Raises ValueError when it is impossible."""
         from jaxvllm.simulator.engine_setup import EngineSetup
-        from jaxvllm.simulator.simulation import Pool, Simulation
+        from jaxvllm.simulator.simulation import ReplicaPool, Simulation
         from jaxvllm.simulator.transfer import Transfer
 
         deployment = self.deployment(config)
@@ -210,10 +210,10 @@ class Devices:
         setup = EngineSetup.of_deployment(config, deployment)
         cost = self._cost(deployment) if self.table is None else self.table
         if pools is None:
-            return Simulation(Pool(setup, cost))
+            return Simulation(ReplicaPool(setup, cost))
         if deployment.replicas > 1:
             raise ValueError(f"pools say how many replicas there are: use --mesh 1x{deployment.size}")
-        prefill, decode = (Pool(replace(setup, num_replicas=count), cost) for count in pools)
+        prefill, decode = (ReplicaPool(replace(setup, num_replicas=count), cost) for count in pools)
         return Simulation(prefill, decode, Transfer(deployment.token_bytes, **self.links))
 
     def _cost(self, deployment: "Deployment") -> "RooflineCost":

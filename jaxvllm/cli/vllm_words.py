@@ -18,7 +18,7 @@ _LEVEL = re.compile(r"-O=?(\d)")  # vLLM takes -O3, -O=3 and -O 3
 
 
 @dataclass(frozen=True)
-class Words:
+class CommandLine:
     """A command line without options of vLLM, and what became of those."""
 
     words: list[str]
@@ -46,7 +46,7 @@ class _Flags:
         return self.written.get(name, flag_of(name))
 
 
-def read_words(words: Sequence[str], flags: Collection[str], fields: Collection[str]) -> Words:
+def read_words(words: Sequence[str], flags: Collection[str], fields: Collection[str]) -> CommandLine:
     """Replaces the options of vLLM among `words`. `flags` are the flags of this command, and `fields` what they set.
 
     Flags may be written with underscores, and a member of a JSON object as `--flag.member value`. `--config FILE`
@@ -70,7 +70,7 @@ def read_words(words: Sequence[str], flags: Collection[str], fields: Collection[
     for name, value in translation.options.items():
         kept += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     unknown = tuple(map(foreign.given, translation.unknown))
-    return Words([*kept, *words[end:]], note, translation.problems, unknown)
+    return CommandLine([*kept, *words[end:]], note, translation.problems, unknown)
 
 
 def _is_short(word: str) -> bool:

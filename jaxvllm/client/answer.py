@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxvllm.client.api import Api
 from jaxvllm.client.conversation import Dialogue
-from jaxvllm.client.event_stream import Chunk, Usage
+from jaxvllm.client.event_stream import StreamChunk, Usage
 from jaxvllm.client.screen import Screen
 
 
@@ -35,7 +35,7 @@ class Stats:
         return ", ".join(parts)
 
 
-class Answer:
+class AnswerReader:
     """Reads a stream of chunks. `text` and `stats` are also right when the stream is stopped half way."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -47,7 +47,7 @@ class Answer:
         self._pieces: list[str] = []
         self.finish_reason: str | None = None
 
-    def read(self, chunks: Iterable[Chunk]) -> Iterator[str]:
+    def read(self, chunks: Iterable[StreamChunk]) -> Iterator[str]:
         """Yields the text piece by piece as it arrives."""
         for chunk in chunks:
             self._usage = chunk.usage or self._usage
@@ -89,7 +89,7 @@ class Asker:
         if dialogue.needs_max_tokens and "max_tokens" not in body:
             room = self.api.room_behind(text, body["model"])
             body |= {} if room is None else {"max_tokens": room}
-        answer = Answer()
+        answer = AnswerReader()
         try:
             with closing(self.api.stream(dialogue.path, body)) as chunks:
                 for piece in answer.read(chunks):

@@ -7,7 +7,7 @@ from typing import Any, Self
 import httpx
 
 from jaxvllm.client.errors import ServerError
-from jaxvllm.client.event_stream import DONE, Chunk, EventReader, error_text, read_chunk
+from jaxvllm.client.event_stream import DONE, EventReader, StreamChunk, error_text, read_chunk
 from jaxvllm.client.server import Server
 
 # A first token may take long because of a queue, but a connection that is not made in this time fails.
@@ -74,7 +74,7 @@ class Api:
         """Returns the JSON object that answers `body`."""
         return self._object(self._answer(self._client.build_request("POST", path, json=body)))
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[Chunk]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[StreamChunk]:
         """Yields the chunks that answer `body`, until [DONE]. Closing the iterator closes the connection.
 
         Then the server stops. Raises ServerError when the server refuses, sends an error in the stream, or ends it

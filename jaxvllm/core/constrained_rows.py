@@ -63,15 +63,15 @@ class ConstrainedRows:
         self._masks_left[slot] = masks_first
         self._starts_again[slot] = False
 
-    def width(self, decode: SlotIds, width: int) -> int:
-        """Returns how many tokens, `width` at most, a row may get in a step of the slots `decode`.
+    def row_tokens(self, decode: SlotIds, most: int) -> int:
+        """Returns how many tokens, `most` at most, a row may get in a step of the slots `decode`.
 
         That is 1 if one of the slots waits for a mask or starts again. Otherwise it is the most that any of them may
         get.
         """
         if not len(decode) or some(self.waits(decode)):
             return 1
-        return int(self.most(decode, width).max())
+        return int(self.most(decode, most).max())
 
     def waits(self, decode: SlotIds) -> NDArray[np.bool_]:
         """Returns which of the slots `decode` wait for a mask in their next step, or start again, bool[len(decode)]."""
@@ -80,14 +80,14 @@ class ConstrainedRows:
             waits &= (self._num_guesses[decode] == 0) | self._starts_again[decode]
         return waits
 
-    def most(self, decode: SlotIds, width: int) -> Ints:
-        """Returns how many tokens, `width` at most, each of `decode` may get in a step: constrained ones get their
+    def most(self, decode: SlotIds, row_tokens: int) -> Ints:
+        """Returns how many tokens, `row_tokens` at most, each of `decode` may get in a step: constrained ones get their
         guesses.
         """
-        most = np.full(len(decode), width, np.int32)
+        most = np.full(len(decode), row_tokens, np.int32)
         is_constrained = self._slots.is_constrained[decode]
         if some(is_constrained):
-            most[is_constrained] = np.clip(self._num_guesses[decode[is_constrained]], 1, width)
+            most[is_constrained] = np.clip(self._num_guesses[decode[is_constrained]], 1, row_tokens)
         return most
 
     def forced(self, at: SlotIds, room: int) -> dict[int, list[int]]:

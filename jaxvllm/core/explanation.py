@@ -18,7 +18,7 @@ type StepKind = Literal["prefill", "decode", "forced"]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TokenCandidate:
     """A token that could have come, with its natural log-probability before temperature and filters."""
 
     token_id: int
@@ -42,11 +42,11 @@ class OutputToken:
     token_id: int
     text: str | None
     origin: Origin
-    candidates: tuple[Candidate, ...] = ()  # the token itself first, then the best ones; none without logprobs
+    candidates: tuple[TokenCandidate, ...] = ()  # the token itself first, then the best ones; none without logprobs
 
 
 @dataclass(frozen=True)
-class Batch:
+class WholeStep:
     """The whole step that a row was a part of."""
 
     replica: int
@@ -107,7 +107,7 @@ class ExplainedStep:
     """
 
     kind: StepKind
-    batch: Batch
+    batch: WholeStep
     slot: int
     start: int  # position of the first token that was computed
     query_length: int  # tokens that were computed: of a decode step, one for each that came out, and at least one

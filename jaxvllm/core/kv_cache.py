@@ -91,7 +91,8 @@ class KVCache:
         self.num_registered = np.zeros(num_slots, np.int32)  # leading columns of a slot that the prefix cache was told
         self.groups = tuple(self._group(index, size, num_slots, max_chunk) for index, size in enumerate(sizes))
         self._windowed = tuple(group for group in self.groups if isinstance(group, WindowedGroup))
-        self.has_states = any(size.keeps_state for size in sizes)  # no step may compute these twice from one token on
+        # Of layers; no step may compute these twice from one token on.
+        self.has_states = any(size.keeps_state for size in sizes)
 
     def _group(self, index: int, size: GroupSize, num_slots: int, max_chunk: int) -> FullGroup:
         on_eviction = None if self._events is None else partial(self._events.removed, index)
@@ -233,7 +234,7 @@ class KVCache:
             return []
         hashes = request.hashes(self.page_size)
         for index, group in enumerate(self.groups):
-            columns = group.held_columns(slot, first, last)
+            columns = group.owned_columns(slot, first, last)
             self._make_findable(index, columns.tolist(), group.table[slot, columns].tolist(), request)
         self.num_registered[slot] = last
         return hashes[first:last]

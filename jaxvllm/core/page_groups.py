@@ -46,7 +46,7 @@ class FullGroup:
         """Returns the pages that `slot` holds, in the order of their columns."""
         return self.table[slot, self.first[slot] : self.end[slot]]
 
-    def held_columns(self, slot: int, first: int, last: int) -> Ints:
+    def owned_columns(self, slot: int, first: int, last: int) -> Ints:
         """Returns the columns from `first` to before `last` in which `slot` holds a page."""
         return np.arange(max(first, int(self.first[slot])), last, dtype=np.int32)
 
@@ -62,34 +62,34 @@ class FullGroup:
 
     def cover(self, slot: int, num_tokens: int) -> PageEntries:
         """Gives `slot` the pages that its first `num_tokens` tokens lack. There is room: `take` saw to it."""
-        held = int(self.end[slot])
-        count = pages_for(num_tokens, self.pool.page_size) - held
+        owned = int(self.end[slot])
+        count = pages_for(num_tokens, self.pool.page_size) - owned
         if count <= 0:
             return PageEntries.none()
         pages = self.pool.allocate(count)
-        self.table[slot, held : held + count] = pages
-        self.end[slot] = held + count
-        return PageEntries(np.full(count, slot, np.int32), np.arange(held, held + count, dtype=np.int32), pages)
+        self.table[slot, owned : owned + count] = pages
+        self.end[slot] = owned + count
+        return PageEntries(np.full(count, slot, np.int32), np.arange(owned, owned + count, dtype=np.int32), pages)
 
     def grow(self, slots: SlotIds, ends: Ints) -> PageEntries | None:
         """Gives each of `slots` the pages for its first `ends[i]` tokens. None when there are not enough."""
         size = self.pool.page_size
-        held = self.end[slots]
-        opens = (ends > held * size).nonzero()[0]
+        owned = self.end[slots]
+        opens = (ends > owned * size).nonzero()[0]
         if not len(opens):
             return PageEntries.none()
-        at, held = slots[opens], held[opens]
-        counts = -(-ends[opens] // size) - held
+        at, owned = slots[opens], owned[opens]
+        counts = -(-ends[opens] // size) - owned
         if not self._has_room(at, counts):
             return None
-        self.end[at] = held + counts
+        self.end[at] = owned + counts
         total = int(counts.sum())
         if total > len(at):  # else it is one page each, as in nearly every step
             first = np.cumsum(counts) - counts
-            at, held = at.repeat(counts), (held - first).repeat(counts) + np.arange(total)
+            at, owned = at.repeat(counts), (owned - first).repeat(counts) + np.arange(total)
         pages = self.pool.allocate(total)
-        self.table[at, held] = pages
-        return PageEntries(at.astype(np.int32), held.astype(np.int32), pages)
+        self.table[at, owned] = pages
+        return PageEntries(at.astype(np.int32), owned.astype(np.int32), pages)
 
     def undo(self, entries: PageEntries) -> None:
         """Takes back what `grow` gave."""
@@ -145,7 +145,7 @@ class FullGroup:
         for slot, row in enumerate(self.table):
             first, end = (int(at[slot]) for at in (self.first, self.end))
             assert slot in slots or not end, "a vacant slot has pages"
-            assert (row[self.held_columns(slot, first, end)] != TRASH_PAGE).all(), "a slot lacks a page that it needs"
+            assert (row[self.owned_columns(slot, first, end)] != TRASH_PAGE).all(), "a slot lacks a page that it needs"
             assert not row[:first].any() and not row[end:].any(), "a table has a page that its slot does not hold"
 
     def _share(self, slot: int, prefix: Sequence[int], num_cached: int) -> None:
@@ -201,8 +201,8 @@ class WindowedGroup(FullGroup):
         return int(self._charges().sum()) + self._num_reserved + len(prefix) + count <= self.usable
 
     def can_fork(self, sources: Sequence[int], num_tokens: int) -> bool:
-        held = pages_for(num_tokens, self.pool.page_size) - self.first[list(sources)]
-        return int(self._charges().sum()) + self._num_reserved + int(held.sum()) <= self.usable
+        owned = pages_for(num_tokens, self.pool.page_size) - self.first[list(sources)]
+        return int(self._charges().sum()) + self._num_reserved + int(owned.sum()) <= self.usable
 
     def take(self, slot: int, prefix: Sequence[int], num_cached: int, num_tokens: int) -> None:
         self._share(slot, prefix, num_cached)
@@ -239,13 +239,13 @@ class WindowedGroup(FullGroup):
     def _charges(self, end: Ints | None = None) -> Ints:
         """Returns how many pages each slot holds or may still take without asking, i32[slots], up to column `end`."""
         end = self.end if end is None else end
-        held = self._held(end)
-        return np.where(end < self._target, np.maximum(self._room, held), held)
+        owned = self._owned(end)
+        return np.where(end < self._target, np.maximum(self._room, owned), owned)
 
-    def _held(self, end: Ints) -> Ints:
+    def _owned(self, end: Ints) -> Ints:
         """Returns how many pages each slot holds when it has those up to column `end`, i32[slots]."""
-        held: Ints = end - self.first
-        return held
+        owned: Ints = end - self.first
+        return owned
 
 
 def windowed_pages(window: int, num_tokens: int, page_size: int) -> int:

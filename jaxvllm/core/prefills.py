@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.request import Request
 from jaxvllm.core.running_requests import RunningRequests
+from jaxvllm.core.running_searches import RunningSearches
 from jaxvllm.core.shared_pages import SharedPages
 from jaxvllm.core.slots import SlotIds, SlotTable
 from jaxvllm.core.step_plan import SCORE_BATCH, Admission, PageEntries, StepRoom
@@ -40,7 +40,7 @@ class Prefills:
     running: RunningRequests
     shared: SharedPages
     constrained: ConstrainedRows
-    beams: BeamGroups
+    beams: RunningSearches
 
     def num_uncomputed(self, prefilling: SlotIds) -> int:
         """Returns how many tokens of the prompts in these slots no step so far computes."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jaxvllm.core import step_outcome
-from jaxvllm.core.beam_groups import BeamGroups
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import KVCache
@@ -20,6 +19,7 @@ from jaxvllm.core.policy import Policy
 from jaxvllm.core.prefills import Opened, Prefills, StepPrompts
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.running_requests import RunningRequests
+from jaxvllm.core.running_searches import RunningSearches
 from jaxvllm.core.shared_pages import SharedPages
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
@@ -57,7 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.queue = WaitingQueue()
         self._running = RunningRequests(slots)
-        self._beams = BeamGroups(slots, cache)
+        self._beams = RunningSearches(slots, cache)
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
         parts = self._running, self._shared, self._constrained, self._beams
@@ -157,12 +157,12 @@ class Scheduler:
         is_constrained = self.slots.is_constrained
         constrained = decode[is_constrained[decode]] if some(is_constrained) else decode[:0]
         forced = self._constrained.forced(constrained, max(most - len(decode), 0))
-        widest = (1, 0) if forced else self._widest(decode, num_steps, num_drafts)
+        most_of_row = (1, 0) if forced else self._most_of_row(decode, num_steps, num_drafts)
         # Waiting requests get pages before those that only a wide step needs.
-        num_first = 1 if self.queue else widest[0]
+        num_first = 1 if self.queue else most_of_row[0]
         new_pages = self._grow(decode, num_first, forced)
         if new_pages is None and (num_first > 1 or forced):
-            widest, forced = (1, 0), {}
+            most_of_row, forced = (1, 0), {}
             new_pages = self._grow(decode, 1)
         preempts = new_pages is None
         if new_pages is None:
@@ -186,10 +186,10 @@ class Scheduler:
         if not chunks and not len(decode):
             return None
         if preempts or chunks:
-            widest = (1, 0)
-        elif widest[0] > num_first:
-            if (more := self._grow(decode, widest[0])) is None:
-                widest = (1, 0)
+            most_of_row = (1, 0)
+        elif most_of_row[0] > num_first:
+            if (more := self._grow(decode, most_of_row[0])) is None:
+                most_of_row = (1, 0)
             else:
                 opened.append(more)
         if opened:
@@ -197,9 +197,9 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = StepRows(decode, chunks, new_pages, prompts.admissions, *widest).plan(self.slots, self._constrained)
+        plan = StepRows(decode, chunks, new_pages, prompts.admissions, *most_of_row).plan(self.slots, self._constrained)
         if self._beams:
-            self.slots.is_held[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
+            self.slots.is_undecided[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
         for chunk in chunks:
             if chunk.of_prompt:
                 self._shared.register_computed(chunk.slot)
@@ -224,7 +224,7 @@ class Scheduler:
         start, end = int(self.slots.num_computed[slot]), int(self.slots.num_known[slot])
         return Chunk(slot, start, end - start, yields=True, of_prompt=False)
 
-    def _widest(self, decode: SlotIds, num_steps: int, num_drafts: int) -> tuple[int, int]:
+    def _most_of_row(self, decode: SlotIds, num_steps: int, num_drafts: int) -> tuple[int, int]:
         """Returns the most tokens that a row of `decode` may get in this step, and its drafts in each decode step.
 
         Where a prompt is computed, or somebody wants more of each token, that is one token.
@@ -236,10 +236,10 @@ class Scheduler:
             return 1, 0
         if len(slots.prefilling()):
             return 1, 0
-        width = self._constrained.width(decode, num_steps * (1 + num_drafts))
-        if width <= num_drafts:  # not even one step with all of its drafts
-            return min(width, num_steps), 0
-        return width - width % (1 + num_drafts), num_drafts
+        row_tokens = self._constrained.row_tokens(decode, num_steps * (1 + num_drafts))
+        if row_tokens <= num_drafts:  # not even one step with all of its drafts
+            return min(row_tokens, num_steps), 0
+        return row_tokens - row_tokens % (1 + num_drafts), num_drafts
 
     def update(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Brings in what `plan` yielded: appends the tokens, and ends requests that met a stop id or their limit.
@@ -263,23 +263,23 @@ class Scheduler:
         finished: list[Finished] = []
         forks: dict[str, list[Fork]] = {}
         for request_id, request in searches.items():
-            group = self._beams.of(request)
-            if group is None:  # preempted by another group
+            running = self._beams.of(request)
+            if running is None:  # preempted by another search
                 continue
-            candidates = [step_outcome.proposed(group, output, row_of[slot]) for slot in group.slots]
-            survivors = group.search.advance(candidates)
-            if group.search.is_over:
-                finished.append(Finished(request, FinishReason.STOP, beams=tuple(group.search.best())))
+            candidates = [step_outcome.proposed(running, output, row_of[slot]) for slot in running.slots]
+            survivors = running.search.advance(candidates)
+            if running.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(running.search.best())))
                 self.finish(request_id)
                 continue
-            sources = self._beams.keep(group, survivors)
+            sources = self._beams.keep(running, survivors)
             self._running.put(request_id, sources[0])
             while not self._beams.can_fork(sources):
                 forks.pop(self._preempt_last().request_id, None)
                 if self._beams.of(request) is None:
                     break
             else:
-                forks[request_id] = self._beams.fork(group, sources, survivors)
+                forks[request_id] = self._beams.fork(running, sources, survivors)
         return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
@@ -320,14 +320,14 @@ class Scheduler:
         at = np.flatnonzero(slots.active)
         self.cache.free_unseen(at, np.minimum(slots.num_computed[at], slots.num_known[at] - 1))
 
-    def _grow(self, decode: SlotIds, width: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
-        """Returns the pages that decoding slots may open for `width` tokens each, or None when there are not enough.
+    def _grow(self, decode: SlotIds, num_tokens: int, forced: Mapping[int, list[int]] | None = None) -> Opened | None:
+        """Returns the pages that decoding slots may open for `num_tokens` each, or None when there are not enough.
 
         A row with `forced` tokens opens what it needs to compute them.
         """
         slots = self.slots
         # The last token's KV is not computed by the step that yields it.
-        ends = np.minimum(slots.num_computed[decode] + width, slots.limit[decode] - 1)
+        ends = np.minimum(slots.num_computed[decode] + num_tokens, slots.limit[decode] - 1)
         for index, slot in enumerate(decode.tolist() if forced else ()):
             if forced and slot in forced:
                 ends[index] = slots.num_known[slot] + len(forced[slot])
@@ -342,7 +342,7 @@ class Scheduler:
                 return self.slots.decoding()[:0], self.cache.no_entries
             self._preempt_last()
             decode = self.slots.decoding()
-            new_pages = self._grow(decode, width=1)
+            new_pages = self._grow(decode, 1)
             if new_pages is not None:
                 return decode, new_pages
 
@@ -404,13 +404,13 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._shared.leaving(slot)
         request = self.slots.tenant(slot)
-        group = self._beams.of(request)
-        if group is None:
+        running = self._beams.of(request)
+        if running is None:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
-        if group is not None:  # all beams together: a preempted search starts again
-            self._beams.close(group)
+        if running is not None:  # all beams together: a preempted search starts again
+            self._beams.close(running)
         else:
             self.cache.release(slot)
             self.slots.vacate(slot)

@@ -54,7 +54,7 @@ class SlotTable:
         self.is_constrained = traits[2]  # the host has a say in each token
         self.detects_repetition = traits[3]
         self.is_beam = traits[4]  # one of several that search for the same request
-        self.is_held = traits[5]  # a beam whose next token the host has not chosen yet
+        self.is_undecided = traits[5]  # a beam whose next token the host has not chosen yet
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -95,7 +95,7 @@ class SlotTable:
     def decoding(self) -> SlotIds:
         """Returns the slots with one token to compute. A slot whose last token may be in flight has none."""
         is_decoding = self.active & (self.num_computed >= self.prefill_len) & (self.num_tokens < self.limit)
-        found: NDArray[np.int64] = (is_decoding & ~self.is_held).nonzero()[0]
+        found: NDArray[np.int64] = (is_decoding & ~self.is_undecided).nonzero()[0]
         return found
 
     def occupy(self, request: Request, num_computed: int, watched: bool) -> int:
@@ -219,7 +219,7 @@ class SlotTable:
         assert slots == list(range(self.num_slots)), "a slot leaked"
         assert self.num_active == len(active)
         assert not some(self._traits[:, ~self.active]) and not self.num_stop_ids[~self.active].any(), "a trait is left"
-        assert not (self.is_held & ~self.is_beam).any() and not (self.is_beam & ~self.active).any()
+        assert not (self.is_undecided & ~self.is_beam).any() and not (self.is_beam & ~self.active).any()
         assert all((self.tenants[s] is not None) == self.active[s] for s in range(self.num_slots))
         computed, known, tokens = self.num_computed[active], self.num_known[active], self.num_tokens[active]
         prefill, limit = self.prefill_len[active], self.limit[active]

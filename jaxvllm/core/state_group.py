@@ -1,4 +1,4 @@
-"""The pages of layers that keep a state: each holds all of it, as it is after the last token of the page's column."""
+"""The pages of layer states: each holds a whole state, as it is after the last token of the page's column."""
 
 from collections.abc import Sequence
 
@@ -40,22 +40,22 @@ class StateGroup(WindowedGroup):
 
     def pages(self, slot: int) -> Pages:
         pages = super().pages(slot)
-        held: Pages = pages[pages != TRASH_PAGE]
-        return held
+        owned: Pages = pages[pages != TRASH_PAGE]
+        return owned
 
-    def held_columns(self, slot: int, first: int, last: int) -> Ints:
-        columns = super().held_columns(slot, first, last)
-        held: Ints = columns[self.table[slot, columns] != TRASH_PAGE]
-        return held
+    def owned_columns(self, slot: int, first: int, last: int) -> Ints:
+        columns = super().owned_columns(slot, first, last)
+        owned: Ints = columns[self.table[slot, columns] != TRASH_PAGE]
+        return owned
 
     def cover(self, slot: int, num_tokens: int) -> PageEntries:
-        held, end = int(self.end[slot]), pages_for(num_tokens, self.pool.page_size)
-        columns = np.arange(max(held, end - 2), end, dtype=np.int32)
+        owned, end = int(self.end[slot]), pages_for(num_tokens, self.pool.page_size)
+        columns = np.arange(max(owned, end - 2), end, dtype=np.int32)
         if not len(columns):
             return PageEntries.none()
         pages = self.pool.allocate(len(columns))
         self.table[slot, columns] = pages
-        self._num_left_out[slot] += columns[0] - held
+        self._num_left_out[slot] += columns[0] - owned
         self.end[slot] = end
         return PageEntries(np.full(len(columns), slot, np.int32), columns, pages)
 
@@ -82,8 +82,8 @@ class StateGroup(WindowedGroup):
 
     def check_invariants(self, slots: Sequence[int]) -> None:
         super().check_invariants(slots)
-        counted = self._held(self.end).tolist()
+        counted = self._owned(self.end).tolist()
         assert counted == np.count_nonzero(self.table, axis=1).tolist(), "pages are counted wrongly"
 
-    def _held(self, end: Ints) -> Ints:
-        return super()._held(end) - self._num_left_out
+    def _owned(self, end: Ints) -> Ints:
+        return super()._owned(end) - self._num_left_out

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
-from jaxvllm.core.beam_groups import BeamGroup
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.running_searches import RunningSearch
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Scored, StepOutput, StepPlan
 
@@ -56,7 +56,7 @@ def bring_in(
     if is_constrained:
         constrained.rewind(at)
     # The device ends a row after its first stop id, so only the last token can be one.
-    last = tokens[:, 0] if plan.width == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
+    last = tokens[:, 0] if plan.row_tokens == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
     yields = counts > 0
     stops = slots.stops(at, last) & yields
     if some(stops):
@@ -132,16 +132,16 @@ def emitted(
     slots: SlotTable, rows: SlotIds, at: SlotIds, tokens: Ints, counts: Ints, num_forced: NDArray[np.int32]
 ) -> Iterator[Emitted]:
     """Yields the new tokens of requests that somebody watches, row by row in order, forced ones first."""
-    width = tokens.shape[1]
+    row_tokens = tokens.shape[1]
     watched = slots.watched[at]
-    row, index = np.nonzero(watched[:, None] & (np.arange(width) < counts[:, None]))
-    found = (at[row].tolist(), (rows[row] * width + index).tolist(), tokens[row, index].tolist())
+    row, index = np.nonzero(watched[:, None] & (np.arange(row_tokens) < counts[:, None]))
+    found = (at[row].tolist(), (rows[row] * row_tokens + index).tolist(), tokens[row, index].tolist())
     for slot, place, token in zip(*found, strict=True):
         if slots.num_unreported[slot]:
             yield from _forced(slots, slot, place, 1)  # its row yields one token
         yield Emitted(slots.tenant(slot), place, token)
     for ended_at in np.flatnonzero(watched & (counts == 0) & (num_forced > 0)).tolist():
-        yield from _forced(slots, int(at[ended_at]), int(rows[ended_at]) * width, 0)
+        yield from _forced(slots, int(at[ended_at]), int(rows[ended_at]) * row_tokens, 0)
 
 
 def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator[Emitted]:
@@ -151,12 +151,12 @@ def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator
         yield Emitted(slots.tenant(slot), place, token)
 
 
-def proposed(group: BeamGroup, output: StepOutput, row: int) -> Candidates:
+def proposed(running: RunningSearch, output: StepOutput, row: int) -> Candidates:
     """Returns the next tokens that the beam of `row` proposes."""
-    if group.request.sampling_params.wants_distributions:
+    if running.request.sampling_params.wants_distributions:
         distributions = DISTRIBUTIONS.of(output.reports)
         assert distributions is not None, "a step with beams was planned without distributions"
-        return Candidates.best(distributions[row], group.search.params.num_candidates)
+        return Candidates.best(distributions[row], running.search.params.num_candidates)
     assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
     return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
 

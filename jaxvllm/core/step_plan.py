@@ -88,7 +88,7 @@ class StepPlan:
     token_ids: Ints  # i32[T - num_decode]
     next_tokens: Ints  # i32[R]
     wants_logprobs: bool  # whether any row does
-    width: int = 1  # the most tokens that a row yields; more than 1 only where all rows decode
+    row_tokens: int = 1  # the most that a row yields; more than 1 only where all rows decode
     num_drafts: int = 0  # of a row in each decode step
     is_blind: bool = False  # whether what guesses tokens need not see the step
     masked: NDArray[np.bool_] | None = None  # bool[R]: rows whose token waits for a mask of the host; None: no row
@@ -107,7 +107,7 @@ class StepPlan:
     @property
     def num_steps(self) -> int:
         """Decode steps in one."""
-        return self.width // (1 + self.num_drafts)
+        return self.row_tokens // (1 + self.num_drafts)
 
     @property
     def samples(self) -> NDArray[np.bool_]:
@@ -172,18 +172,18 @@ class StepOutput:
     """The results of a plan's rows, on the host. Log-probabilities are there only if a row asked for them.
 
     Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
-    The log-probabilities of `tokens[r, w]` are number `r * W + w`. `scores[t]` are those of the token after token t
+    The log-probabilities of `tokens[r, y]` are number `r * Y + y`. `scores[t]` are those of the token after token t
     of the plan, t being one of a chunk that is scored. `reports` are what `core/readout.py` names, for the rows of
     `plan.readouts`.
     """
 
-    tokens: Ints  # i32[R, W]
+    tokens: Ints  # i32[R, Y]
     counts: Ints  # i32[R]
-    logprobs: TopLogprobs | None = None  # of R * W tokens
+    logprobs: TopLogprobs | None = None  # of R * Y tokens
     scores: TopLogprobs | None = None  # of T tokens
     reports: Mapping[str, Any] = field(default_factory=dict)
     drafts: DraftCounts | None = None  # of the plan's rows, if it has drafts
-    were_drafts: NDArray[np.bool_] | None = None  # bool[R, W]: tokens that were accepted drafts; None: no token was
+    were_drafts: NDArray[np.bool_] | None = None  # bool[R, Y]: tokens that were accepted drafts; None: no token was
 
     @property
     def num_steps(self) -> Ints:

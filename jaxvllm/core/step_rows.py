@@ -29,14 +29,14 @@ class Chunk:
 class StepRows:
     """The rows that a step computes.
 
-    A row of `decode` gets `width` tokens at most. It has `num_drafts` guesses in each decode step.
+    A row of `decode` gets `row_tokens` at most. It has `num_drafts` guesses in each decode step.
     """
 
     decode: SlotIds
     chunks: Sequence[Chunk]
     new_pages: tuple[PageEntries, ...]  # one a group
     admissions: Sequence[Admission]
-    width: int
+    row_tokens: int
     num_drafts: int
 
     def plan(self, slots: SlotTable, constrained: ConstrainedRows) -> StepPlan:
@@ -47,8 +47,8 @@ class StepRows:
         starts = slots.num_computed[rows]
         lengths = np.ones(num_rows, np.int32)
         max_new = lengths.copy()
-        if self.width > 1:
-            most = constrained.most(decode, self.width)
+        if self.row_tokens > 1:
+            most = constrained.most(decode, self.row_tokens)
             max_new[:num_decode] = np.minimum(most, slots.limit[decode] - slots.num_tokens[decode])
         next_tokens = np.full(num_rows, NOT_SCORED, np.int32)
         are_prompts = np.zeros(num_rows, np.bool_)
@@ -70,12 +70,12 @@ class StepRows:
             token_ids=np.concatenate(inputs) if inputs else np.empty(0, np.int32),
             next_tokens=next_tokens,
             wants_logprobs=some(slots.wants_logprobs) and some(slots.wants_logprobs[rows]),
-            width=self.width,
+            row_tokens=self.row_tokens,
             num_drafts=self.num_drafts,
             masked=constrained.masked(rows, num_decode, max_new),
             readouts=slots.readouts(rows, are_prompts, max_new > 0),
             admissions=tuple(self.admissions),
         )
-        slots.num_computed[rows] += lengths if self.width == 1 else max_new
+        slots.num_computed[rows] += lengths if self.row_tokens == 1 else max_new
         slots.num_tokens[rows] += max_new
         return plan

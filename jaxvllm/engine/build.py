@@ -81,7 +81,7 @@ class EngineParts:
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
     pooler: Pooler
-    startup: StartupClock  # every stage but the first token
+    startup: StartupClock  # every phase but the first token
 
 
 def build(
@@ -100,7 +100,7 @@ def build(
     if config.cache_directory is not None and use_persistent_cache(config.cache_directory):
         programs = StoredPrograms.beside(config.cache_directory)
     claim_gpu_memory(config.memory_utilization)
-    with clock.stage("devices"):
+    with clock.phase("devices"):
         devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
         raise ValueError(
@@ -131,7 +131,7 @@ def build(
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = bucket_ladder(config, resolved, on_cpu, proposer)
     tokenizer_directory = _tokenizer_directory(config, directory)
-    with clock.stage("tokenizer"):
+    with clock.phase("tokenizer"):
         tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
     eos = _eos_token_ids(config, directory, tokenizer)
     constraints = None
@@ -144,7 +144,7 @@ def build(
     named = cache(lambda: model_name(config, resolved, directory))
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once
-    with clock.stage("weights"):
+    with clock.phase("weights"):
         replicas = _load(config, directory, resolved, meshes, forms)
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh)) is not None:
@@ -153,7 +153,7 @@ def build(
     pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
-    with clock.stage("memory"):
+    with clock.phase("memory"):
         smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
         room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
@@ -169,7 +169,7 @@ def build(
         yields = config.warm_up == "background"
         return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make, proposer)
 
-    with clock.stage("programs"):
+    with clock.phase("programs"):
         runners = _make_all(make_runner, replicas, meshes)
         if config.warm_up == "full":
             for runner in runners:
@@ -330,9 +330,9 @@ def _draft_room(config: EngineConfig, overhead: int, proposer: Proposer | None) 
     count = config.drafting.num_speculative_tokens
     if config.speculative_config is None:
         return DraftRoom.where_they_pay(count, overhead)
-    if proposer is None or proposer.cache is None or not proposer.cache.num_layers:  # then following costs nothing
+    if proposer is None or proposer.cache is None or not proposer.cache.num_layers:  # then seeing a step costs nothing
         return DraftRoom(count)
-    return DraftRoom(count, follows_prompts=True, follows_decoding=proposer.follows_all)
+    return DraftRoom(count, sees_prompts=True, sees_decoding=proposer.sees_all)
 
 
 def _num_pages(

@@ -1,7 +1,7 @@
 """Commands for engines, beside requests. Each is one class here, and reaches engines wherever they are.
 
 A command travels in `wire.Ask` to one engine, or from a pool to all of its engines; its answer comes back in
-`wire.Answer`. So a new command is a class here, and perhaps an endpoint that asks it.
+`wire.CommandAnswer`. So a new command is a class here, and perhaps an endpoint that asks it.
 """
 
 from abc import abstractmethod

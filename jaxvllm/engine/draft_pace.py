@@ -72,7 +72,7 @@ class _Kind:
 
 
 @dataclass
-class _Measured:
+class _RowTimes:
     """The measurements of decode steps of some number of rows."""
 
     kinds: dict[int, _Kind] = field(default_factory=lambda: {0: _Kind()})  # by the drafts that a row may have
@@ -160,19 +160,19 @@ class _Measured:
 class DraftPace:
     """Decides by the time that a row waits for a token with each number of drafts, for each size of steps."""
 
-    def __init__(self, row_counts: Iterable[int], catches_up: bool = False, follows_plain: bool = False) -> None:
+    def __init__(self, row_counts: Iterable[int], catches_up: bool = False, sees_plain: bool = False) -> None:
         """Measures together what runs in the same programs: steps of any rows that pad to the same of `row_counts`.
 
         `catches_up`: the first step with drafts after plain ones computes what its proposer missed of these.
 
-        `follows_plain`: plain steps take longer where the proposer follows them, so that those which are to be measured
+        `sees_plain`: plain steps take longer where the proposer sees them, so that those which are to be measured
         are blind.
         """
         self._row_counts = sorted(row_counts)
         self._catches_up = catches_up
-        self._follows_plain = follows_plain
+        self._sees_plain = sees_plain
         self._was_plain = True
-        self._measured: dict[int, _Measured] = {}  # by the place of the size among `row_counts`
+        self._measured: dict[int, _RowTimes] = {}  # by the place of the size among `row_counts`
 
     def choose(self, num_rows: int, most: Mapping[int, float]) -> int:
         """Returns how many drafts a row may have in the next call, which is one step or a few with `num_rows` rows.
@@ -189,14 +189,14 @@ class DraftPace:
         return of.next(possible, soon=0)
 
     def may_be_blind(self, num_rows: int) -> bool:
-        """Returns whether no proposer need follow steps of so many rows: drafts do not pay, and no try is due.
+        """Returns whether no proposer need see steps of so many rows: drafts do not pay, and no try is due.
 
         Steps that are to be measured without a proposer must have none.
         """
         of = self._of(num_rows)
         if of.next(of.kinds, soon=1):
             return False
-        return self._follows_plain or (len(of.kinds) > 1 and not of.best and of.kinds[0].is_known)
+        return self._sees_plain or (len(of.kinds) > 1 and not of.best and of.kinds[0].is_known)
 
     def measured(self, num_rows: int, num_drafts: int, seconds: float, tokens: float) -> None:
         """Takes in that decode steps took `seconds` each, and brought each row `tokens` on average."""
@@ -210,5 +210,5 @@ class DraftPace:
         kind.tokens.values.append(tokens)
         of.measured(num_drafts)
 
-    def _of(self, num_rows: int) -> _Measured:
-        return self._measured.setdefault(bisect_left(self._row_counts, num_rows), _Measured())
+    def _of(self, num_rows: int) -> _RowTimes:
+        return self._measured.setdefault(bisect_left(self._row_counts, num_rows), _RowTimes())

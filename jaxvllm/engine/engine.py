@@ -135,7 +135,7 @@ class Engine:
         read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
         request = GenerationRequest(request_id, read, params, **options)
         self._rules.check(request)
-        read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
+        self._bad_words(request)
         self.check_fits(request)
         self._grammar(request)
         return request
@@ -190,7 +190,8 @@ class Engine:
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
-        queued = [self._queued(sequence, grammar) for sequence in sequences]
+        bad_words = self._bad_words(request)
+        queued = [self._queued(sequence, grammar, bad_words) for sequence in sequences]
         self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         try:
             self._queue(request, queued, self._router.choose(queued[0]))
@@ -310,7 +311,10 @@ class Engine:
         grammar, sequences = self._grammar(request), request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         exported.check(len(sequences), self.vocab_size, self._rules.limit(request))
-        queued = [self._queued(sequences[index], grammar, state) for index, state in exported.sequences.items()]
+        bad_words = self._bad_words(request)
+        queued = [
+            self._queued(sequences[index], grammar, bad_words, state) for index, state in exported.sequences.items()
+        ]
         scheduler = self._router.choose(queued[0])
         [replica] = [one for one in self.replicas if one.scheduler is scheduler]
         for one in queued:
@@ -361,7 +365,7 @@ class Engine:
             num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
             num_bucket_rows=sum(replica.num_bucket_rows for replica in self.replicas),
             num_padding_rows=sum(replica.num_padding_rows for replica in self.replicas),
-            num_drafts=int(drafted[:1].sum()),
+            num_verifications=int(drafted[:1].sum()),
             num_draft_tokens=int(drafted.sum()),
             num_accepted_tokens=int(accepted.sum()),
             num_accepted_per_pos=tuple(accepted.tolist()),
@@ -467,12 +471,20 @@ class Engine:
             if self.outputs.is_known(name):
                 raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
 
+    def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of the words that the request forbids. Raises ValueError for wrong ones."""
+        return read_bad_words(request.params.bad_words, self.tokenizer, self.vocab_size)
+
     def _queued(
-        self, sequence: GenerationRequest, grammar: CompiledGrammar | None, state: SamplingState | None = None
+        self,
+        sequence: GenerationRequest,
+        grammar: CompiledGrammar | None,
+        bad_words: tuple[tuple[int, ...], ...],
+        state: SamplingState | None = None,
     ) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing.
 
-        `state`: where it goes on.
+        All sequences of a caller's request share `grammar` and `bad_words`. `state`: where this one goes on.
         """
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
@@ -487,7 +499,7 @@ class Engine:
             eos_token_ids=self._rules.eos_token_ids,
             masks_commute=self._masks_commute,
             constraint=None if constraint is None else GuardedConstraint(constraint),
-            bad_word_ids=read_bad_words(sequence.params.bad_words, self.tokenizer, self.vocab_size),
+            bad_word_ids=bad_words,
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
         )

@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from itertools import islice, zip_longest
 
-from jaxvllm.core.explanation import MAX_CANDIDATES, Candidate, Explanation, OutputToken, PromptToken, Trail
+from jaxvllm.core.explanation import MAX_CANDIDATES, Explanation, OutputToken, PromptToken, TokenCandidate, Trail
 from jaxvllm.engine.live_request import LiveCompletion, LiveRequest
 from jaxvllm.engine.outputs import Logprob
 from jaxvllm.engine.token_ranks import TokenRanks
 
 
-def explain(group: LiveRequest, completion: LiveCompletion, trail: Trail, ranks: TokenRanks) -> Explanation:
+def explain(live: LiveRequest, completion: LiveCompletion, trail: Trail, ranks: TokenRanks) -> Explanation:
     """Returns the explanation of a completion, whose steps are its `trail`."""
     tokens = [
         OutputToken(
@@ -21,10 +21,10 @@ def explain(group: LiveRequest, completion: LiveCompletion, trail: Trail, ranks:
         )
         for index, (token_id, logprobs) in enumerate(zip_longest(completion.token_ids, completion.logprobs))
     ]
-    metrics = group.metrics
+    metrics = live.metrics
     return Explanation(
-        request_id=group.request.request_id,
-        prompt=tuple(PromptToken(one, ranks.spell(one)) for one in group.request.prompt.token_list),
+        request_id=live.request.request_id,
+        prompt=tuple(PromptToken(one, ranks.spell(one)) for one in live.request.prompt.token_list),
         tokens=tuple(tokens),
         steps=tuple(trail.steps),
         num_steps_left_out=trail.num_left_out,
@@ -39,10 +39,10 @@ def explain(group: LiveRequest, completion: LiveCompletion, trail: Trail, ranks:
     )
 
 
-def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[Candidate, ...]:
+def _candidates(logprobs: Mapping[int, Logprob]) -> tuple[TokenCandidate, ...]:
     """Returns the chosen token, which is the first of `logprobs`, and the best of those that could have come."""
     could = (item for index, item in enumerate(logprobs.items()) if not index or item[1].logprob > -math.inf)
     return tuple(
-        Candidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
+        TokenCandidate(one, ranked.decoded_token, ranked.logprob, ranked.rank)
         for one, ranked in islice(could, 1 + MAX_CANDIDATES)
     )

@@ -13,45 +13,35 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
-from jaxvllm.engine.followed_rows import FollowedRows
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.repetition_watch import RepetitionWatch
+from jaxvllm.engine.seen_rows import SeenRows
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.engine.step_recorder import StepNotes, StepRecorder
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.runner import Held, InFlight, Runner
+from jaxvllm.runtime.runner import HeldStep, InFlight, Runner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2. With one, each waits for the other.
 DEPTH = 2
 DEPTH_IN_TURNS = 1
 # Steps have drafts where more than this share of their rows may have some.
-LEAST_FOLLOWED = 0.5
+LEAST_SEEN = 0.5
 # So many reports are kept until somebody asks for them. An `LLM` never asks.
 MAX_REPORTS = 1024
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step under way, and when it could begin."""
+class _UnderWay[Step: (InFlight, HeldStep)]:
+    """A step under way, and what the host has noted about it."""
 
-    step: InFlight
+    step: Step
     notes: StepNotes | None  # for explanations; None: nobody in it wants one
     host_seconds: float
-    at: float
     is_paced: bool  # whether it was known how many decode steps a burst has; without that there is one
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A step that waits for masks."""
-
-    step: Held
-    notes: StepNotes | None
-    host_seconds: float
 
 
 class Replica:
@@ -89,19 +79,19 @@ class Replica:
         self.num_padding_rows = 0
         self.is_due = False  # it can start no other step before the output of its oldest is read
         self._make_scheduler = make_scheduler
-        self._in_flight: deque[_Launched] = deque()
-        self._held: _Held | None = None  # after all that are in flight
+        self._in_flight: deque[_UnderWay[InFlight]] = deque()
+        self._held: _UnderWay[HeldStep] | None = None  # after all that are in flight
         # Drafts that were verified, by their place after the last token of a row.
-        self.num_drafted = np.zeros(runner.programs.ladder.drafts.of_a_row, np.int64)
+        self.num_drafted = np.zeros(runner.programs.ladder.drafts.num_drafts, np.int64)
         self.num_accepted = self.num_drafted.copy()
         self._burst_seconds = burst_seconds
         self._pace = BurstPace(burst_seconds)
         self._drafted_paces: dict[int, BurstPace] = {}  # by the drafts of a row, with which steps take longer
         ladder = runner.programs.ladder
-        self._follows_plain = ladder.drafts.follows_decoding
+        self._sees_plain = ladder.drafts.sees_decoding
         row_counts = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
-        self._draft_pace = DraftPace(row_counts, runner.proposer_catches_up, self._follows_plain)
-        self._followed = FollowedRows(self.scheduler.slots.num_slots)
+        self._draft_pace = DraftPace(row_counts, runner.proposer_catches_up, self._sees_plain)
+        self._seen = SeenRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
         self._recorder = StepRecorder(index)
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
@@ -145,13 +135,15 @@ class Replica:
             notes = self._recorder.begin(plan, self.scheduler)
             step = self.runner.dispatch(plan)
             if has_blind:
-                self._followed.dispatched(plan, step.bucket.is_blind)
+                self._seen.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
-            if isinstance(step, Held):
-                self._held = _Held(step, notes, time.monotonic() - start)
+            is_paced = self._pace_with(plan.num_drafts).is_known(plan.num_rows)
+            host_seconds = time.monotonic() - start
+            if isinstance(step, HeldStep):
+                self._held = _UnderWay(step, notes, host_seconds, is_paced)
                 self._supply()
             else:
-                self._launch(step, notes, time.monotonic() - start)
+                self._in_flight.append(_UnderWay(step, notes, host_seconds, is_paced))
         self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == self._depth)
         self.publish()
 
@@ -175,7 +167,7 @@ class Replica:
             return num_steps, 0
         most = {k: min(bucket.num_tokens / max(num_rows, 1), 1 + k) for k, bucket in drafted.items()}
         num_drafts = self._draft_pace.choose(num_rows, most)
-        if not num_drafts or not self._has_followed_rows:
+        if not num_drafts or not self._has_seen_rows:
             return num_steps, 0
         return self._pace_with(num_drafts).width(num_rows, drafted[num_drafts].width), num_drafts
 
@@ -186,11 +178,11 @@ class Replica:
         return self._drafted_paces.setdefault(num_drafts, BurstPace(self._burst_seconds))
 
     @property
-    def _has_followed_rows(self) -> bool:
+    def _has_seen_rows(self) -> bool:
         """Whether drafts are possible for so many rows that the others do not decide what they bring."""
-        if not self._follows_plain:
+        if not self._sees_plain:
             return True
-        return self._followed.share(self.scheduler.slots.decoding()) > LEAST_FOLLOWED
+        return self._seen.share(self.scheduler.slots.decoding()) > LEAST_SEEN
 
     def _may_be_blind(self, plan: StepPlan, num_decoding: int) -> bool:
         """Returns whether the proposer need not see the step, because its rows have no drafts before they are fewer.
@@ -198,24 +190,23 @@ class Replica:
         `num_decoding` rows were decoding when it was decided how many drafts they may have.
         """
         if plan.num_decode == plan.num_rows:
-            return not self._followed.share(plan.slots) or self._draft_pace.may_be_blind(num_decoding)
+            return not self._seen.share(plan.slots) or self._draft_pace.may_be_blind(num_decoding)
         num_running = self.scheduler.num_running + self.scheduler.num_waiting
         return self._draft_pace.may_be_blind(min(num_running, self.scheduler.slots.num_slots))
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
-        launched = self._in_flight.popleft()
-        plan = launched.step.plan
-        was_awaited = not launched.step.is_ready
-        output = self.runner.collect(launched.step)
+        oldest = self._in_flight.popleft()
+        step, plan, bucket, notes = oldest.step, oldest.step.plan, oldest.step.bucket, oldest.notes
+        was_awaited = not step.is_ready
+        output = self.runner.collect(step)
         start = time.monotonic()
-        device_seconds, self._last_end = start - max(launched.at, self._last_end), start
-        notes = launched.notes
+        device_seconds, self._last_end = start - max(step.at, self._last_end), start
         if notes is not None:
             notes.arrived(self.scheduler)
         update = self.scheduler.update(plan, output)
         if notes is not None:
-            notes.updated(output, update, launched.step.bucket, device_seconds, launched.host_seconds)
+            notes.updated(output, update, bucket, device_seconds, oldest.host_seconds)
         self.runner.fork(update.forks)
         self._supply()
         processed = outputs.process(update, output)
@@ -224,7 +215,6 @@ class Replica:
         ended += filter(None, map(self.scheduler.finish, processed.stopped))
         results = processed.outputs if self.traffic is None else self._with_transfers(ended, processed.outputs)
         self._move_pages()
-        bucket = launched.step.bucket
         num_ran = int(output.num_steps.max())  # 0 if all rows had ended
         num_steps = max(num_ran, 1)
         if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
@@ -234,7 +224,7 @@ class Replica:
                 self.num_drafted[: plan.num_drafts] += output.drafts.drafted.sum(axis=0)
                 self.num_accepted[: plan.num_drafts] += output.drafts.accepted.sum(axis=0)
             self._pace_with(plan.num_drafts).measured(plan.num_rows, num_steps, device_seconds)
-            if launched.is_paced and (plan.num_drafts or not self._follows_plain or bucket.is_blind):
+            if oldest.is_paced and (plan.num_drafts or not self._sees_plain or bucket.is_blind):
                 self._draft_pace.measured(plan.num_rows, plan.num_drafts, device_seconds / num_steps, tokens)
         report = StepReport(
             replica=self.index,
@@ -244,9 +234,9 @@ class Replica:
             num_steps=num_steps,
             num_drafts=plan.num_drafts,
             bucket_tokens=bucket.num_tokens,
-            host_seconds=launched.host_seconds + time.monotonic() - start,
+            host_seconds=oldest.host_seconds + time.monotonic() - start,
             device_seconds=device_seconds,
-            launch_seconds=launched.host_seconds,
+            launch_seconds=oldest.host_seconds,
             was_awaited=was_awaited,
         )
         self._reports.append(report)
@@ -266,10 +256,6 @@ class Replica:
     def _num_under_way(self) -> int:
         return len(self._in_flight) + (self._held is not None)
 
-    def _launch(self, step: InFlight, notes: StepNotes | None, host_seconds: float) -> None:
-        is_paced = self._pace_with(step.plan.num_drafts).is_known(step.plan.num_rows)
-        self._in_flight.append(_Launched(step, notes, host_seconds, time.monotonic(), is_paced))
-
     def _supply(self) -> None:
         """Gives the step that is held back its masks, if there is one and every token before it is known."""
         if self._held is None or self._in_flight:
@@ -280,7 +266,8 @@ class Replica:
         if held.notes is not None:
             held.notes.masked(masks)
         step = self.runner.supply(held.step, masks)
-        self._launch(step, held.notes, held.host_seconds + time.monotonic() - start)
+        host_seconds = held.host_seconds + time.monotonic() - start
+        self._in_flight.append(_UnderWay(step, held.notes, host_seconds, held.is_paced))
 
     def take_reports(self) -> list[StepReport]:
         """Returns the steps that were read since the last call, at most the `MAX_REPORTS` latest."""
@@ -311,10 +298,10 @@ class Replica:
         """Counts what the device computed of `bucket` in `num_ran` steps, and which part of it was for nothing."""
         # A program of several decode steps ends with the last of its rows, and may find none at all.
         num_steps = 1 if bucket.width == 1 else num_ran
-        num_drafts = 0 if output.drafts is None else int(output.drafts.drafted.sum())
+        num_drafted = 0 if output.drafts is None else int(output.drafts.drafted.sum())
         num_accepted = 0 if output.drafts is None else int(output.drafts.accepted.sum())
         self.num_bucket_tokens += num_steps * bucket.num_tokens
-        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens) - num_drafts
+        self.num_padding_tokens += num_steps * (bucket.num_tokens - plan.num_tokens) - num_drafted
         num_decoded = int(output.counts[: plan.num_decode].sum()) - num_accepted
         self.num_ended_tokens += num_steps * plan.num_decode - num_decoded
         self.num_bucket_rows += num_steps * bucket.num_rows

@@ -7,7 +7,7 @@ from jaxvllm.core.routing import POLICIES, Asked
 from jaxvllm.core.scheduler import Scheduler
 
 
-class _Replica:
+class _ReplicaCandidate:
     """The part of a replica that a routing policy sees."""
 
     def __init__(self, place: int, scheduler: Scheduler):
@@ -32,7 +32,7 @@ class Router:
     """Distributes requests among the schedulers of equal replicas, by a policy of `core/routing.py`."""
 
     def __init__(self, schedulers: Iterable[Scheduler], policy: str = "least-load"):
-        self._replicas = [_Replica(place, scheduler) for place, scheduler in enumerate(schedulers)]
+        self._replicas = [_ReplicaCandidate(place, scheduler) for place, scheduler in enumerate(schedulers)]
         self._policy = POLICIES[policy]
         self._num_chosen = 0
 

@@ -1,4 +1,4 @@
-"""The stages of a start, from the start of the process to the first token, and their times."""
+"""The phases of a start, from the start of the process to the first token, and their times."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Stage:
+class StartPhase:
     """A part of a start."""
 
     name: str
@@ -18,9 +18,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class StartupReport:
-    """The stages of a start so far, in order. They leave nothing out, so their sum is the time that the start took."""
+    """The phases of a start so far, in order. They leave nothing out, so their sum is the time that the start took."""
 
-    stages: tuple[Stage, ...]
+    phases: tuple[StartPhase, ...]
     num_loaded: int  # programs that were found on disk when the engine was ready
     num_compiled: int  # programs that were traced and compiled by then
     first_token_seconds: float | None  # from then to the first token, the wait for a request included; None: not yet
@@ -28,32 +28,32 @@ class StartupReport:
     @property
     def seconds(self) -> float:
         """The seconds from the start of the process, where the system tells it, until the engine was ready."""
-        return sum(stage.seconds for stage in self.stages)
+        return sum(phase.seconds for phase in self.phases)
 
     def __str__(self) -> str:
-        stages = ", ".join(f"{stage.name} {stage.seconds:.2f}" for stage in self.stages)
+        phases = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in self.phases)
         programs = f"{self.num_loaded} programs loaded, {self.num_compiled} compiled"
-        line = f"engine started in {self.seconds:.2f} s: {stages} ({programs})"
+        line = f"engine started in {self.seconds:.2f} s: {phases} ({programs})"
         if self.first_token_seconds is None:
             return line
         return f"{line}; first token {self.first_token_seconds:.2f} s later"
 
 
 class StartupClock:
-    """Times the stages of one start."""
+    """Times the phases of one start."""
 
     def __init__(self) -> None:
-        """Ends the first stage, which came before the engine: the interpreter and the imports."""
+        """Ends the first phase, which came before the engine: the interpreter and the imports."""
         self._last = time.monotonic()
         lived = seconds_since_process_start()
-        self._stages = [] if lived is None else [Stage("imports", lived)]
+        self._phases = [] if lived is None else [StartPhase("imports", lived)]
         self._num_loaded = self._num_compiled = 0
         self._ready: float | None = None
         self._first_token: float | None = None
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Times the block. What came between this stage and the one before is `other`."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Times the block. What came between this phase and the one before is `other`."""
         self._end("other")
         yield
         self._end(name)
@@ -73,18 +73,18 @@ class StartupClock:
         return self._first_token is not None
 
     def report(self) -> StartupReport:
-        """Returns the stages so far. Stages with the same name are added up."""
+        """Returns the phases so far. Phases with the same name are added up."""
         seconds: dict[str, float] = {}
-        for stage in self._stages:
-            seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
+        for phase in self._phases:
+            seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
         other = seconds.pop("other", 0.0)
         later = None if self._ready is None or self._first_token is None else self._first_token - self._ready
-        stages = tuple(Stage(*item) for item in [*seconds.items(), ("other", other)])
-        return StartupReport(stages, self._num_loaded, self._num_compiled, later)
+        phases = tuple(StartPhase(*item) for item in [*seconds.items(), ("other", other)])
+        return StartupReport(phases, self._num_loaded, self._num_compiled, later)
 
     def _end(self, name: str) -> None:
         now = time.monotonic()
-        self._stages.append(Stage(name, now - self._last))
+        self._phases.append(StartPhase(name, now - self._last))
         self._last = now
 
 

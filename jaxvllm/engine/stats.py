@@ -27,7 +27,7 @@ class EngineStats:
     num_ended_tokens: int  # those of rows that had ended: the host learns of an end one step late, or after a burst
     num_bucket_rows: int  # rows of the same steps, padding included
     num_padding_rows: int
-    num_drafts: int = 0  # times that a row's next token was computed with draft tokens after it
+    num_verifications: int = 0  # times that a row's next token was computed with draft tokens after it
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that were what was sampled
     num_accepted_per_pos: tuple[int, ...] = ()  # the same by their position among the drafts of a row

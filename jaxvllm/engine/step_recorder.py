@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.explanation import (
     Admitted,
-    Batch,
     Decode,
     ExplainedStep,
     KVWrite,
     Origin,
     StepKind,
     Trail,
+    WholeStep,
 )
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
@@ -80,7 +80,7 @@ class StepNotes:
     ) -> None:
         """Adds the step to the trails of its requests."""
         plan = self._plan
-        batch = Batch(
+        batch = WholeStep(
             replica=self._replica,
             number=self._number,
             num_rows=plan.num_rows,
@@ -95,7 +95,7 @@ class StepNotes:
             emitted = [] if row.is_dropped else [one for one in update.emitted if one.request is row.request]
             self._add(row, emitted, output, batch)
 
-    def _add(self, row: _Row, emitted: Sequence[Emitted], output: StepOutput, batch: Batch) -> None:
+    def _add(self, row: _Row, emitted: Sequence[Emitted], output: StepOutput, batch: WholeStep) -> None:
         origins = _origins(emitted, row.num_forced, output)
         num_sampled = len(origins) - origins.count("forced")
         num_refused = num_drafted = num_accepted = 0

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from jaxvllm.core.explanation import Candidate, ExplainedStep, Explanation, KVWrite, OutputToken
+from jaxvllm.core.explanation import ExplainedStep, Explanation, KVWrite, OutputToken, TokenCandidate
 from jaxvllm.explainer.timeline import Column, columns, mark, notes
 from jaxvllm.explainer.words import count, listed, milliseconds, padded, percent, positions, spelled
 
@@ -199,7 +199,7 @@ def _by(token: OutputToken) -> str:
     return f", {_ORIGINS[token.origin]}" if _ORIGINS[token.origin] else ""
 
 
-def _candidate(candidate: Candidate, is_chosen: bool) -> Text:
+def _candidate(candidate: TokenCandidate, is_chosen: bool) -> Text:
     style = "bold green" if is_chosen else "dim"
     sign = "> " if is_chosen else "  "
     share = math.exp(candidate.logprob)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxvllm.core.explanation import Batch, ExplainedStep, Explanation
+from jaxvllm.core.explanation import ExplainedStep, Explanation, WholeStep
 from jaxvllm.explainer.words import count, listed
 
 
@@ -12,7 +12,7 @@ from jaxvllm.explainer.words import count, listed
 class Column:
     """One step of a replica, with what it did for each request in it, by the request's index."""
 
-    batch: Batch
+    batch: WholeStep
     steps: Mapping[int, ExplainedStep]
 
 

@@ -59,10 +59,10 @@ def grammar_source(params: StructuredOutputsParams, vocabulary: GrammarVocabular
             return LLMatcher.grammar_from_lark(to_lark(params.grammar, params, vocabulary))
         case _:
             assert params.structural_tag is not None
-            return structural_tag_grammar(params, vocabulary.special_tokens, _Parts(params, vocabulary))
+            return structural_tag_grammar(params, vocabulary.special_tokens, _LarkTerms(params, vocabulary))
 
 
-class _Parts:
+class _LarkTerms:
     """The parts of a structural tag that have a form of their own, as Lark reads them within a rule."""
 
     def __init__(self, params: StructuredOutputsParams, vocabulary: GrammarVocabulary):

@@ -17,7 +17,7 @@ MAX_DEPTH = 16
 _ANY = r"/(.|\n)*/"
 
 
-class Parts(Protocol):
+class PartTerms(Protocol):
     """Turns the parts of a tag that have a form of their own into what stands for them in a rule."""
 
     def schema(self, schema: Any) -> str:
@@ -30,7 +30,7 @@ class Parts(Protocol):
         """Returns a grammar in Lark."""
 
 
-def structural_tag_grammar(params: StructuredOutputsParams, special_tokens: dict[str, int], parts: Parts) -> str:
+def structural_tag_grammar(params: StructuredOutputsParams, special_tokens: dict[str, int], parts: PartTerms) -> str:
     """Returns the grammar of `params.structural_tag`, as llguidance reads it.
 
     `special_tokens` of the vocabulary have an id of their own, which their text alone does not allow. Raises
@@ -78,7 +78,7 @@ def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
 class _Rules:
     """The rules of one grammar, which grow as its parts are read."""
 
-    def __init__(self, special_tokens: dict[str, int], parts: Parts):
+    def __init__(self, special_tokens: dict[str, int], parts: PartTerms):
         self._special_tokens = special_tokens
         self._parts = parts
         self._rules: list[str] = []

@@ -60,7 +60,7 @@ class TrialSettings:
 
 
 @dataclass
-class _Child:
+class _TrialChild:
     number: int
     pid: int
     began: float
@@ -90,7 +90,7 @@ class TrialProcess:
         self._results = results
         self._unread = b""  # the beginning of a line
         self._waiting: deque[tuple[int, str]] = deque()
-        self._children: dict[int, _Child] = {}  # by the descriptor on which each tells its result
+        self._children: dict[int, _TrialChild] = {}  # by the descriptor on which each tells its result
         self._selector = selectors.DefaultSelector()
         self._selector.register(commands, selectors.EVENT_READ)
 
@@ -143,7 +143,7 @@ class TrialProcess:
         if pid == 0:
             self._try(source, tells)
         os.close(tells)
-        self._children[told] = _Child(number, pid, began)
+        self._children[told] = _TrialChild(number, pid, began)
         self._selector.register(told, selectors.EVENT_READ)
 
     def _finish(self, told: int) -> None:

@@ -35,7 +35,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapacityPlan:
     """The answer. It has no `findings` when the weights alone are too large, or the compiler found no room."""
 
     model: str
@@ -58,7 +58,7 @@ class Plan:
     advice: str  # which mesh would hold the model, when this one does not
 
 
-def make_plan(question: Question) -> Plan | Refusal:
+def make_plan(question: Question) -> CapacityPlan | Refusal:
     """Compiles the steps and makes the plan, even if the model does not fit. A refusal says why there is none."""
     deployment = question.deployment
     memory = _memory(question, deployment, 0)
@@ -79,7 +79,7 @@ def make_plan(question: Question) -> Plan | Refusal:
         decode = decode_floors(deployment, deployment.target.chip, findings, question.context, memory.num_tokens)
         prefill = prefill_floor(deployment, deployment.target.chip, findings)
     whole = deployment.spread.whole
-    return Plan(
+    return CapacityPlan(
         model=question.model,
         mesh=deployment.mesh,
         device=deployment.device,

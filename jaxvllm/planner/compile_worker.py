@@ -53,7 +53,7 @@ def compile_steps(deployment: Deployment) -> Findings:
     Raises ValueError, NotImplementedError, or RuntimeError when this environment has no compiler for the device or the
     compiler finds no room.
     """
-    steps = Steps(deployment)
+    steps = CompiledSteps(deployment)
     return Findings(
         largest=steps.compile(deployment.largest),
         decode=steps.compile(deployment.decode),
@@ -62,7 +62,7 @@ def compile_steps(deployment: Deployment) -> Findings:
     )
 
 
-class Steps:
+class CompiledSteps:
     """The steps of one deployment, each of which can be compiled."""
 
     def __init__(self, deployment: Deployment) -> None:

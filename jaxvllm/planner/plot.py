@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxvllm.planner.capacity_plan import Plan
+from jaxvllm.planner.capacity_plan import CapacityPlan
 from pallas_kernels.extras import install_command
 
 GIB = 2**30
@@ -18,7 +18,7 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path} must be a .png file in a directory that exists")
 
 
-def draw_memory(plan: Plan, path: Path) -> None:
+def draw_memory(plan: CapacityPlan, path: Path) -> None:
     """Writes a stacked bar for each device of a replica, GiB: weights, the largest step, KV pages, unused."""
     # This way needs no display and leaves no state in pyplot behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from jaxvllm.planner.capacity_plan import Plan
+from jaxvllm.planner.capacity_plan import CapacityPlan
 from jaxvllm.planner.compiler import StepFindings
 from jaxvllm.planner.roofline import Floor
 
 GIB, MIB = 2**30, 2**20
 
 
-def report(plan: Plan) -> str:
+def report(plan: CapacityPlan) -> str:
     """Returns the whole report, with a section for each question."""
     sections = [_title(plan), _memory(plan)]
     if plan.findings is not None:
@@ -17,7 +17,7 @@ def report(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in (list(section) for section in sections) if lines)
 
 
-def _title(plan: Plan) -> Iterator[str]:
+def _title(plan: CapacityPlan) -> Iterator[str]:
     count = f"{plan.num_parameters / 1e9:.2f} billion" if plan.num_parameters >= 1e9 else f"{plan.num_parameters:,}"
     yield f"{plan.model} on {plan.mesh} {plan.device}: {'fits' if plan.fits else 'does not fit'}"
     yield f"  {count} parameters, {plan.dtype}, attention by {plan.attention}"
@@ -31,7 +31,7 @@ def _title(plan: Plan) -> Iterator[str]:
         yield f"  the vocabulary does not divide: {plan.zero_tokens} rows beside it are never sampled"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: CapacityPlan) -> Iterator[str]:
     memory = plan.memory
     yield "memory of each device, GiB"
     yield f"  {'weights':<12}{memory.weights / GIB:8.2f}"
@@ -51,7 +51,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  {'in all':<12}{memory.total / GIB:8.2f}"
 
 
-def _collectives(plan: Plan) -> Iterator[str]:
+def _collectives(plan: CapacityPlan) -> Iterator[str]:
     findings = plan.findings
     assert findings is not None
     if not (findings.decode.collectives or findings.largest.collectives):
@@ -69,7 +69,7 @@ def _collectives_of(step: StepFindings) -> Iterator[str]:
         yield f"    {each.count:4} {each.kind:<19}{_size(each.num_bytes):>12} each {_size(total):>12} in all{when}"
 
 
-def _floors(plan: Plan) -> Iterator[str]:
+def _floors(plan: CapacityPlan) -> Iterator[str]:
     if plan.prefill is None:
         yield "no roofline: the rates of this device are not known"
         return
@@ -94,7 +94,7 @@ def _floor(name: str, floor: Floor, replicas: int) -> str:
     return f"  {name:<36}{times}{floor.seconds * 1e3:11.3f}{rate:12,.0f}{total}"
 
 
-def _compilation(plan: Plan) -> Iterator[str]:
+def _compilation(plan: CapacityPlan) -> Iterator[str]:
     findings = plan.findings
     assert findings is not None
     versions = ", ".join(f"{package} {version}" for package, version in findings.versions.items())

@@ -18,7 +18,7 @@ from sharding.rules import MODEL, partition_spec
 
 
 @dataclass(frozen=True)
-class _Held:
+class _DeclaredArrays:
     """The arrays with one declaration on a device: a single one, or one for each of several layers."""
 
     decl: ParamDecl
@@ -43,31 +43,31 @@ class Share:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(held.num_bytes for held in self._held())
+        return sum(one.num_bytes for one in self._arrays())
 
     @property
     def bytes_read(self) -> int:
         """The bytes of weights that every step reads in full. Only a few rows of an untied embedding are read."""
-        return sum(held.num_bytes for held in self._held() if held.decl.storage != "table")
+        return sum(one.num_bytes for one in self._arrays() if one.decl.storage != "table")
 
     @property
     def layer_bytes(self) -> int:
         """The bytes of weights that every microbatch reads: those of the layers."""
-        return sum(held.num_bytes for held in self._held() if held.is_of_layers)
+        return sum(one.num_bytes for one in self._arrays() if one.is_of_layers)
 
     @property
     def smallest_matrix_bytes(self) -> int:
         """The bytes of the smallest matrix of one layer. Smaller temporaries cannot hold a copy of a matrix."""
-        matrices = (held for held in self._held() if held.is_of_layers and held.decl.is_multiplied)
-        return min(held.num_bytes // held.count for held in matrices)
+        matrices = (one for one in self._arrays() if one.is_of_layers and one.decl.is_multiplied)
+        return min(one.num_bytes // one.count for one in matrices)
 
     def flops(self, num_tokens: int, num_rows: int) -> int:
         """Counts the floating-point operations of a step's matrix products, without attention."""
         # Outside the layers the head is the only matrix, and only rows that sample need it.
         return sum(
-            2 * (num_tokens if held.is_of_layers else num_rows) * held.count * held.elements
-            for held in self._held()
-            if held.decl.is_multiplied
+            2 * (num_tokens if one.is_of_layers else num_rows) * one.count * one.elements
+            for one in self._arrays()
+            if one.decl.is_multiplied
         )
 
     def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
@@ -83,15 +83,15 @@ class Share:
         pages = [of.pages(1, 1, page_size, page_dtype, backend) for of in kept if of.keeps_state == states]
         return sum(page.size * page.dtype.itemsize for page in pages)
 
-    def _held(self) -> list[_Held]:
+    def _arrays(self) -> list[_DeclaredArrays]:
         def leaf(name: str, matrix: ParamDecl, layers: tuple[int, ...] | None) -> Any:
             return self.forms.node(matrix, layers is not None, partial(of_array, layers=layers))
 
-        def of_array(decl: ParamDecl, layers: tuple[int, ...] | None) -> _Held:
+        def of_array(decl: ParamDecl, layers: tuple[int, ...] | None) -> _DeclaredArrays:
             elements = math.prod(decl.shape) // (self.spread.size if MODEL in partition_spec(decl.axes) else 1)
             count = 1 if layers is None else len(layers)
             num_bytes = count * elements * decl.dtype_in(self.dtype).itemsize
-            return _Held(decl, layers is not None, count, elements, num_bytes)
+            return _DeclaredArrays(decl, layers is not None, count, elements, num_bytes)
 
-        held: list[_Held] = jax.tree.leaves(build(self.spread.stage, "stacked", leaf))
-        return held
+        arrays: list[_DeclaredArrays] = jax.tree.leaves(build(self.spread.stage, "stacked", leaf))
+        return arrays

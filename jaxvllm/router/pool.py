@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import httpx
 
 from jaxvllm.core.routing import POLICIES, Asked
-from jaxvllm.router.prefixes import Prompt
+from jaxvllm.router.prefixes import PromptPrefixes
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT = 5.0
-UNKNOWN = Prompt()
+UNKNOWN = PromptPrefixes()
 
 
 class Upstream:
@@ -57,7 +57,7 @@ class Upstream:
         self.is_ready = False
 
 
-class Pool:
+class ServerPool:
     """Servers that may stand in for each other."""
 
     def __init__(self, urls: Sequence[str], routing: str):
@@ -76,7 +76,7 @@ class Pool:
         return next((upstream for upstream in self.upstreams if upstream.is_ready), None)
 
     def choose(
-        self, session_id: str | None, tried: Collection[Upstream] = (), prompt: Prompt = UNKNOWN
+        self, session_id: str | None, tried: Collection[Upstream] = (), prompt: PromptPrefixes = UNKNOWN
     ) -> Upstream | None:
         """Returns the server for the next request, none of those that were `tried`. None: there is no other.
 

@@ -46,26 +46,26 @@ class CachedPrefixes:
             for name, (endpoint, replay) in self._endpoints.items():
                 tasks.create_task(follow_kv_events(KVEventReader(self._index, name), endpoint, replay))
 
-    async def read(self, client: httpx.AsyncClient, url: str, request: ForwardedRequest) -> "Prompt":
+    async def read(self, client: httpx.AsyncClient, url: str, request: ForwardedRequest) -> "PromptPrefixes":
         """Returns the prompt of a request as it is named in events. The server at `url` says what its tokens are.
 
         It is empty where the body has no prompt, or the server does not say: then no server is preferred.
         """
         page_size = self._index.page_size
         if page_size is None:  # nothing is cached anywhere
-            return Prompt(self._index, 0, ())
+            return PromptPrefixes(self._index, 0, ())
         try:
             asked = json.loads(request.body)
             token_ids = await _token_ids(client, url, request, asked)
             salt = asked.get("cache_salt")
         except (ValueError, TypeError, AttributeError, KeyError, ApiError, httpx.HTTPError) as error:
             logger.debug("the tokens of a prompt are unknown: %r", error)
-            return Prompt(self._index, 0, ())
+            return PromptPrefixes(self._index, 0, ())
         keys = page_keys(np.array(token_ids, np.int32), page_size, salt if isinstance(salt, str) else None)
-        return Prompt(self._index, len(token_ids), keys)
+        return PromptPrefixes(self._index, len(token_ids), keys)
 
 
-class Prompt:
+class PromptPrefixes:
     """A prompt, and how much of it each server has cached. Without tokens it is one of which nothing is known."""
 
     def __init__(self, index: PrefixIndex | None = None, num_tokens: int = 0, keys: Sequence[int] = ()):

@@ -17,8 +17,8 @@ from starlette.routing import Route
 
 from jaxvllm.router.config import RouterConfig
 from jaxvllm.router.forwarding import ForwardedAnswer, ForwardedRequest
-from jaxvllm.router.pool import UNKNOWN, Pool, Upstream
-from jaxvllm.router.prefixes import CachedPrefixes, Prompt
+from jaxvllm.router.pool import UNKNOWN, ServerPool, Upstream
+from jaxvllm.router.prefixes import CachedPrefixes, PromptPrefixes
 from jaxvllm.server.drainable import Drainable
 from jaxvllm.server.error_handlers import add_error_handlers
 from jaxvllm.server.errors import ApiError
@@ -51,8 +51,8 @@ class Proxy(Drainable):
 
     def __init__(self, config: RouterConfig):
         super().__init__(config)
-        self._main = Pool(config.backend or config.decode, config.routing_policy)
-        self._prefill = Pool(config.prefill, config.routing_policy) if config.prefill else None
+        self._main = ServerPool(config.backend or config.decode, config.routing_policy)
+        self._prefill = ServerPool(config.prefill, config.routing_policy) if config.prefill else None
         self._prefixes = CachedPrefixes(config.event_endpoints) if config.kv_events else None
         self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
         self._registry = CollectorRegistry()
@@ -162,7 +162,7 @@ class Proxy(Drainable):
         finally:
             self._answers.labels(outcome).inc()
 
-    async def _with_prompt_computed(self, request: ForwardedRequest, prompt: Prompt) -> bytes:
+    async def _with_prompt_computed(self, request: ForwardedRequest, prompt: PromptPrefixes) -> bytes:
         """Has a prefill server compute the prompt of a request, and returns what to ask a decode server then.
 
         Where that cannot be, it is the request's own body, and the decode server computes the prompt, or says what is

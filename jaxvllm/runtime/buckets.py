@@ -60,7 +60,7 @@ class Bucket:
         """
         if self.is_blind and not plan.is_blind:
             return False
-        if plan.num_drafts != self.num_drafts or plan.width > self.row_tokens:
+        if plan.num_drafts != self.num_drafts or plan.row_tokens > self.row_tokens:
             return False
         fits = plan.num_rows <= self.num_rows and plan.num_tokens <= self.num_tokens
         if self.is_split:
@@ -83,25 +83,25 @@ class Bucket:
 class DraftRoom:
     """The number of drafts that there may be, and the decode buckets that have them."""
 
-    of_a_row: int = 0  # in a step; 0: there is no proposer
+    num_drafts: int = 0  # the most of a row in a step; 0: there is no proposer
     max_rows: int | None = None  # of a bucket with drafts; None: all decode buckets may have some
     on_demand: bool = False  # whether their buckets are compiled only when something asks for them
-    follows_prompts: bool = False  # whether the proposer computes something of every step with prompts
-    follows_decoding: bool = False  # and of every decode step without drafts
+    sees_prompts: bool = False  # whether the proposer computes something of every step with prompts
+    sees_decoding: bool = False  # and of every decode step without drafts
 
     @classmethod
-    def where_they_pay(cls, of_a_row: int, overhead: int) -> "DraftRoom":
+    def where_they_pay(cls, num_drafts: int, overhead: int) -> "DraftRoom":
         """Makes room for drafts in steps of so few rows that they may pay: tokens would come 1.5 times as soon if all
         were right.
 
         `overhead` is what a step costs beside its tokens, in tokens, see `StepSizes`. A step of R rows and K drafts
         for each costs overhead + R (1 + K), one without drafts overhead + R.
         """
-        each = 1 + of_a_row
-        return cls(of_a_row, int(overhead * (each - _LEAST_GAIN) / (each * (_LEAST_GAIN - 1))), on_demand=True)
+        each = 1 + num_drafts
+        return cls(num_drafts, int(overhead * (each - _LEAST_GAIN) / (each * (_LEAST_GAIN - 1))), on_demand=True)
 
     @cached_property
-    def widths(self) -> tuple[tuple[int, int], ...]:
+    def kinds(self) -> tuple[tuple[int, int], ...]:
         """The kinds of steps with drafts: the most drafts of a row in each, and how many a row has on average.
 
         Beside the kind in which each row has all of its drafts there is one in which a row has half as many on average
@@ -109,7 +109,7 @@ class DraftRoom:
         are often wrong: one request at temperature 0.7 with `demo-medusa` got 3,640 tokens a second with up to two
         drafts, 3,100 with three and 3,060 without (two cores). Where most are right, all drafts or none are quickest.
         """
-        k = self.of_a_row
+        k = self.num_drafts
         few = k // 2
         return ((k, k),) * (k > 0) + ((min(few + 1, k - 1), few),) * (few > 0)
 
@@ -183,7 +183,7 @@ class BucketLadder:
         decode = [b for b in self.buckets if b.is_decode and (most is None or b.num_rows <= most)]
         return tuple(
             Bucket(b.num_rows + max(b.num_rows * average, k), b.num_rows, b.width, num_drafts=k)
-            for k, average in self.drafts.widths
+            for k, average in self.drafts.kinds
             for b in decode
         )
 
@@ -191,7 +191,7 @@ class BucketLadder:
     def blind(self) -> tuple[Bucket, ...]:
         """The blind twin of every bucket of which the proposer computes something."""
         drafts = self.drafts
-        seen = (b for b in self.buckets if (drafts.follows_decoding if b.is_decode else drafts.follows_prompts))
+        seen = (b for b in self.buckets if (drafts.sees_decoding if b.is_decode else drafts.sees_prompts))
         return tuple(replace(bucket, is_blind=True) for bucket in seen)
 
     def compile_order(self) -> tuple[Bucket, ...]:

@@ -71,7 +71,7 @@ class CacheShape:
     dtype: jnp.dtype  # of keys and values
     step_tokens: int  # that a step may compute of one prompt
     draft: DraftCache | None = None
-    has_index: bool = False  # whether the state has a suffix index
+    has_index: bool = False  # whether the slot state has a suffix index
     has_drafts: bool = False  # whether there is a proposer
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
@@ -178,14 +178,14 @@ class CacheShape:
         return [draft.memory.pages(draft.num_layers, self.num_pages, self.page_size, self.dtype, backend)]
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
-        """Returns what the state of the slots depends on."""
+        """Returns what the slot state depends on."""
         windows = tuple(group.window for group in self.groups(spec))
         num_features = None if self.draft is None else self.draft.num_features
         sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
         return SlotSizes(*sizes, windows, num_features, self.has_index, self.has_drafts)
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
-        """Returns the abstract state, which every device of `mesh` has whole."""
+        """Returns the abstract slot state, which every device of `mesh` has whole."""
         everywhere = NamedSharding(mesh, PartitionSpec())
         state = jax.eval_shape(partial(new_state, self.sizes(spec)))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)

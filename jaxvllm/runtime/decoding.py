@@ -1,4 +1,4 @@
-"""Decoding: several steps of rows that whose prompts are computed already, in one program that asks the host nothing.
+"""Decoding: several steps of rows whose prompts are computed already, in one program that asks the host nothing.
 
 Each step computes a row's last token, and after it what a proposer guesses. Each position is sampled as it would have
 been alone, and a row goes on as far as its drafts are what was sampled (decision 0007).
@@ -17,7 +17,7 @@ from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.draft_share import measured_acceptance, share_drafts
-from jaxvllm.runtime.proposers import Drafts, Followed, Known, Proposer
+from jaxvllm.runtime.proposers import Drafts, Known, Proposer, SeenStep
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState
 from jaxvllm.runtime.step_model import (
@@ -43,28 +43,28 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
     meta_fields=[],
 )
 @dataclass(frozen=True)
-class _Progress:
-    """The progress of a call of `decode` got, with W tokens a row at most and K drafts in a step."""
+class _DecodeLoop:
+    """The values that the loop of `decode` carries, with Y tokens a row at most and K drafts in a step."""
 
     num_steps: jax.Array  # i32
     kv_pages: KVCachePages
     state: DeviceState
     counts: jax.Array  # i32[R]: tokens that each row has yielded
-    tokens: jax.Array  # i32[R, W], with DRAFT_MARK
-    logprobs: DeviceLogprobs  # [W, R]
+    tokens: jax.Array  # i32[R, Y], with DRAFT_MARK
+    logprobs: DeviceLogprobs  # [Y, R]
     num_drafted: jax.Array  # i32[R, K]: drafts that there were, by their place
     num_accepted: jax.Array  # i32[R, K]
 
     @classmethod
-    def begin(cls, kv_pages: KVCachePages, state: DeviceState, bucket: Bucket, vocab_size: int) -> "_Progress":
-        num_rows, width = bucket.num_rows, bucket.row_tokens
+    def begin(cls, kv_pages: KVCachePages, state: DeviceState, bucket: Bucket, vocab_size: int) -> "_DecodeLoop":
+        num_rows, row_tokens = bucket.num_rows, bucket.row_tokens
         best = DeviceLogprobs.zeros(num_rows, vocab_size)
-        best = jax.tree.map(lambda x: jnp.zeros((width, *x.shape), x.dtype), best)
-        counts, tokens = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, width), jnp.int32)
+        best = jax.tree.map(lambda x: jnp.zeros((row_tokens, *x.shape), x.dtype), best)
+        counts, tokens = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, row_tokens), jnp.int32)
         drafts = jnp.zeros((num_rows, bucket.num_drafts), jnp.int32)
         return cls(jnp.int32(0), kv_pages, state, counts, tokens, best, drafts, drafts)
 
-    def take(self, counts: jax.Array, tokens: jax.Array, best: DeviceLogprobs) -> "_Progress":
+    def take(self, counts: jax.Array, tokens: jax.Array, best: DeviceLogprobs) -> "_DecodeLoop":
         """Appends the first `counts[r]` of `tokens` i32[R, N] to row r, with what is reported of them, [R, N]."""
         places = jnp.arange(tokens.shape[1])
         at = jnp.where(places < counts[:, None], self.counts[:, None] + places, self.tokens.shape[1])
@@ -100,10 +100,10 @@ def decode(
     """
     batch = unpack(packed, bucket, model.sizes)
 
-    def alive(now: _Progress) -> jax.Array:
+    def alive(now: _DecodeLoop) -> jax.Array:
         return are_alive(now.state, batch.slots) & (now.counts < batch.max_new)
 
-    def once(now: _Progress) -> _Progress:
+    def once(now: _DecodeLoop) -> _DecodeLoop:
         is_alive = alive(now)
         slots = jnp.where(is_alive, batch.slots, trash_slot(state))
         if not bucket.num_drafts:
@@ -112,7 +112,7 @@ def decode(
         most = batch.max_new - now.counts
         return _draft_and_verify(params, now, is_alive, slots, most, model=model, bucket=bucket, proposer=proposer)
 
-    now = _Progress.begin(kv_pages, open_pages(state, batch), bucket, model.spec.vocab_size)
+    now = _DecodeLoop.begin(kv_pages, open_pages(state, batch), bucket, model.spec.vocab_size)
     if bucket.width == 1:
         now = once(now)
     else:
@@ -122,14 +122,14 @@ def decode(
 
 def _decode_once(
     params: Params,
-    now: _Progress,
+    now: _DecodeLoop,
     is_alive: jax.Array,
     slots: jax.Array,
     *,
     model: StepModel,
     proposer: Proposer | None,
-) -> _Progress:
-    """Computes one token for each row that is alive. A `proposer` follows the step."""
+) -> _DecodeLoop:
+    """Computes one token for each row that is alive. A `proposer` sees the step."""
     lengths = now.state["length"][slots]
     starts = jnp.where(is_alive, lengths - 1, 0)
     tables = now.state["page_tables"][slots]
@@ -143,8 +143,8 @@ def _decode_once(
     is_over = are_stops(now.state, tokens, slots, lengths)
     state = now.state
     if proposer is not None:
-        with jax.named_scope("follow"):
-            kv_pages, state = proposer.follow(Followed(params, kv_pages, state, slots, model, computed, counts))
+        with jax.named_scope("see"):
+            kv_pages, state = proposer.see(SeenStep(params, kv_pages, state, slots, model, computed, counts))
     state = append(state, slots, lengths, tokens[:, None], counts, is_over)
     now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
     return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
@@ -152,7 +152,7 @@ def _decode_once(
 
 def _draft_and_verify(
     params: Params,
-    now: _Progress,
+    now: _DecodeLoop,
     is_alive: jax.Array,
     slots: jax.Array,
     most: jax.Array,
@@ -160,7 +160,7 @@ def _draft_and_verify(
     model: StepModel,
     bucket: Bucket,
     proposer: Proposer,
-) -> _Progress:
+) -> _DecodeLoop:
     """Computes up to K + 1 tokens for each row that is alive, and at most `most` i32[R]."""
     lengths = now.state["length"][slots]
     # The token after the last draft is sampled, too.
@@ -171,13 +171,13 @@ def _draft_and_verify(
         drafts = replace(drafts, counts=jnp.clip(drafts.counts, 0, room))
     now = replace(now, kv_pages=kv_pages)
 
-    def verify(now: _Progress) -> _Progress:
+    def verify(now: _DecodeLoop) -> _DecodeLoop:
         return _verify(params, now, is_alive, slots, drafts, model=model, bucket=bucket, proposer=proposer)
 
     if proposer.cache is not None:
         return verify(now)
 
-    def decode_once(now: _Progress) -> _Progress:
+    def decode_once(now: _DecodeLoop) -> _DecodeLoop:
         return _decode_once(params, now, is_alive, slots, model=model, proposer=None)
 
     # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer.
@@ -186,11 +186,11 @@ def _draft_and_verify(
 
 def _either(
     condition: jax.Array,
-    run: Callable[[_Progress], _Progress],
-    otherwise: Callable[[_Progress], _Progress],
-    now: _Progress,
+    run: Callable[[_DecodeLoop], _DecodeLoop],
+    otherwise: Callable[[_DecodeLoop], _DecodeLoop],
+    now: _DecodeLoop,
     backend: Backend,
-) -> _Progress:
+) -> _DecodeLoop:
     """Returns `run(now)` where `condition` bool is true, and `otherwise(now)` elsewhere.
 
     XLA:GPU copies all pages for a conditional: 1029 MiB of temporaries beside a pool of 1 GiB, and 38 MiB for two loops
@@ -199,8 +199,8 @@ def _either(
     if backend.kind in ("tpu", "cpu"):
         return jax.lax.cond(condition, run, otherwise, now)
 
-    def once(condition: jax.Array, run: Callable[[_Progress], _Progress], now: _Progress) -> _Progress:
-        def turn(left: tuple[jax.Array, _Progress]) -> tuple[jax.Array, _Progress]:
+    def once(condition: jax.Array, run: Callable[[_DecodeLoop], _DecodeLoop], now: _DecodeLoop) -> _DecodeLoop:
+        def turn(left: tuple[jax.Array, _DecodeLoop]) -> tuple[jax.Array, _DecodeLoop]:
             return jnp.zeros_like(condition), run(left[1])
 
         return jax.lax.while_loop(lambda left: left[0], turn, (condition, now))[1]
@@ -210,7 +210,7 @@ def _either(
 
 def _verify(
     params: Params,
-    now: _Progress,
+    now: _DecodeLoop,
     is_alive: jax.Array,
     slots: jax.Array,
     drafts: Drafts,
@@ -218,7 +218,7 @@ def _verify(
     model: StepModel,
     bucket: Bucket,
     proposer: Proposer,
-) -> _Progress:
+) -> _DecodeLoop:
     """Runs one step with drafts after the last token of each row that is alive, as many as the bucket has room for.
 
     All positions are sampled at once. A position counts only if each draft before it is what was sampled there, and
@@ -257,9 +257,9 @@ def _verify(
     accepted = matches & (places < yielded[:, None])
     is_over = jnp.take_along_axis(is_stop, jnp.maximum(yielded - 1, 0)[:, None], axis=1)[:, 0]
     kv_pages = commit(computed, kv_pages, tables, yielded, model)
-    with jax.named_scope("follow"):
-        step = Followed(params, kv_pages, state, slots, model, computed, yielded, drafts.counts)
-        kv_pages, state = proposer.follow(step)
+    with jax.named_scope("see"):
+        step = SeenStep(params, kv_pages, state, slots, model, computed, yielded, drafts.counts)
+        kv_pages, state = proposer.see(step)
         if divides:
             measured = measured_acceptance(state[ACCEPTANCE.name][slots], counts, accepted.sum(axis=1))
             state |= {ACCEPTANCE.name: step.stored(ACCEPTANCE.name, measured)}

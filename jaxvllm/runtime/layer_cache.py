@@ -18,7 +18,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
-# Of each group whose layers keep a state, by its number: what the states may still take in of the tokens of a step,
+# Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
 # with a leading axis of layers.
 type TakenIn = dict[int, Token]
 # What the layers pass on: the pages of each group, and what their states did not take in yet.
@@ -29,8 +29,8 @@ type Kept = tuple[KVCachePages, TakenIn]
 class LayerCache:
     """The cache of the layers of `spec` for the rows of a step, with a page table i32[R, groups, max_pages].
 
-    With `most_drafted` no row has more tokens than that, and all but the first of a row are drafts. The states of
-    layers do not take these tokens in before `commit` says how many of them count.
+    With `most_drafted` no row has more tokens than that, and all but the first of a row are drafts. Layer states
+    do not take these tokens in before `commit` says how many of them count.
     """
 
     spec: ModelSpec

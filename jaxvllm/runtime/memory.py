@@ -25,7 +25,7 @@ class MemoryUse:
     weights: int
     pages: int
     num_tokens: int  # tokens whose keys and values fit in the pages; windowed layers keep a request's last ones
-    state: int  # bytes of the slots
+    state: int  # of the slots
     step: int | None  # bytes that the largest step needs in addition while it runs; None: it is not compiled yet
     grows: bool  # whether pages take memory only once they are used, as on CPU
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare
 from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, DeviceState, Rows, SlotField
-from jaxvllm.runtime.stages import Share, Stage
 from jaxvllm.runtime.token_mask import mask_words, pack_bits, unpack_bits
 
 # What an int16 can count. A token that comes more often is penalized as if it had come this often.
@@ -48,7 +48,7 @@ def _asks(rows: Rows) -> jax.Array:
     return (rows[REPETITION.name] != 1) | (rows[FREQUENCY.name] != 0) | (rows[PRESENCE.name] != 0)
 
 
-def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _draft_counts(rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Returns i16[R, V]: how often each token of this share is among the drafts in front of each row's position."""
     row = jnp.arange(len(positions))
     counts = jnp.zeros((len(positions), share.size), jnp.int16)
@@ -60,7 +60,7 @@ def _draft_counts(rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
     return counts
 
 
-def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Applies repetition, which counts the prompt's tokens, too, and then frequency and presence, which do not."""
     counts = share.take(rows[OUTPUT_COUNTS.name])
     if rows.num_drafts:
@@ -75,6 +75,6 @@ def _penalize(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share)
     return jnp.where(_asks(rows)[:, None], penalized, logits)
 
 
-PENALTIES = Stage(
+PENALTIES = LogitRule(
     (REPETITION, FREQUENCY, PRESENCE, PROMPT_TOKENS, OUTPUT_COUNTS), lambda rows, positions: _asks(rows), _penalize
 )

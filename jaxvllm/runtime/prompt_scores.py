@@ -43,14 +43,14 @@ def score(
     The values at other tokens are meaningless. When no row is scored, it computes nothing and returns zeros.
     """
     num_tokens = len(hidden)
-    width = min(MAX_CHUNK, num_tokens)
+    size = min(MAX_CHUNK, num_tokens)
     ends = jnp.where(batch.lengths > 0, rows.query_starts[1:] - 1, num_tokens)
     targets = jnp.roll(batch.token_ids, -1).at[ends].set(jnp.maximum(batch.next_tokens, 0), mode="drop")
 
     def compute() -> DeviceLogprobs:
         def chunks(x: jax.Array) -> jax.Array:
-            padded = jnp.pad(x, ((0, -num_tokens % width), *((0, 0),) * (x.ndim - 1)))
-            return padded.reshape(-1, width, *x.shape[1:])
+            padded = jnp.pad(x, ((0, -num_tokens % size), *((0, 0),) * (x.ndim - 1)))
+            return padded.reshape(-1, size, *x.shape[1:])
 
         def score_chunk(chunk: tuple[jax.Array, jax.Array]) -> DeviceLogprobs:
             return token_logprobs(project(chunk[0]), chunk[1], vocab_size, axis, options)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -34,11 +35,13 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# The packages whose code runs while a program is traced. Any change in them changes the name of every program.
-TRACED_PACKAGES = ("jaxvllm/core", "jaxvllm/models", "jaxvllm/runtime", "pallas_kernels", "sharding")
+# The packages whose code runs while a program is traced. Any change in them changes the name of every program, and so
+# does one in a module of the core that they import. The scheduler is none of these.
+TRACED_PACKAGES = ("jaxvllm/models", "jaxvllm/runtime", "pallas_kernels", "sharding")
+_CORE_IMPORT = re.compile(rb"^\s*from (jaxvllm\.core\.\w+) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
-# Functions of these modules are known by their names: the sources of ours, and the versions of the others, are in the
-# name of the program.
+# Functions of these modules are known by their names, as those of `traced_core` are: the sources of ours, and the
+# versions of the others, are in the name of the program.
 _KNOWN_MODULES = (*(package.replace("/", ".") for package in TRACED_PACKAGES), "jax", "numpy")
 # What XLA and its plugins read beside jax's configuration. NPROC is the number of threads that XLA compiles for.
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "NPROC")
@@ -146,7 +149,7 @@ def _full_name(thing: Any) -> str:
     """Returns the name of a class or function that is defined at the top of a module that is known."""
     module, name = thing.__module__, thing.__qualname__
     is_known = any(module == known or module.startswith(f"{known}.") for known in _KNOWN_MODULES)
-    if not is_known or "<" in name:
+    if "<" in name or not (is_known or module in traced_core(_ROOT)):
         raise NoName(f"{module}.{name} is not known here")
     return f"{module}.{name}"
 
@@ -167,16 +170,36 @@ def _surroundings(client: Any) -> str:
 
 @cache
 def _sources_digest() -> str:
-    """Returns a digest of every file of the packages that are traced: 20 ms."""
+    """Returns a digest of every file that is traced: 20 ms."""
     digest = hashlib.sha256()
+    for path in (*_traced_files(_ROOT), *traced_core(_ROOT).values()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(_ROOT)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _traced_files(root: Path) -> list[Path]:
+    """Returns every file of the packages that are traced."""
+    files = []
     for package in TRACED_PACKAGES:
-        paths = [path for path in (_ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        paths = [path for path in (root / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         if not paths:
             raise NoName(f"there are no sources of {package}")
-        for path in sorted(paths):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(_ROOT)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+        files += sorted(paths)
+    return files
+
+
+@cache
+def traced_core(root: Path) -> dict[str, Path]:
+    """Returns the modules of the core that the packages which are traced import, themselves or through others."""
+    found: dict[str, Path] = {}
+    unread = [path for path in _traced_files(root) if path.suffix == ".py"]
+    while unread:
+        names = {name.decode() for path in unread for name in _CORE_IMPORT.findall(path.read_bytes())}
+        new = {name: root / f"{name.replace('.', '/')}.py" for name in sorted(names - found.keys())}
+        found |= new
+        unread = list(new.values())
+    return found
 
 
 @cache

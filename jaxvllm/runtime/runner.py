@@ -1,6 +1,7 @@
 """The runner: owns everything on the device, turns plans into dispatched steps and their outputs into host values."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from jaxvllm.runtime.multihost.calls import (
     Recall,
     Recount,
     Reset,
-    Sample,
+    SampleRows,
     Step,
 )
 from jaxvllm.runtime.multihost.leader import Leader
@@ -78,7 +79,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStep:
     """A step whose forward pass was dispatched, and which samples when the host has supplied masks."""
 
     plan: StepPlan
@@ -92,6 +93,7 @@ class InFlight:
     plan: StepPlan
     bucket: Bucket
     result: StepResult
+    at: float  # when it could begin, on the host's monotonic clock
 
     @property
     def is_ready(self) -> bool:
@@ -123,7 +125,7 @@ class Runner:
         """
         self.shape = shape
         # Whether a step with drafts takes longer after steps without.
-        self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.follows_all
+        self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.sees_all
         self._leader = leader
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
@@ -180,7 +182,7 @@ class Runner:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
         self._call(Reset())
 
-    def dispatch(self, plan: StepPlan) -> InFlight | Held:
+    def dispatch(self, plan: StepPlan) -> InFlight | HeldStep:
         """Starts the step and returns at once: the next may be dispatched before this one's output is read.
 
         A plan with masked rows is held after its forward pass: `supply` starts the other half.
@@ -199,14 +201,14 @@ class Runner:
         if not plan.is_split:
             return self._in_flight(plan, bucket, self._call(Step(bucket, packed)))
         self._call(Forward(bucket, packed))
-        return Held(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
+        return HeldStep(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
 
     @property
     def mask_words(self) -> int:
         """Words of the mask of a row."""
         return mask_words(self._sizes.vocab_size)
 
-    def supply(self, held: Held, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
+    def supply(self, held: HeldStep, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
         """Starts the half of the step that was held back, which samples under the masks of these slots."""
         for rows in batched(masks, MASK_BATCH):
             self._call(Mask(pack_masks(rows, self._sizes)))
@@ -218,7 +220,7 @@ class Runner:
             if readout.name in plan.readouts:
                 for words in readout.calls(plan, bucket):
                     self._call(Read(bucket, words, number))
-        return self._in_flight(plan, bucket, self._call(Sample(bucket)))
+        return self._in_flight(plan, bucket, self._call(SampleRows(bucket)))
 
     def fork(self, forks: Iterable[Fork]) -> None:
         """Does `forks` after all steps that were dispatched. Several of one beam search have distinct slots."""
@@ -228,13 +230,13 @@ class Runner:
     def _in_flight(self, plan: StepPlan, bucket: Bucket, result: StepResult | None) -> InFlight:
         assert result is not None
         result.output.yielded.copy_to_host_async()
-        return InFlight(plan, bucket, result)
+        return InFlight(plan, bucket, result, time.monotonic())
 
     def collect(self, step: InFlight) -> StepOutput:
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
         plan, result = step.plan, step.result
         yielded = np.asarray(result.output.yielded)[: plan.num_rows]
-        tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.width], None, None
+        tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.row_tokens], None, None
         if plan.num_drafts:
             drafted, accepted = np.split(yielded[:, 1 + step.bucket.row_tokens :], 2, axis=1)
             drafts = DraftCounts(drafted, accepted)
@@ -343,7 +345,7 @@ class Runner:
                 read = self.programs.wait_for(bucket).readouts[name]()
                 report = read(self._params, self._state, self._forwarded, packed)
                 self._forwarded.reports.setdefault(name, []).append(report)
-            case Sample(bucket):
+            case SampleRows(bucket):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left, self._forwarded = self._forwarded, None
                 program = self.programs.wait_for(bucket)
@@ -363,10 +365,10 @@ class Runner:
 
 
 def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
-    """Returns the log-probabilities of [W, R] tokens on the host: number `r * plan.width + w` is token w of row r."""
+    """Returns the log-probabilities of [Y, R] tokens on the host: number `r * Y + y` is token y of row r."""
 
     def flat(x: jax.Array) -> np.ndarray:
-        values = np.swapaxes(np.asarray(x), 0, 1)[: plan.num_rows, : plan.width]
+        values = np.swapaxes(np.asarray(x), 0, 1)[: plan.num_rows, : plan.row_tokens]
         return values.reshape(-1, *values.shape[2:])
 
     return TopLogprobs(*(flat(x) for x in (logprobs.token, logprobs.ranks, logprobs.top_ids, logprobs.top)))

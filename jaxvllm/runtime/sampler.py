@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode
+from jaxvllm.runtime.logit_rules import MIN_P, MIN_TOKENS, TOP_K, TOP_P, VocabShare, run_rules
 from jaxvllm.runtime.logits_processors import LogitsProcessor, TokensSoFar, run_processors
 from jaxvllm.runtime.noise import gumbel
 from jaxvllm.runtime.penalties import PENALTIES
 from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows
-from jaxvllm.runtime.stages import MIN_P, MIN_TOKENS, TOP_K, TOP_P, Share, run_stages
 from jaxvllm.runtime.token_mask import TOKEN_MASK
 from jaxvllm.runtime.token_rules import ALLOWED_TOKENS, BAD_WORDS, LOGIT_BIAS
 from sharding.axis import ALONE, ModelAxis
 
 # In vLLM's order. The first change every row's logits, greedy ones too, each device those of its share of the
 # vocabulary; the others see a random row's logits whole, divided by its temperature.
-LOGIT_STAGES = (TOKEN_MASK, ALLOWED_TOKENS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, BAD_WORDS)
-FILTER_STAGES = (MIN_P, TOP_K, TOP_P)
+LOGIT_RULES = (TOKEN_MASK, ALLOWED_TOKENS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, BAD_WORDS)
+FILTER_RULES = (MIN_P, TOP_K, TOP_P)
 
 
 @partial(
@@ -87,8 +87,8 @@ def sample(
     """Returns one token per row, i32[R], for logits f32[R, V] and the position i32[R] that each token will have.
 
     V is this device's share of the `vocab_size` tokens; what the last device has beyond those is never sampled.
-    All rows go through `LOGIT_STAGES`. Greedy rows then take the argmax; others divide by the temperature, go through
-    `FILTER_STAGES` (equal logits at a threshold all stay) and draw by Gumbel-max (Maddison et al., arXiv 1411.0030).
+    All rows go through `LOGIT_RULES`. Greedy rows then take the argmax; others divide by the temperature, go through
+    `FILTER_RULES` (equal logits at a threshold all stay) and draw by Gumbel-max (Maddison et al., arXiv 1411.0030).
     A batch without random rows skips all that.
     """
     logits = _adjust(logits, rows, positions, vocab_size, axis, options)
@@ -103,7 +103,7 @@ def sample(
 
 
 def guess(logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis = ALONE) -> jax.Array:
-    """Returns one token per row, i32[R], as `sample` would take it of these logits, were there no stages.
+    """Returns one token per row, i32[R], as `sample` would take it of these logits, were there no logit rules.
 
     With the noise of `sample` a draft that is drawn from nearly the same distribution is mostly the same token.
     """
@@ -191,7 +191,7 @@ def _reported(
     """Returns f32[own rows, vocab_size]: what the engine reports of each token, this device's rows."""
     mode = options.logprobs_mode
     if mode in ("raw_logprobs", "raw_logits"):
-        masked = run_stages((TOKEN_MASK,), logits, rows, positions, Share(logits.shape[-1], vocab_size, axis))
+        masked = run_rules((TOKEN_MASK,), logits, rows, positions, VocabShare(logits.shape[-1], vocab_size, axis))
         values = axis.exchange(masked)[:, :vocab_size]
     else:
         whole = axis.exchange(_adjust(logits, rows, positions, vocab_size, axis, options))[:, :vocab_size]
@@ -209,9 +209,9 @@ def _own(rows: Rows, axis: ModelAxis) -> Rows:
 def _adjust(
     logits: jax.Array, rows: Rows, positions: jax.Array, vocab_size: int, axis: ModelAxis, options: SamplerOptions
 ) -> jax.Array:
-    """Returns what `LOGIT_STAGES` and the engine's own functions make of this device's share of the logits."""
-    share = Share(logits.shape[-1], vocab_size, axis)
-    logits = run_stages(LOGIT_STAGES, logits, rows, positions, share)
+    """Returns what `LOGIT_RULES` and the engine's own functions make of this device's share of the logits."""
+    share = VocabShare(logits.shape[-1], vocab_size, axis)
+    logits = run_rules(LOGIT_RULES, logits, rows, positions, share)
     if not options.logits_processors:
         return logits
     own = _own(rows, axis)
@@ -224,7 +224,7 @@ def _filter(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
     """Returns whole rows at their temperature, with the tokens that the filters leave."""
     temperature = rows["temperature"]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return run_stages(FILTER_STAGES, scaled, rows, positions, Share(logits.shape[-1], logits.shape[-1]))
+    return run_rules(FILTER_RULES, scaled, rows, positions, VocabShare(logits.shape[-1], logits.shape[-1]))
 
 
 def _argmax(logits: jax.Array, vocab_size: int, axis: ModelAxis) -> jax.Array:

@@ -1,7 +1,8 @@
 """Slot fields: each value that the device keeps for every slot, declared once.
 
-The arrays of the state, the words that an admission sends, what `admit` stores, the trash slot's values and the bytes
-in the memory budget follow from these declarations (`state.py`). A stage over logits declares the fields that it reads.
+The arrays of the slot state, the words that an admission sends, what `admit` stores, the trash slot's values and the
+bytes in the memory budget follow from these declarations (`state.py`). A logit rule declares the fields that it
+reads.
 """
 
 from collections.abc import Callable
@@ -80,7 +81,7 @@ class SlotField:
     A rare field is large, and few requests fill it: it crosses in a call of its own, which is made only for a request
     for which some rare field's `fill` returns a value. All rare fields of its slot are set then, those for which it
     returns None, and those without `fill`, to `default`. In the slot of any other request a rare field has what a
-    former tenant left, so a stage reads it only for rows that ask.
+    former tenant left, so a logit rule reads it only for rows that ask.
     """
 
     name: str

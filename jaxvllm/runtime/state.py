@@ -1,4 +1,4 @@
-"""Device state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
+"""Slot state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
 
 Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read there, and what it holds never changes.
 Only the suffix index belongs to no slot.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.request import TokenIds
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
-from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES
+from jaxvllm.runtime.sampler import FILTER_RULES, LOGIT_RULES
 from jaxvllm.runtime.slot_fields import (
     ACCEPTANCE,
     DRAFTING,
@@ -37,8 +37,8 @@ ADMISSION_BATCH = 8
 RECALL_TOKENS = 2048
 RECALL_WORDS = 3 + RECALL_TOKENS  # slot, first position, number of tokens, tokens
 
-_OF_STAGES = (field for stage in (*LOGIT_STAGES, *FILTER_STAGES) for field in stage.fields)
-SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, *_OF_STAGES)))
+_OF_RULES = (field for rule in (*LOGIT_RULES, *FILTER_RULES) for field in rule.fields)
+SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, *_OF_RULES)))
 
 
 def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
@@ -50,14 +50,14 @@ def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
 
 
 def new_state(sizes: SlotSizes) -> DeviceState:
-    """Returns the state of an engine without requests."""
+    """Returns the slot state of an engine without requests."""
     rows = sizes.num_slots + 1
     state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
     return state | new_index(sizes) if sizes.has_index else state
 
 
 @dataclass(frozen=True)
-class _Words:
+class _FieldWords:
     """The place of a field's words in an admission."""
 
     field: SlotField
@@ -69,16 +69,16 @@ class _Words:
         return slice(self.first, self.first + math.prod(self.shape))
 
 
-def _layout(sizes: SlotSizes, is_rare: bool) -> list[_Words]:
+def _layout(sizes: SlotSizes, is_rare: bool) -> list[_FieldWords]:
     """Returns where an admission has which field.
 
     It is one row of 32-bit words: its slot, and then the rare or the other fields that it fills, in order.
     """
-    words: list[_Words] = []
+    words: list[_FieldWords] = []
     first = 1
     for field in slot_fields(sizes):
         if field.fill is not None and field.is_rare == is_rare:
-            words.append(_Words(field, first, field.shape(sizes)))
+            words.append(_FieldWords(field, first, field.shape(sizes)))
             first += math.prod(words[-1].shape)
     return words
 
@@ -140,7 +140,7 @@ def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> Devic
     }
 
 
-def _write(row: NDArray[np.int32], words: _Words, value: Any) -> None:
+def _write(row: NDArray[np.int32], words: _FieldWords, value: Any) -> None:
     """Writes what an admission fills into a field to its place in `row`."""
     at = row[words.columns].view(words.field.dtype).reshape(words.shape or (1,))
     values = np.atleast_1d(np.asarray(value, words.field.dtype))
@@ -193,5 +193,5 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 
 def state_bytes(sizes: SlotSizes) -> int:
-    """Returns how many bytes of each device the state takes."""
+    """Returns how many bytes of each device the slot state takes."""
     return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(partial(new_state, sizes)).values())

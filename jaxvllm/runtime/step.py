@@ -17,7 +17,7 @@ from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.prompt_scores import PromptScores, score
-from jaxvllm.runtime.proposers import Followed, Proposer
+from jaxvllm.runtime.proposers import Proposer, SeenStep
 from jaxvllm.runtime.readouts.readout import Unsampled
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
@@ -48,7 +48,7 @@ def forward(
 ) -> tuple[KVCachePages, DeviceState, Unsampled, PromptScores]:
     """Computes the tokens of a packed batch and writes their KV. `kv_pages` and `state` are donated.
 
-    A `proposer` follows, so that it can guess what comes after these tokens.
+    A `proposer` sees them, so that it can guess what comes after these tokens.
     Inside shard_map each device has its share of `params` and `kv_pages`, and the same of everything else.
     """
     batch = unpack(packed, bucket, model.sizes)
@@ -66,9 +66,9 @@ def forward(
     computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, depths)
     hidden = computed.hidden
     if proposer is not None:
-        with jax.named_scope("follow"):
-            step = Followed(params, kv_pages, state, slots, model, computed, batch.lengths)
-            kv_pages, state = proposer.follow(step)
+        with jax.named_scope("see"):
+            step = SeenStep(params, kv_pages, state, slots, model, computed, batch.lengths)
+            kv_pages, state = proposer.see(step)
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = record(state, at, rows.positions, token_ids)

@@ -67,10 +67,10 @@ DRAFT_MARK = 1 << 30
 class DeviceOutput:
     """The yield of a step for its R rows."""
 
-    # i32[R, 1 + W + 2 K]: how many tokens, then the tokens, with DRAFT_MARK where they were drafts, then for each place
+    # i32[R, 1 + Y + 2 K]: how many tokens, then the tokens, with DRAFT_MARK where they were drafts, then for each place
     # of a draft how often there was one, and how often it was accepted. One array, since each is a transfer.
     yielded: jax.Array
-    logprobs: DeviceLogprobs  # [W, R]
+    logprobs: DeviceLogprobs  # [Y, R]
 
 
 def compute(

@@ -126,7 +126,7 @@ class StepCompiler:
     def compile_begin(self, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles `StepProgram.begin` of `bucket`."""
         run = partial(decode if bucket.is_decode else forward, bucket=bucket)
-        if self.proposer is not None and (bucket.num_drafts or self._follows(bucket)):
+        if self.proposer is not None and (bucket.num_drafts or self._is_seen(bucket)):
             run = partial(run, proposer=self.proposer)
         packed = self.everywhere((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
         arguments = (self.params, self.kv, self.state, packed)
@@ -134,11 +134,11 @@ class StepCompiler:
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
         return self._make(run, arguments, (pages, *outputs), donates=(1, 2))
 
-    def _follows(self, bucket: Bucket) -> bool:
-        """Returns whether the proposer follows the steps of a bucket without drafts."""
+    def _is_seen(self, bucket: Bucket) -> bool:
+        """Returns whether the proposer sees the steps of a bucket without drafts."""
         if bucket.is_blind or self.proposer is None or self.proposer.cache is None:
             return False
-        return self.proposer.follows_all or not bucket.is_decode
+        return self.proposer.sees_all or not bucket.is_decode
 
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """Compiles `StepProgram.sample` for every bucket that has `num_rows` and computes prompts."""

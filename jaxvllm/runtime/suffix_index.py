@@ -35,14 +35,14 @@ def record(state: DeviceState, slots: jax.Array, positions: jax.Array, tokens: j
     state = state | {HISTORY.name: history}
     if INDEX not in state:
         return state
-    num_rows, width = history.shape
+    num_rows, most = history.shape
     slots, positions = (x.ravel() for x in jnp.broadcast_arrays(slots, positions))
     table, lengths = state[INDEX], jnp.array(NGRAMS)
-    is_entered = ((slots < num_rows) & (positions < width))[:, None] & (positions[:, None] >= lengths)
+    is_entered = ((slots < num_rows) & (positions < most))[:, None] & (positions[:, None] >= lengths)
     at = jnp.where(is_entered, _hashes(tokens_before(history, slots, positions, max(NGRAMS)), len(table)), len(table))
     # Of several with the same hash the largest stays: any other rule would leave it to chance, and then the devices of
     # a mesh would not have the same drafts.
-    places = (slots * width + positions)[:, None]
+    places = (slots * most + positions)[:, None]
     return state | {INDEX: table.at[at].set(0, mode="drop").at[at].max(places, mode="drop")}
 
 
@@ -52,9 +52,9 @@ def places_behind(state: DeviceState, tokens: jax.Array, lengths: jax.Array) -> 
     tokens: i32[R, 8 or more], the last one first
     Returns for each row and each of NGRAMS the slot and the position, i32[R, N], and bool[R, N]: whether there is one.
     """
-    table, width = state[INDEX], state[HISTORY.name].shape[1]
+    table, most = state[INDEX], state[HISTORY.name].shape[1]
     entries = table[_hashes(tokens, len(table))]
-    return entries // width, entries % width, (entries > 0) & (lengths[:, None] >= jnp.array(NGRAMS))
+    return entries // most, entries % most, (entries > 0) & (lengths[:, None] >= jnp.array(NGRAMS))
 
 
 def tokens_before(history: jax.Array, slots: jax.Array, positions: jax.Array, count: int) -> jax.Array:

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare
 from jaxvllm.runtime.slot_fields import DeviceState, SlotField, SlotSizes
-from jaxvllm.runtime.stages import Share, Stage
 
 BITS = 32
 # Rows that one `store_masks` call brings in, so that most steps make one call: 600 KiB with 152k tokens of vocabulary.
@@ -58,7 +58,7 @@ def pack_bits(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-def unpack_bits(words: jax.Array, share: Share) -> jax.Array:
+def unpack_bits(words: jax.Array, share: VocabShare) -> jax.Array:
     """Returns bool[R, columns of `share`] of i32[R, words], without a gather.
 
     A device unpacks only the words of its share.
@@ -78,12 +78,12 @@ def _unpack(words: jax.Array) -> jax.Array:
     return bits.reshape(len(words), -1) == 1
 
 
-def mask_logits(logits: jax.Array, is_masked: jax.Array, words: jax.Array, share: Share) -> jax.Array:
+def mask_logits(logits: jax.Array, is_masked: jax.Array, words: jax.Array, share: VocabShare) -> jax.Array:
     """Returns `logits` with -inf where a masked row (bool[R]) has not set the token's bit in i32[R, words]."""
     return jnp.where(unpack_bits(words, share) | ~is_masked[:, None], logits, -jnp.inf)
 
 
-TOKEN_MASK = Stage(
+TOKEN_MASK = LogitRule(
     (IS_MASKED, MASK),
     lambda rows, positions: rows[IS_MASKED.name] != 0,
     lambda logits, rows, positions, share: mask_logits(logits, rows[IS_MASKED.name] != 0, rows[MASK.name], share),

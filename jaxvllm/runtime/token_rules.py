@@ -14,8 +14,8 @@ from jaxvllm.core.request import MAX_BAD_WORD_TOKENS
 from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES
 from jaxvllm.core.slots import NO_TOKEN
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare
 from jaxvllm.runtime.slot_fields import HISTORY, NUM_PROMPT, Rows, SlotField
-from jaxvllm.runtime.stages import Share, Stage
 from jaxvllm.runtime.token_mask import mask_logits, mask_words, pack_bits
 
 # Columns that a scatter changes at once. Requests give a few tokens of the thousand that they may, and a scatter takes
@@ -64,18 +64,18 @@ BAD_WORDS_OF = SlotField(
 )
 
 
-def _restrict(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _restrict(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     return mask_logits(logits, rows[IS_RESTRICTED.name] != 0, rows[ALLOWED.name], share)
 
 
-def _bias(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _bias(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     token_ids, bits = jnp.moveaxis(rows[BIASES.name], 1, 0)
     token_ids = jnp.where((rows[IS_BIASED.name] != 0)[:, None], token_ids, NO_TOKEN)
     values = lax.bitcast_convert_type(bits, jnp.float32)
     return _add(logits, share.columns(token_ids), values)
 
 
-def _forbid_bad_words(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _forbid_bad_words(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Forbids the last token of each word whose other tokens end the output. The prompt has no part in it."""
     tokens, begins, ends = jnp.moveaxis(rows[BAD_WORDS_OF.name], 1, 0)
     token_ids = jnp.where((rows[HAS_BAD_WORDS.name] != 0)[:, None], tokens, NO_TOKEN)
@@ -106,8 +106,8 @@ def _add(logits: jax.Array, columns: jax.Array, values: jax.Array) -> jax.Array:
     return result
 
 
-ALLOWED_TOKENS = Stage((IS_RESTRICTED, ALLOWED), lambda rows, positions: rows[IS_RESTRICTED.name] != 0, _restrict)
-LOGIT_BIAS = Stage((IS_BIASED, BIASES), lambda rows, positions: rows[IS_BIASED.name] != 0, _bias)
-BAD_WORDS = Stage(
+ALLOWED_TOKENS = LogitRule((IS_RESTRICTED, ALLOWED), lambda rows, positions: rows[IS_RESTRICTED.name] != 0, _restrict)
+LOGIT_BIAS = LogitRule((IS_BIASED, BIASES), lambda rows, positions: rows[IS_BIASED.name] != 0, _bias)
+BAD_WORDS = LogitRule(
     (HAS_BAD_WORDS, BAD_WORDS_OF, NUM_PROMPT), lambda rows, positions: rows[HAS_BAD_WORDS.name] != 0, _forbid_bad_words
 )

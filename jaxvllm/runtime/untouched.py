@@ -39,12 +39,12 @@ class _ApiVersion(ctypes.Structure):
     )
 
 
-class _Metadata(ctypes.Structure):
+class _ArrayMetadata(ctypes.Structure):
     _fields_ = (("struct_size", ctypes.c_size_t), ("version", _ApiVersion))
 
 
 class _MetadataExtension(ctypes.Structure):
-    _fields_ = (("base", _Extension), ("metadata", ctypes.POINTER(_Metadata)))
+    _fields_ = (("base", _Extension), ("metadata", ctypes.POINTER(_ArrayMetadata)))
 
 
 class _CallFrame(ctypes.Structure):

@@ -68,7 +68,7 @@ class Broker:
         return EngineProcess(Parent(), channel)
 
 
-class Engines(AsyncLLM):
+class BrokeredLLM(AsyncLLM):
     """The engines behind the broker. It also knows the metrics of all API processes together."""
 
     _metrics: asyncio.Future[tuple[bytes, str]] | None = None
@@ -101,7 +101,7 @@ class Engines(AsyncLLM):
 async def serve(start: ApiStart) -> int:
     """Answers until a signal. Returns 0 when every request could finish, otherwise 1."""
     with Received(start.connections, start.max_files) as connections, StopSignals() as stop:
-        llm = Engines.from_config(start.engine, start.limits, start.chat_template, place=Broker(start.address))
+        llm = BrokeredLLM.from_config(start.engine, start.limits, start.chat_template, place=Broker(start.address))
         try:
             llm.launch()
             service = Service(llm, start.server, lambda: llm.metrics(service.metrics))

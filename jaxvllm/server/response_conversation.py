@@ -1,4 +1,4 @@
-"""`Conversation`: what a request of `/v1/responses` is about, with what it takes from stored responses."""
+"""`ResponseConversation`: what a request of `/v1/responses` is about, with what it takes from stored responses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ResponseConversation:
     """A request, and the items that its response is to be stored with."""
 
     request: ResponsesRequest  # with the items of the response that it follows, and those that it refers to
@@ -26,7 +26,7 @@ class Conversation:
     new_ids: tuple[str, ...]  # that items of the request itself got here
 
     @classmethod
-    def of(cls, request: ResponsesRequest, responses: ResponseStore | None, owner: bytes) -> "Conversation":
+    def of(cls, request: ResponsesRequest, responses: ResponseStore | None, owner: bytes) -> "ResponseConversation":
         """Completes the request. Raises ApiError for a response or an item that is not stored for its owner."""
         before = _before(request, responses, owner)
         whole = _without_references(request, responses, owner)

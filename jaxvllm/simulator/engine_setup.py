@@ -108,7 +108,7 @@ class BucketChoice:
     _chosen: dict[tuple[int, int, bool, bool], Bucket] = field(default_factory=dict)
 
     def of_plan(self, plan: StepPlan) -> Bucket:
-        return self.of(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows, plan.width > 1)
+        return self.of(plan.num_tokens, plan.num_rows, plan.num_decode == plan.num_rows, plan.row_tokens > 1)
 
     def of(self, num_tokens: int, num_rows: int, is_decode: bool, is_burst: bool) -> Bucket:
         """Returns the cheapest bucket for so many tokens and rows, by the rule of `BucketLadder.choose`."""

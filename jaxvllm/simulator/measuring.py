@@ -57,7 +57,7 @@ class PlanRecorder(OutputProcessor):
         is_behind = not was_idle and (has_prompts or self._had_prompts)
         self._had_prompts = has_prompts
         num_admissions = len(plan.admissions)
-        planned = _Planned(plan.starts, plan.lengths, plan.width > 1, num_admissions, was_idle, is_behind)
+        planned = _Planned(plan.starts, plan.lengths, plan.row_tokens > 1, num_admissions, was_idle, is_behind)
         self.plans.append(planned)
 
 

@@ -5,20 +5,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvllm.bench.drafts import Drafts
-from jaxvllm.bench.load import Outcome
-from jaxvllm.bench.report import Run
+from jaxvllm.bench.drafts import DraftTotals
+from jaxvllm.bench.load import LoadOutcome
+from jaxvllm.bench.report import BenchRun
 from jaxvllm.bench.summary import Goodput
 from jaxvllm.bench.traffic import Traffic
 from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.ledger import Ledger
 from jaxvllm.simulator.step_cost import StepCost
-from jaxvllm.simulator.timeline import Timeline
+from jaxvllm.simulator.timeline import LoadTimeline
 from jaxvllm.simulator.transfer import Transfer
 from jaxvllm.simulator.virtual_engine import Incoming, Outgoing, VirtualEngine, transferred
 from jaxvllm.simulator.workload import Workload
 
-NO_DRAFTS = Drafts(0, 0, 0, ())
+NO_DRAFTS = DraftTotals(0, 0, 0, ())
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PoolResult:
     num_prefix_queries: int
     num_prefix_hits: int
     device_share: float  # of the time, in which the devices of a replica computed
-    timeline: Timeline
+    timeline: LoadTimeline
 
     @classmethod
     def of(cls, name: str, engine: VirtualEngine) -> "PoolResult":
@@ -85,10 +85,10 @@ class SimulationResult:
     pools: tuple[PoolResult, ...]
     wall_seconds: float  # that the simulation took
 
-    def run(self, shown: Sequence[str], percentiles: Sequence[float], goodput: Goodput | None = None) -> Run:
+    def run(self, shown: Sequence[str], percentiles: Sequence[float], goodput: Goodput | None = None) -> BenchRun:
         """Returns the result in the form of `bench serve`, which prints it and writes it as JSON."""
         summary = self.ledger.summary(percentiles, goodput)
-        return Run(self.traffic, Outcome((), summary.duration, self.wall_seconds), summary, shown, NO_DRAFTS)
+        return BenchRun(self.traffic, LoadOutcome((), summary.duration, self.wall_seconds), summary, shown, NO_DRAFTS)
 
     def check_served(self) -> None:
         """Raises ValueError when not one request was answered: then there are no figures."""
@@ -100,7 +100,7 @@ class SimulationResult:
 
 
 @dataclass(frozen=True)
-class Pool:
+class ReplicaPool:
     """Equal replicas behind one router, and the times of their steps."""
 
     setup: EngineSetup
@@ -115,8 +115,8 @@ class Simulation:
     `decode`, which computes the rest. A prefix cache must be on in both, since pages arrive there.
     """
 
-    front: Pool
-    decode: Pool | None = None
+    front: ReplicaPool
+    decode: ReplicaPool | None = None
     transfer: Transfer | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`Timeline`: how full an engine was over time, in as many samples as a picture needs."""
+"""`LoadTimeline`: how full an engine was over time, in as many samples as a picture needs."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ _MOST = 4096  # samples; when there are so many, every other one is dropped
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """The requests and pages of an engine at a moment."""
 
     at: float  # seconds
@@ -15,20 +15,20 @@ class Load:
     num_waiting: int
 
 
-class Timeline:
+class LoadTimeline:
     """Samples of the loads of an engine, at equal distances that grow with the length of the run.
 
     The mean and the peak of the KV pages count every moment, not only the samples.
     """
 
     def __init__(self) -> None:
-        self.samples: list[Load] = []
+        self.samples: list[EngineLoad] = []
         self._interval = 0.0
-        self._latest = Load(0.0, 0.0, 0, 0)
+        self._latest = EngineLoad(0.0, 0.0, 0, 0)
         self._area = 0.0
         self._peak = 0.0
 
-    def add(self, load: Load) -> None:
+    def add(self, load: EngineLoad) -> None:
         """Takes in the load from `load.at` on, which is not before that of the load before it."""
         seconds = load.at - self._latest.at
         self._area += seconds * self._latest.kv_share

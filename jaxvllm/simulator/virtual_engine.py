@@ -15,7 +15,7 @@ from jaxvllm.engine.router import Router
 from jaxvllm.simulator.engine_setup import BucketChoice, EngineSetup
 from jaxvllm.simulator.ledger import Ledger
 from jaxvllm.simulator.step_cost import StepCost
-from jaxvllm.simulator.timeline import Load, Timeline
+from jaxvllm.simulator.timeline import EngineLoad, LoadTimeline
 from jaxvllm.simulator.transfer import Transfer, has_room, import_pages
 from jaxvllm.simulator.virtual_replica import VirtualReplica, VirtualRequest
 
@@ -49,7 +49,7 @@ class VirtualEngine:
 
     def __init__(self, setup: EngineSetup, cost: StepCost, ledger: Ledger):
         self.now = 0.0
-        self.timeline = Timeline()
+        self.timeline = LoadTimeline()
         self._setup = setup
         self._cost = cost
         self._ledger = ledger
@@ -153,7 +153,7 @@ class VirtualEngine:
             pages += scheduler.cache.num_pages
             running += scheduler.num_running
             waiting += scheduler.num_waiting
-        self.timeline.add(Load(self.now, owned / pages, running, waiting))
+        self.timeline.add(EngineLoad(self.now, owned / pages, running, waiting))
 
 
 def transferred(ended: Iterable[Outgoing], transfer: Transfer, num_outputs: dict[int, int]) -> Iterator[Incoming]:

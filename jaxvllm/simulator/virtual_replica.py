@@ -2,7 +2,9 @@
 
 It follows `engine.replica.Replica`: up to `DEPTH` steps are under way, and the output of a step is read one step later.
 A run of decode steps in which nothing can change is planned as one, so that long answers cost little: no request
-arrives before the last of its calls would be planned, and no row ends before that call.
+arrives before the last of its calls would be planned, and no row ends before that call. That is why it is no `Replica`
+on another device and another clock, which would plan each step: a load of 51,402 steps, of 300 requests that mostly run
+alone, then takes 7.2 s of CPU and not 0.5, for the same figures.
 """
 
 from collections import deque
@@ -34,7 +36,7 @@ class VirtualRequest:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepUnderWay:
     """A step under way, which may be several calls of a program, one after the other.
 
     The step without a plan stands for all of these calls but the last: until the last one is the only one that is under
@@ -88,7 +90,7 @@ class VirtualReplica:
         self._jitter = np.array(cost.jitter)
         self._rng = np.random.default_rng(0)  # the same load takes the same time, every time
         self._pace = BurstPace(setup.burst_seconds)
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_StepUnderWay] = deque()
         self._busy_until = 0.0  # of the device
         self._had_prompts = False  # the latest step that was launched
         self._seen = 0.0  # when the latest output was read
@@ -144,7 +146,7 @@ class VirtualReplica:
             last = int(plan.max_new.max()) - (num_calls - 1) * step.width
             self._pace.measured(plan.num_rows, min(last, step.width), seconds)
         slots = plan.slots.astype(np.intp)  # numpy would do it again wherever they are an index
-        tokens = self._answers[slots][:, None].repeat(plan.width, axis=1)
+        tokens = self._answers[slots][:, None].repeat(plan.row_tokens, axis=1)
         slots = slots[(self.scheduler.slots.epoch[slots] == plan.epochs) & plan.samples]
         update = self.scheduler.update(plan, StepOutput(tokens, plan.max_new))
         if len(slots):
@@ -196,7 +198,7 @@ class VirtualReplica:
         bucket = self._buckets.of_plan(plan)
         for admission in plan.admissions:
             self._admit(admission.slot, admission.request)
-        num_steps = int(plan.max_new.max()) if plan.width > 1 else 1
+        num_steps = int(plan.max_new.max()) if plan.row_tokens > 1 else 1
         width = min(width, num_steps)
         work = StepWork.of(plan, bucket, width)
         launch_seconds, read_seconds = self._cost.launch_seconds(work), self._cost.read_seconds(work)
@@ -214,8 +216,8 @@ class VirtualReplica:
             seconds = np.maximum(seconds, (launch_seconds + read_seconds) * num_busy)
         ends = max(launched, self._busy_until) + seconds.cumsum()
         if len(seconds) > 1:
-            self._in_flight.append(_Step(ends[:-1], read_seconds=read_seconds))
-        self._in_flight.append(_Step(ends, plan, width, launched, read_seconds))
+            self._in_flight.append(_StepUnderWay(ends[:-1], read_seconds=read_seconds))
+        self._in_flight.append(_StepUnderWay(ends, plan, width, launched, read_seconds))
         self._busy_until = float(ends[-1])
         self._count(plan, bucket.num_tokens, len(seconds), num_steps, float(seconds.sum()))
         return launched

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import ReasoningFormat
-from jaxvllm.text.tool_calls.format import Mark, State, ToolCallFormat
+from jaxvllm.text.tool_calls.format import Mark, ReadingState, ToolCallFormat
 from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS, in_harmony
 from jaxvllm.text.tool_calls.parser import ToolCallParser
 
@@ -48,7 +48,7 @@ class AnswerFormat:
         """Returns a reader of one completion of `prompt`, which continues the text of a message where `continued`."""
         is_open = self.reasoning is not None and self.reasoning.opens(prompt, continued)
         parser = ToolCallParser(self._format(is_open), self.schemas)
-        return MessageReader(parser, self.parallel_calls, None if self.input_of is None else InputCall(self.input_of))
+        return MessageReader(parser, self.parallel_calls, None if self.input_of is None else TextCall(self.input_of))
 
     def _format(self, is_open: bool) -> ToolCallFormat:
         calls = self.calls or NO_CALLS
@@ -57,8 +57,8 @@ class AnswerFormat:
         if self.reasoning.is_harmony:
             return HARMONY if self.calls in (HARMONY, None) else in_harmony(calls)
         otherwise = "reasoning" if is_open else calls.start
-        before = State("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
-        reasoning = State("reasoning", (Mark(self.reasoning.end, calls.start),))
+        before = ReadingState("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
+        reasoning = ReadingState("reasoning", (Mark(self.reasoning.end, calls.start),))
         states = dict(calls.states) | {"before reasoning": before, "reasoning": reasoning}
         return ToolCallFormat(states, "before reasoning", calls.ids, is_forced=calls.is_forced)
 
@@ -66,7 +66,7 @@ class AnswerFormat:
 class MessageReader:
     """Reads one completion."""
 
-    def __init__(self, parser: ToolCallParser, parallel_calls: bool, call: "InputCall | None" = None) -> None:
+    def __init__(self, parser: ToolCallParser, parallel_calls: bool, call: "TextCall | None" = None) -> None:
         """Takes the parts. `call` is the call that the content is the input of, if there is one."""
         self._parser = parser
         self._parallel_calls = parallel_calls
@@ -92,7 +92,7 @@ class MessageReader:
         return [event for event in events if isinstance(event, Reasoning | Content) or not event.index]
 
 
-class InputCall:
+class TextCall:
     """A call of a tool that takes one text, as the model writes this text and nothing else."""
 
     def __init__(self, name: str) -> None:

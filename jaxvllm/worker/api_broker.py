@@ -120,7 +120,7 @@ class ApiBroker:
 
     async def _ask(self, number: int, command: AnyCommand) -> None:
         try:
-            answer = wire.Answer.of(number, await self._engines.ask(command))
+            answer = wire.CommandAnswer.of(number, await self._engines.ask(command))
         except COMMAND_ERRORS as error:
             answer = failed(number, error)
         self._send(answer)

@@ -399,7 +399,7 @@ class AsyncLLM(EngineClient):
                     if request := self._requests.get(serial):
                         request.started()
                 self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
-            case wire.Answer():
+            case wire.CommandAnswer():
                 self.questions.answer(report)
             case wire.Broken(reason):
                 # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
@@ -415,7 +415,7 @@ class AsyncLLM(EngineClient):
                 self._open(facts)
             case wire.Follows():
                 self._enter(EngineState.FOLLOWING, "this process computes for process 0 of the engine: ask that one")
-            case wire.Followed():
+            case wire.FollowerEnded():
                 raise FollowedError("process 0 of this engine has closed it")
             case wire.Failed(reason, usage):
                 if self._facts is None:

@@ -53,7 +53,7 @@ def serve(address: str | Address) -> bool:
         assert isinstance(start, wire.Start)
         try:
             if follow_config(start.config, lambda: socket.send(wire.encode(wire.Follows()))):
-                socket.send(wire.encode(wire.Followed()))
+                socket.send(wire.encode(wire.FollowerEnded()))
                 return True
             engine = Engine(start.config, SERVING_SECONDS)
         except (ValueError, NotImplementedError, OSError, ImportError, MemoryError, RuntimeError) as error:
@@ -175,7 +175,7 @@ class CommandLoop:
 
     def _answer(self, number: int, command: AnyCommand) -> None:
         try:
-            answer = wire.Answer.of(number, command.run(self._engine))
+            answer = wire.CommandAnswer.of(number, command.run(self._engine))
         except (ValueError, NotImplementedError) as error:
             answer = failed(number, error)
         self._send(answer)

@@ -83,7 +83,7 @@ class LocalPlace:
         try:
             socket.bind(f"ipc://{path}")
             path.chmod(0o600)
-            child = await Child.start(f"ipc://{path}", self.environment)
+            child = await ChildProcess.start(f"ipc://{path}", self.environment)
         except BaseException:
             socket.close()
             shutil.rmtree(directory, ignore_errors=True)
@@ -101,7 +101,7 @@ def open_socket() -> zmq.asyncio.Socket:
     return socket
 
 
-class Child:
+class ChildProcess:
     """A child of this process. Implements `Life`."""
 
     is_out_of_reach = False

@@ -14,7 +14,7 @@ from jaxvllm.worker.engine_process import EngineProcess
 
 logger = logging.getLogger(__name__)
 
-# The errors that the kinds of `wire.Answer` stand for.
+# The errors that the kinds of `wire.CommandAnswer` stand for.
 _ERRORS: Mapping[wire.AnswerKind, type[Exception]] = {
     "wrong": ValueError,
     "unsupported": NotImplementedError,
@@ -24,10 +24,10 @@ _ERRORS: Mapping[wire.AnswerKind, type[Exception]] = {
 COMMAND_ERRORS = tuple(_ERRORS.values())
 
 
-def failed(number: int, error: Exception) -> wire.Answer:
+def failed(number: int, error: Exception) -> wire.CommandAnswer:
     """Returns the answer to a command that raised one of `COMMAND_ERRORS`."""
     kind = next(kind for kind, one in _ERRORS.items() if isinstance(error, one))
-    return wire.Answer(number, reason=str(error), kind=kind)
+    return wire.CommandAnswer(number, reason=str(error), kind=kind)
 
 
 class EngineQuestions:
@@ -63,7 +63,7 @@ class EngineQuestions:
         for command in self.lasting.values():
             self.ask(process, command).add_done_callback(done)
 
-    def answer(self, answer: wire.Answer) -> None:
+    def answer(self, answer: wire.CommandAnswer) -> None:
         """Gives an answer to the caller who waits for it, unless the caller has left."""
         command, answered = self._open.pop(answer.number, (None, None))
         if command is None or answered is None or answered.done():

@@ -12,7 +12,7 @@ import zmq.asyncio
 from jaxvllm.worker.data_parallel import OneHost, device_kind
 from jaxvllm.worker.data_parallel_config import DataParallelConfig
 from jaxvllm.worker.engine_link import Address, lost, set_heartbeats
-from jaxvllm.worker.engine_process import Child
+from jaxvllm.worker.engine_process import ChildProcess
 from jaxvllm.worker.node_messages import Ended, Join, Kill, Launch, decode_from_server, encode, read_secret, server_keys
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Node:
     def __init__(self, config: DataParallelConfig, url: str, secret: str):
         self._config = config
         self._url = url
-        self._children: dict[int, Child] = {}  # by the number of their start
+        self._children: dict[int, ChildProcess] = {}  # by the number of their start
         self._watching: set[asyncio.Task[None]] = set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         key, private = zmq.curve_keypair()
@@ -96,7 +96,7 @@ class Node:
                 local = rank - self._config.data_parallel_start_rank
                 try:
                     environment = {**places.place(local).environment, **Address(url, key).environment()}
-                    child = self._children[start] = await Child.start(url, environment)
+                    child = self._children[start] = await ChildProcess.start(url, environment)
                 except (OSError, ValueError) as error:
                     await self._tell(Ended(start, f"could not be started: {error}", False))
                     return
@@ -105,7 +105,7 @@ class Node:
                 self._watching.add(task)
                 task.add_done_callback(self._watching.discard)
 
-    async def _watch(self, start: int, rank: int, child: Child) -> None:
+    async def _watch(self, start: int, rank: int, child: ChildProcess) -> None:
         await child.wait()
         del self._children[start]
         logger.info("engine %d %s", rank, child.end_text())

@@ -13,21 +13,21 @@ SECRET_VARIABLE = "JAXVLLM_DP_SECRET"
 MIN_SECRET_CHARS = 16
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class NodeMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A message. Its class name comes first on the wire."""
 
 
 # ---- from the host to the server ----
 
 
-class Join(Message, frozen=True):
+class Join(NodeMessage, frozen=True):
     """The first message: the host runs engines with the numbers from `start_rank` on."""
 
     start_rank: int
     size: int
 
 
-class Ended(Message, frozen=True):
+class Ended(NodeMessage, frozen=True):
     """Says that the process of the start number `start` has ended, or could not be started, and how."""
 
     start: int
@@ -38,7 +38,7 @@ class Ended(Message, frozen=True):
 # ---- from the server to the host ----
 
 
-class Launch(Message, frozen=True):
+class Launch(NodeMessage, frozen=True):
     """Starts the process of engine `rank`, with `model` devices, which connects to `url` by `key`."""
 
     start: int
@@ -48,7 +48,7 @@ class Launch(Message, frozen=True):
     key: bytes
 
 
-class Kill(Message, frozen=True):
+class Kill(NodeMessage, frozen=True):
     """Kills the process of the start number `start`, if it runs."""
 
     start: int

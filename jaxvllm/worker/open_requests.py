@@ -19,8 +19,8 @@ class DivergedError(Exception):
 
 
 @dataclass
-class Progress:
-    """The progress of a completion."""
+class SentCompletion:
+    """The tokens and characters of a completion that were sent so far."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
@@ -45,8 +45,8 @@ class OpenRequest:
         self._has_started = False  # its engine has computed a token of it
         self._has_delivered = False
         # Of each completion: what the caller has, and what this engine has sent, which is less after a rewind.
-        self._delivered: defaultdict[int, Progress] = defaultdict(Progress)
-        self._computed: defaultdict[int, Progress] = defaultdict(Progress)
+        self._delivered: defaultdict[int, SentCompletion] = defaultdict(SentCompletion)
+        self._computed: defaultdict[int, SentCompletion] = defaultdict(SentCompletion)
 
     @property
     def may_kill(self) -> bool:
@@ -137,7 +137,7 @@ class OpenRequest:
             if len(ids) < len(known.token_ids) or len(completion.text) < known.num_chars:
                 return False
         for completion in completions:
-            self._delivered[completion.index] = Progress(completion.token_ids, len(completion.text))
+            self._delivered[completion.index] = SentCompletion(completion.token_ids, len(completion.text))
         return True
 
 

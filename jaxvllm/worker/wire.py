@@ -50,7 +50,7 @@ class Ping(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """Makes the engine do something beside requests. It answers with an `Answer` of the same number."""
+    """Makes the engine do something beside requests. It answers with a `CommandAnswer` of the same number."""
 
     number: int
     command: AnyCommand
@@ -113,7 +113,7 @@ class Follows(Message, frozen=True):
     """Says that the process is one of several and not process 0, so that it will take no requests."""
 
 
-class Followed(Message, frozen=True):
+class FollowerEnded(Message, frozen=True):
     """Says that the process was one of several and not process 0, and that process 0 has closed its engine."""
 
 
@@ -186,7 +186,7 @@ class Pulse(Message, frozen=True):
 AnswerKind = Literal["wrong", "unsupported", "unavailable", "died"]
 
 
-class Answer(Message, frozen=True):
+class CommandAnswer(Message, frozen=True):
     """Contains the answer of a command, in its own encoding, or the reason why there is none."""
 
     number: int
@@ -230,13 +230,13 @@ type Report = (
     Ready
     | Failed
     | Follows
-    | Followed
+    | FollowerEnded
     | Accepted
     | Rejected
     | Outputs
     | Broken
     | Pulse
-    | Answer
+    | CommandAnswer
     | Lost
     | Away
     | MetricsText

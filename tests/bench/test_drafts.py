@@ -6,16 +6,18 @@ from dataclasses import replace
 import pytest
 
 from jaxvllm.bench import benchmark
-from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.drafts import DraftTotals
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.cli.bench import main
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker import wire
 from tests.server.metrics.engine_reports import FACTS, IDLE
 
-BEFORE = replace(IDLE, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=6, num_accepted_per_pos=(4, 1, 1))
-AFTER = replace(IDLE, num_drafts=210, num_draft_tokens=530, num_accepted_tokens=256, num_accepted_per_pos=(154, 61, 41))
-GAINED = Drafts(drafts=200, draft_tokens=500, accepted_tokens=250, accepted_per_pos=(150, 60, 40))
+BEFORE = replace(IDLE, num_verifications=10, num_draft_tokens=30, num_accepted_tokens=6, num_accepted_per_pos=(4, 1, 1))
+AFTER = replace(
+    IDLE, num_verifications=210, num_draft_tokens=530, num_accepted_tokens=256, num_accepted_per_pos=(154, 61, 41)
+)
+GAINED = DraftTotals(drafts=200, draft_tokens=500, accepted_tokens=250, accepted_per_pos=(150, 60, 40))
 TABLE = """\
 ---------------Speculative Decoding---------------
 Acceptance rate (%):                     50.00
@@ -53,13 +55,13 @@ def told(stats) -> str:
 
 
 def test_reads_what_vllm_and_our_own_server_say():
-    assert Drafts.read(VLLM) == Drafts(123, 9, 4, (5, 1))
-    assert Drafts.read(told(BEFORE)) == Drafts(10, 30, 6, (4, 1, 1))
-    assert Drafts.read(told(IDLE)) == Drafts.read("") == Drafts(0, 0, 0, ())
+    assert DraftTotals.read(VLLM) == DraftTotals(123, 9, 4, (5, 1))
+    assert DraftTotals.read(told(BEFORE)) == DraftTotals(10, 30, 6, (4, 1, 1))
+    assert DraftTotals.read(told(IDLE)) == DraftTotals.read("") == DraftTotals(0, 0, 0, ())
 
 
 def test_a_run_has_what_was_counted_since():
-    assert Drafts.read(told(AFTER)).since(Drafts.read(told(BEFORE))) == GAINED
+    assert DraftTotals.read(told(AFTER)).since(DraftTotals.read(told(BEFORE))) == GAINED
     assert drafts_between(BEFORE, AFTER) == GAINED
     assert drafts_between(IDLE, BEFORE).accepted_per_pos == (4, 1, 1), "positions are not told before the first pulse"
 

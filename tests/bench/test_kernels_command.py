@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxvllm.bench.kernels import ceilings, inputs, measure, timing
-from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.contender import LayerOutcome
 from jaxvllm.bench.kernels.paged import PagedContender
 from jaxvllm.bench.kernels.timing import Timing
 from jaxvllm.cli.bench import main
@@ -47,7 +47,7 @@ def test_the_error_comes_first_and_then_the_time(capsys, tmp_path):
 
 
 def test_our_kernels_stand_before_the_reference(capsys, monkeypatch):
-    outcome = Outcome(Timing((3e-6, 2e-6, 4e-6)), 0.001)
+    outcome = LayerOutcome(Timing((3e-6, 2e-6, 4e-6)), 0.001)
     monkeypatch.setattr(PagedContender, "run", lambda *_: outcome)
     assert main(["kernels", "--attention-backend", "interpret", "--cases", "^decode-tiny$"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
@@ -57,14 +57,14 @@ def test_our_kernels_stand_before_the_reference(capsys, monkeypatch):
 
 def test_what_is_wrong_is_not_timed_and_fails(capsys, monkeypatch):
     monkeypatch.setattr(
-        PagedContender, "run", lambda *_: Outcome.without("error 1.0e+00 is above 1e-03: not timed", 1.0)
+        PagedContender, "run", lambda *_: LayerOutcome.without("error 1.0e+00 is above 1e-03: not timed", 1.0)
     )
     assert main(["kernels", "--cases", "^decode-tiny$"]) == 1
     assert "reference: error 1.0e+00, not timed: error 1.0e+00 is above" in capsys.readouterr().out
 
 
 def test_an_exception_in_one_case_does_not_hide_the_others(capsys, monkeypatch):
-    def fail(self: PagedContender, case: object, dtype: object) -> Outcome:
+    def fail(self: PagedContender, case: object, dtype: object) -> LayerOutcome:
         raise RuntimeError("out of memory\nand much more")
 
     monkeypatch.setattr(PagedContender, "run", fail)

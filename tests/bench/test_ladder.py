@@ -17,13 +17,13 @@ from jaxvllm.bench.ladder.figures import (
     TOKENS_PER_SECOND,
     WASTED,
     Figure,
-    Measured,
+    MeasuredRung,
     Verdict,
 )
 from jaxvllm.bench.ladder.measure import DifferentTokens, Ladder, LadderOptions, check_tokens
-from jaxvllm.bench.ladder.run import Answer, KVUse, Run, unused_share
+from jaxvllm.bench.ladder.run import KVUse, RungRun, TimedAnswer, unused_share
 from jaxvllm.bench.ladder.rung import RUNGS, Rung, Sizes, chosen_rungs
-from jaxvllm.bench.ladder.workload import Chat, Workload
+from jaxvllm.bench.ladder.workload import Chat, TimedChats
 from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_groups import FullGroup
@@ -36,15 +36,15 @@ SIZE = 4  # tokens of a page
 OPTIONS = LadderOptions(requests=2, rounds=3)
 
 
-def run(seconds: float = 1.0, tokens: Sequence[int] = (5, 6, 7), wasted: float | None = 0.5, calls: int = 9) -> Run:
+def run(seconds: float = 1.0, tokens: Sequence[int] = (5, 6, 7), wasted: float | None = 0.5, calls: int = 9) -> RungRun:
     """Two answers that take `seconds`, of which the second comes a tenth of that later."""
     times = tuple(np.linspace(0.2, 1.0, len(tokens)) * seconds)
-    first = Answer(0.0, tuple(tokens), times)
-    return Run((first, Answer(0.1 * seconds, tuple(tokens), times)), calls, calls, wasted, 2)
+    first = TimedAnswer(0.0, tuple(tokens), times)
+    return RungRun((first, TimedAnswer(0.1 * seconds, tuple(tokens), times)), calls, calls, wasted, 2)
 
 
-def measured(rung: Rung, *seconds: float, wasted: float | None = 0.5) -> Measured:
-    return Measured(rung, tuple(run(one, wasted=wasted) for one in seconds))
+def measured(rung: Rung, *seconds: float, wasted: float | None = 0.5) -> MeasuredRung:
+    return MeasuredRung(rung, tuple(run(one, wasted=wasted) for one in seconds))
 
 
 def ladder() -> Ladder:
@@ -124,11 +124,11 @@ def test_rungs_are_chosen_by_name_and_keep_their_order() -> None:
 
 
 def test_figures_of_a_run() -> None:
-    one = Run((Answer(0.0, (1, 2, 3), (1.0, 1.0, 2.0)), Answer(0.5, (4,), (4.0,))), 7, 9, 0.25, 2)
+    one = RungRun((TimedAnswer(0.0, (1, 2, 3), (1.0, 1.0, 2.0)), TimedAnswer(0.5, (4,), (4.0,))), 7, 9, 0.25, 2)
     assert [figure.of(one) for figure in FIGURES[:3]] == [1.0, (1.0 + 3.5) / 2, 0.5]
     assert one.gaps == [0.0, 1.0] and one.seconds == 4.0
     assert [figure.of(one) for figure in FIGURES[-2:]] == [0.25, 7.0]
-    alone = Run((Answer(0.0, (1,), (1.0,)),), 1, 1, None, 1)
+    alone = RungRun((TimedAnswer(0.0, (1,), (1.0,)),), 1, 1, None, 1)
     assert [figure.of(alone) for figure in FIGURES] == [1.0, 1.0, 0.0, 0.0, None, 1.0]
 
 
@@ -268,14 +268,14 @@ def test_a_table_of_few_rungs_compares_those() -> None:
 
 def test_workloads_are_drawn_alike_and_arrive_in_order() -> None:
     tokenizer = Tokenizer.from_directory(resolve("demo"))
-    drawn = Workload.draw(tokenizer, 24, seed=3, seconds=0.6)
-    assert drawn == Workload.draw(tokenizer, 24, seed=3, seconds=0.6) != Workload.draw(tokenizer, 24, 4, 0.6)
+    drawn = TimedChats.draw(tokenizer, 24, seed=3, seconds=0.6)
+    assert drawn == TimedChats.draw(tokenizer, 24, seed=3, seconds=0.6) != TimedChats.draw(tokenizer, 24, 4, 0.6)
     prompts = [chat.prompt_token_ids for chat in drawn.chats]
     assert len({prompt[:128] for prompt in prompts}) == 1, "they begin with one system prompt"
     assert len({prompt[128:] for prompt in prompts}) > 12
     assert sum(len(prompt) > 500 for prompt in prompts) == 3 and max(map(len, prompts)) < 800
     assert [chat.arrival for chat in drawn.chats] == pytest.approx([0.0] * 12 + [0.05 * n for n in range(1, 13)])
     with pytest.raises(ValueError, match="at least one request"):
-        Workload(())
+        TimedChats(())
     with pytest.raises(ValueError, match="in the order of their arrival"):
-        Workload((Chat(1.0, (1,), 0), Chat(0.5, (1,), 0)))
+        TimedChats((Chat(1.0, (1,), 0), Chat(0.5, (1,), 0)))

@@ -15,15 +15,15 @@ from jaxvllm.bench.ladder.drivers import Apart, Recomputing, Serving
 from jaxvllm.bench.ladder.figures import FIGURES, WASTED
 from jaxvllm.bench.ladder.measure import (
     DifferentTokens,
-    Engines,
     Ladder,
+    LadderEngines,
     LadderOptions,
     measure_ladder,
     prefill_config,
 )
-from jaxvllm.bench.ladder.run import Run
+from jaxvllm.bench.ladder.run import RungRun
 from jaxvllm.bench.ladder.rung import RUNGS, Rung, Sizes, chosen_rungs
-from jaxvllm.bench.ladder.workload import Workload
+from jaxvllm.bench.ladder.workload import TimedChats
 from jaxvllm.cli.bench import main
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class Eager(DraftPace):
         return max(most)
 
 
-class PacedEngines(Engines):
+class PacedEngines(LadderEngines):
     """The speed of this machine decides nothing: there are bursts and drafts wherever there may be some.
 
     So no step divides drafts among its rows, and no rung here needs masks, copies of requests or rare parameters: the
@@ -87,7 +87,7 @@ class PacedEngines(Engines):
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
+def engines() -> Iterator[LadderEngines]:
     with ExitStack() as stack:
         yield PacedEngines(stack)
 
@@ -104,14 +104,14 @@ class Command:
 
 
 @pytest.fixture(scope="module")
-def command(sizes: SmallSizes, engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Command:
+def command(sizes: SmallSizes, engines: LadderEngines, tmp_path_factory: pytest.TempPathFactory) -> Command:
     """The whole command on the small engines: all rungs, with a run of each that counts."""
     folder = tmp_path_factory.mktemp("ladder")
     picture, file = folder / "ladder.png", folder / "ladder.json"
     flags = [f"--requests={OPTIONS.requests}", f"--arrivals={OPTIONS.arrivals}", f"--rounds={OPTIONS.rounds}"]
     ladders, printed = list[Ladder](), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr(measure, "Engines", lambda _: engines)
+        patch.setattr(measure, "LadderEngines", lambda _: engines)
         patch.setattr(rungs, "Sizes", lambda: sizes)
         patch.setattr(measure, "measure_ladder", lambda *given: ladders.append(measure_ladder(*given)) or ladders[-1])
         code = main(["ladder", *flags, "--output", str(picture), "--json", str(file)])
@@ -120,7 +120,7 @@ def command(sizes: SmallSizes, engines: Engines, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def runs(command: Command) -> dict[str, Run]:
+def runs(command: Command) -> dict[str, RungRun]:
     """The run of each rung that counts."""
     return {each.rung.name: each.runs[0] for each in command.ladder.rungs}
 
@@ -135,14 +135,14 @@ def test_the_whole_command(command: Command) -> None:
     assert all(f"\n{name} " in command.printed for name in names)
 
 
-def test_all_rungs_give_the_same_tokens(runs: dict[str, Run]) -> None:
+def test_all_rungs_give_the_same_tokens(runs: dict[str, RungRun]) -> None:
     tokens = runs["no-cache"].tokens
     assert max(map(len, tokens)) > 50
     for name, run in runs.items():
         assert run.tokens == tokens, name
 
 
-def test_every_figure_is_there(runs: dict[str, Run]) -> None:
+def test_every_figure_is_there(runs: dict[str, RungRun]) -> None:
     for name, run in runs.items():
         for figure in FIGURES:
             value = figure.of(run)
@@ -152,7 +152,7 @@ def test_every_figure_is_there(runs: dict[str, Run]) -> None:
         assert all(answer.time_to_first_token > 0 for answer in run.answers)
 
 
-def test_each_idea_does_what_it_says(runs: dict[str, Run]) -> None:
+def test_each_idea_does_what_it_says(runs: dict[str, RungRun]) -> None:
     longest = max(map(len, runs["v1"].tokens))
     assert runs["no-cache"].num_calls >= runs["static"].num_calls
     # Two slots for three requests, until pages are given out as they are needed.
@@ -166,7 +166,7 @@ def test_each_idea_does_what_it_says(runs: dict[str, Run]) -> None:
     assert runs["speculation"].num_steps < runs["bursts"].num_steps
 
 
-def test_engines_are_idle_afterwards(runs: dict[str, Run], sizes: SmallSizes, engines: Engines) -> None:
+def test_engines_are_idle_afterwards(runs: dict[str, RungRun], sizes: SmallSizes, engines: LadderEngines) -> None:
     for rung in RUNGS:
         engine = engines.get(sizes.config(rung))
         assert not engine.has_work and engine.stats().num_pages_owned == 0
@@ -174,19 +174,19 @@ def test_engines_are_idle_afterwards(runs: dict[str, Run], sizes: SmallSizes, en
 
 
 def test_prompts_and_answers_are_on_engines_of_their_own(
-    runs: dict[str, Run], sizes: SmallSizes, engines: Engines
+    runs: dict[str, RungRun], sizes: SmallSizes, engines: LadderEngines
 ) -> None:
     config = sizes.config(BY_NAME["apart"])
     prefill, decode = engines.get(prefill_config(config)), engines.get(config)
     before = [engine.stats().num_output_tokens for engine in (prefill, decode)]
-    run = Apart(prefill, decode).run(Workload.draw(decode.tokenizer, 2, 0, 0.0))
+    run = Apart(prefill, decode).run(TimedChats.draw(decode.tokenizer, 2, 0, 0.0))
     added = [engine.stats().num_output_tokens - was for engine, was in zip((prefill, decode), before, strict=True)]
     # How an answer ends is counted, and not part of it.
     assert added[0] == 2 and sum(added) == sum(len(tokens) for tokens in run.tokens)
 
 
 def test_a_failure_of_one_engine_ends_both(
-    sizes: SmallSizes, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    sizes: SmallSizes, engines: LadderEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = sizes.config(BY_NAME["apart"])
     prefill, decode = engines.get(prefill_config(config)), engines.get(config)
@@ -196,25 +196,27 @@ def test_a_failure_of_one_engine_ends_both(
 
     monkeypatch.setattr(decode, "import_request", fails)
     with pytest.raises(RuntimeError, match="no room"):
-        Apart(prefill, decode).run(Workload.draw(decode.tokenizer, 2, 0, 0.0))
+        Apart(prefill, decode).run(TimedChats.draw(decode.tokenizer, 2, 0, 0.0))
     for number in ("0", "1"):
         prefill.abort(number)
     while prefill.has_work:
         prefill.step()
 
 
-def test_recomputing_needs_an_engine_that_keeps_nothing(sizes: SmallSizes, engines: Engines) -> None:
+def test_recomputing_needs_an_engine_that_keeps_nothing(sizes: SmallSizes, engines: LadderEngines) -> None:
     with pytest.raises(ValueError, match="turn enable_prefix_caching off"):
         Recomputing(engines.get(sizes.config(BY_NAME["prefix"])), 2)
 
 
-def measured(sizes: SmallSizes, monkeypatch: pytest.MonkeyPatch, engines: Engines, told: list[str]) -> Ladder:
+def measured(sizes: SmallSizes, monkeypatch: pytest.MonkeyPatch, engines: LadderEngines, told: list[str]) -> Ladder:
     """Measures two rungs on the engines that all tests share."""
-    monkeypatch.setattr("jaxvllm.bench.ladder.measure.Engines", lambda _: engines)
+    monkeypatch.setattr("jaxvllm.bench.ladder.measure.LadderEngines", lambda _: engines)
     return measure_ladder(chosen_rungs(["paged", "continuous"]), OPTIONS, sizes, told.append)
 
 
-def test_rungs_are_measured_in_rounds(sizes: SmallSizes, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rungs_are_measured_in_rounds(
+    sizes: SmallSizes, engines: LadderEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     ladder = measured(sizes, monkeypatch, engines, told)
     assert told == ["starting continuous", "starting paged", "warming up", "round 1 of 1"]
@@ -224,10 +226,10 @@ def test_rungs_are_measured_in_rounds(sizes: SmallSizes, engines: Engines, monke
 
 
 def test_a_rung_with_other_tokens_is_an_error(
-    sizes: SmallSizes, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    sizes: SmallSizes, engines: LadderEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(Serving):
-        def run(self, workload: Workload) -> Run:
+        def run(self, workload: TimedChats) -> RungRun:
             run = super().run(workload)
             if self._engine.config.scheduler == "continuous":
                 return run
@@ -241,7 +243,9 @@ def test_a_rung_with_other_tokens_is_an_error(
 
 
 @pytest.mark.parametrize(("name", "plans_ahead"), [("chunked", False), ("v1", True)])
-def test_the_host_plans_ahead_where_it_may(name: str, plans_ahead: bool, sizes: SmallSizes, engines: Engines) -> None:
+def test_the_host_plans_ahead_where_it_may(
+    name: str, plans_ahead: bool, sizes: SmallSizes, engines: LadderEngines
+) -> None:
     engine = engines.get(sizes.config(BY_NAME[name]))
     engine.submit(engine.check("0", [1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
     was_busy = []

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from jaxvllm import LLM
-from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.drafts import DraftTotals
 from jaxvllm.bench.offline import startup
 from jaxvllm.bench.offline.latency import Latencies
 from jaxvllm.bench.offline.padding import Padding
@@ -155,10 +155,12 @@ def test_padding_is_told_in_a_line():
 
 
 def test_latencies_are_summed_up_as_vllm_does():
-    result = Latencies((0.1, 0.2, 0.3, 0.4), PADDING, Drafts(0, 0, 0, ()))
+    result = Latencies((0.1, 0.2, 0.3, 0.4), PADDING, DraftTotals(0, 0, 0, ()))
     assert result.lines()[:2] == ["Avg latency: 0.250000 seconds", "Std latency: 0.111803 seconds"]
     assert result.lines()[-1] == PADDING.line() and "spec_decode_num_drafts" not in result.record()
-    drafted = replace(result, drafts=Drafts(drafts=4, draft_tokens=12, accepted_tokens=6, accepted_per_pos=(3, 2, 1)))
+    drafted = replace(
+        result, drafts=DraftTotals(drafts=4, draft_tokens=12, accepted_tokens=6, accepted_per_pos=(3, 2, 1))
+    )
     assert drafted.lines()[:-1] == result.lines() and drafted.lines()[-1] == drafted.drafts.line()
     assert drafted.record() == {**result.record(), **drafted.drafts.record()}
     assert result.percentiles[50] == pytest.approx(0.25) and result.percentiles[90] == pytest.approx(0.37)

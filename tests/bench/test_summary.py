@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxvllm.bench.load import Outcome
+from jaxvllm.bench.load import LoadOutcome
 from jaxvllm.bench.recording import Record, Recorder
 from jaxvllm.bench.summary import Goodput, measure
 from jaxvllm.bench.traffic import Traffic
@@ -77,7 +77,7 @@ def test_the_figures_of_a_small_run():
         Record(start=101.5, queued=0, num_prompt_tokens=30, num_output_tokens=6, ttft=0.7, latency=1.9, itl=(1.2,)),
         Record(start=101.6, queued=0, num_prompt_tokens=40, error="broken"),
     )
-    outcome = Outcome(records, duration=4.0, cpu_seconds=0.1)
+    outcome = LoadOutcome(records, duration=4.0, cpu_seconds=0.1)
     summary = measure(outcome, [50, 99], Goodput.parse(["ttft:500", "tpot:400.1"]))
     assert (summary.completed, summary.failed, summary.total_input, summary.total_output) == (3, 1, 60, 10)
     assert (summary.request_throughput, summary.output_throughput, summary.total_token_throughput) == (0.75, 2.5, 17.5)
@@ -96,7 +96,7 @@ def test_the_figures_of_a_small_run():
 
 
 def test_a_run_in_which_everything_failed_has_zeros():
-    summary = measure(Outcome((Record(0.0, 0.0, 1, error="x"),), 1.0, 0.0), [99])
+    summary = measure(LoadOutcome((Record(0.0, 0.0, 1, error="x"),), 1.0, 0.0), [99])
     assert (summary.completed, summary.failed, summary.peak_output_tokens, summary.peak_concurrency) == (0, 1, 0, 0)
     assert summary.latencies["ttft"].percentiles == {99: 0}
 

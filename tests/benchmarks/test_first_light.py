@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import first_light, provenance
+from benchmarks import first_light, result_files
 
 PARTS = ("errors", "attention", "0.6B", "peers", "transformers")  # at this size 8B is the same as 0.6B
 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     return tmp_path
 
 

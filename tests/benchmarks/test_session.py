@@ -12,7 +12,7 @@ from benchmarks.kernels.session import GOALS_FIRST, agreeing, chosen, measure
 from benchmarks.peers import attention_gather
 from jaxvllm.bench.kernels import inputs, paged
 from jaxvllm.bench.kernels.ceilings import Ceilings
-from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.contender import LayerOutcome
 from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.inputs import Inputs
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
@@ -38,7 +38,7 @@ def attend_never(*_: object) -> tuple:
     raise RuntimeError("out of luck\nand much more")
 
 
-def contender(attend: paged.Attend) -> PagedContender:
+def contender(attend: paged.AttendLayer) -> PagedContender:
     return PagedContender("contender", attend, REFERENCE, jax.devices()[0])
 
 
@@ -51,7 +51,7 @@ def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("case", "attention"), [(CASE, attend), (CASE, attention_gather.attend), (PROMPT, attention_gather.attend)]
 )
-def test_times_what_is_right(case: RaggedCase, attention: paged.Attend) -> None:
+def test_times_what_is_right(case: RaggedCase, attention: paged.AttendLayer) -> None:
     outcome = contender(attention).run(case, FLOAT32)
     assert outcome.problem is None
     assert outcome.error is not None and outcome.error < 1e-5
@@ -90,7 +90,7 @@ def test_a_crash_is_an_outcome() -> None:
 
 def test_another_result_than_the_reference_at_full_size_fails() -> None:
     ones = np.ones((2, 4, 16), np.float32)
-    right = Outcome(Timing((1.0,)), 0.0, outputs=ones)
+    right = LayerOutcome(Timing((1.0,)), 0.0, outputs=ones)
     wrong = replace(right, outputs=ones * 1.1)
     assert agreeing({"ours": right, "reference": right}, FLOAT32)["ours"].timing
     outcome = agreeing({"ours": wrong, "reference": right}, FLOAT32)["ours"]
@@ -118,8 +118,8 @@ def test_the_table_judges_by_the_measured_ceilings() -> None:
     work = Work.of(case, np.dtype(np.float16))
     ceilings = Ceilings(copy=1e12, matmul=1e15)
     for share, verdict in ((0.91, "pass (91% of copy, goal 90%)"), (0.89, "FAIL (89% of copy, goal 90%)")):
-        ours = Outcome(Timing((work.bytes / 1e12 / share,)), 0.0)
-        table = markdown([CaseResult(case, work, ceilings, {"ours": ours, "peer": Outcome.without("no GPU")})])
+        ours = LayerOutcome(Timing((work.bytes / 1e12 / share,)), 0.0)
+        table = markdown([CaseResult(case, work, ceilings, {"ours": ours, "peer": LayerOutcome.without("no GPU")})])
         assert f"{share:.0%} of copy" in table
         assert verdict in table
         assert "- peer, every case: no GPU" in table

@@ -167,8 +167,8 @@ class FakeDevice:
                 group.tables[admission.slot] = {column: page for column, page in enumerate(row) if page != TRASH_PAGE}
             self.tokens[admission.slot] = []
             self.requests[admission.slot] = admission.request
-        assert plan.width == 1 or plan.num_decode == plan.num_rows, "a prompt is computed in several steps at once"
-        tokens = np.full((plan.num_rows, plan.width), GARBAGE, np.int32)
+        assert plan.row_tokens == 1 or plan.num_decode == plan.num_rows, "a prompt is computed in several steps at once"
+        tokens = np.full((plan.num_rows, plan.row_tokens), GARBAGE, np.int32)
         counts = np.zeros(plan.num_rows, np.int32)
         written: set[tuple[int, int, int]] = set()
         self._open_pages(plan)
@@ -242,7 +242,7 @@ class FakeDevice:
     def _decode(self, plan: StepPlan, row: int, written: set[tuple[int, int, int]]) -> list[int]:
         slot = int(plan.slots[row])
         tokens, most = self.tokens[slot], int(plan.max_new[row])
-        assert 1 <= most <= plan.width
+        assert 1 <= most <= plan.row_tokens
         count = most
         request = self.requests[slot]
         assert request is not None

@@ -418,15 +418,15 @@ class Simulation:
         joined = {admission.request.request_id for admission in plan.admissions}
         if any(s.decoding and s.job.script is not None for s in before):
             # How much a constrained row guesses is its own affair, and a narrower step may have the pages.
-            assert 1 <= plan.width <= self.setup.decode_steps * (1 + self.setup.num_drafts)
+            assert 1 <= plan.row_tokens <= self.setup.decode_steps * (1 + self.setup.num_drafts)
             starts_again = any(s.starts_again for s in before if s not in self._left_out)
-            assert plan.width == 1 or not (self._forced or preempted or starts_again)
+            assert plan.row_tokens == 1 or not (self._forced or preempted or starts_again)
         else:
-            assert joined or plan.width == self._width(before, preempted)
-        assert plan.width == 1 or not joined
+            assert joined or plan.row_tokens == self._width(before, preempted)
+        assert plan.row_tokens == 1 or not joined
         assert plan.num_steps <= (1 if self._waiting() else self.setup.decode_steps)
-        assert plan.num_drafts == (self.setup.num_drafts if plan.width > self.setup.num_drafts else 0)
-        assert plan.num_steps * (1 + plan.num_drafts) == plan.width
+        assert plan.num_drafts == (self.setup.num_drafts if plan.row_tokens > self.setup.num_drafts else 0)
+        assert plan.num_steps * (1 + plan.num_drafts) == plan.row_tokens
         decoding = {s for s in before if s.decoding and s not in self._left_out}
         prefilling = sorted((s for s in before if s.prefilling), key=lambda s: s.key)
         if plan.admissions:
@@ -472,10 +472,10 @@ class Simulation:
             assert start == shadow.computed
             if row < plan.num_decode:
                 assert length == 1
-                most = min(plan.width, shadow.job.limit - shadow.planned)
+                most = min(plan.row_tokens, shadow.job.limit - shadow.planned)
                 assert 1 <= plan.max_new[row] <= most, "a row gets nothing, or more than it may"
                 assert plan.max_new[row] == most or shadow.job.script is not None, "a free row gets less than it may"
-                end = min(start + plan.width, shadow.job.limit - 1)
+                end = min(start + plan.row_tokens, shadow.job.limit - 1)
                 length = int(plan.max_new[row])
             elif shadow in given:
                 count, extra = given[shadow]
@@ -592,7 +592,7 @@ class Simulation:
                 shadow.num_started += 1
             if count and shadow.unreported and shadow.job.watched:
                 for token in shadow.tokens[first_reported : shadow.known]:
-                    emitted.append((shadow.request, row * done.plan.width, token))
+                    emitted.append((shadow.request, row * done.plan.row_tokens, token))
                     shadow.emitted.append(token)
             shadow.unreported = 0 if count else shadow.unreported
             for index, got in enumerate(done.output.tokens[row, :count].tolist()):
@@ -600,7 +600,7 @@ class Simulation:
                 assert got == token, "a token that the request alone would not get"
                 shadow.known += 1
                 if shadow.job.watched:
-                    emitted.append((shadow.request, row * done.plan.width + index, token))
+                    emitted.append((shadow.request, row * done.plan.row_tokens + index, token))
                     shadow.emitted.append(token)
             if is_wrong:
                 shadow.tenancy += 1

@@ -233,7 +233,7 @@ def test_free_rows_have_every_other_step_to_themselves_beside_one_that_waits_for
     for _ in range(30):
         simulation.step()
     slot = constrained.slot
-    kinds = [(plan.is_masked, slot in plan.slots, plan.width) for plan in simulation.plans]
+    kinds = [(plan.is_masked, slot in plan.slots, plan.row_tokens) for plan in simulation.plans]
     turn = [(True, True, 1), (False, False, 2)]
     assert any(kinds[index : index + 6] == 3 * turn for index in range(len(kinds))), kinds
     simulation.drain()

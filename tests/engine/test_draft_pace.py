@@ -239,8 +239,8 @@ def test_what_guesses_must_see_steps_until_every_number_of_drafts_was_measured()
 
 
 def test_steps_that_a_head_would_follow_are_blind_while_they_are_measured() -> None:
-    """An EAGLE head may take as long as the model, so that plain steps look slow wherever it follows them."""
-    pace = DraftPace(ROWS, follows_plain=True)
+    """An EAGLE head may take as long as the model, so that plain steps look slow wherever it sees them."""
+    pace = DraftPace(ROWS, sees_plain=True)
     assert pace.may_be_blind(1), "nothing was measured"
     for _ in range(TRY):
         assert pace.choose(1, MOST) == 0 and pace.may_be_blind(1)
@@ -256,7 +256,7 @@ def test_steps_that_a_head_would_follow_are_blind_while_they_are_measured() -> N
 
 def test_steps_that_had_to_be_of_the_slower_kind_delay_its_next_try() -> None:
     """Rows of which a head has missed a step have no drafts until they end."""
-    pace = DraftPace(ROWS, follows_plain=True)
+    pace = DraftPace(ROWS, sees_plain=True)
     serve_kinds(pace, 1, 3 * TRY)
     for _ in range(100):
         assert pace.choose(1, {5: 6.0}) == 5

@@ -117,7 +117,7 @@ def test_requests_that_move_to_and_fro_are_as_if_they_had_stayed(
             if one.engine.has_work:
                 step(one, reader)
         for here, there in (engines, engines[::-1]):
-            for name in list(here.outputs._groups):
+            for name in list(here.outputs._live):
                 if random.random() < 0.06:
                     exported = ExportedRequest.from_bytes(here.export_request(name).to_bytes())
                     assert there.import_request(exported) == name

@@ -98,7 +98,7 @@ def test_exported_in_the_middle(family: tuple[Fixture, LLM]) -> None:
     while not any(request.num_tokens > 70 for _, request in replica.scheduler.running()):
         outputs += engine.step()
     outputs += [output for _ in range(2) for output in engine.step()]
-    away = [engine.export_request(name) for name in list(engine.outputs._groups)]
+    away = [engine.export_request(name) for name in list(engine.outputs._live)]
     assert any(one.pages for one in away)
     while engine.has_work:
         engine.step()

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
-from jaxvllm.cli.generate import Timeline
+from jaxvllm.cli.generate import StepTimeline
 from jaxvllm.core.sampling_params import MAX_LOGPROBS
 from jaxvllm.engine import build
 from jaxvllm.engine.replica import DEPTH, Replica
@@ -300,7 +300,7 @@ def test_no_replica_waits_for_another(two: LLM, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_batch_is_drawn_with_the_requests_of_all_replicas(two: LLM) -> None:
-    timeline = Timeline(two.engine)
+    timeline = StepTimeline(two.engine)
     submit(two, **{str(i): replace(GREEDY, max_tokens=6) for i in range(3)})
     while two.engine.has_work:
         two.engine.step()

@@ -6,7 +6,7 @@ import pytest
 
 from jaxvllm import SamplingParams
 from jaxvllm.engine import startup
-from jaxvllm.engine.startup import Stage, StartupClock
+from jaxvllm.engine.startup import StartPhase, StartupClock
 from tests.engine.tiny import tiny_llm
 from tests.quick import rare_programs
 
@@ -29,18 +29,23 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return time
 
 
-def test_every_second_is_in_one_stage(time: Time) -> None:
+def test_every_second_is_in_one_phase(time: Time) -> None:
     clock = StartupClock()
     time.now += 1
     for seconds in (3, 4):
-        with clock.stage("weights"):
+        with clock.phase("weights"):
             time.now += seconds
-    with clock.stage("programs"):
+    with clock.phase("programs"):
         time.now += 5
     time.now += 6
     clock.ready(num_loaded=7, num_compiled=8)
     early = clock.report()
-    assert early.stages == (Stage("imports", 2), Stage("weights", 7), Stage("programs", 5), Stage("other", 7))
+    assert early.phases == (
+        StartPhase("imports", 2),
+        StartPhase("weights", 7),
+        StartPhase("programs", 5),
+        StartPhase("other", 7),
+    )
     assert early.seconds == 2 + time.now - 100 and early.first_token_seconds is None
     assert str(early) == (
         "engine started in 21.00 s: "
@@ -52,16 +57,16 @@ def test_every_second_is_in_one_stage(time: Time) -> None:
     assert str(clock.report()) == f"{early}; first token 9.00 s later"
 
 
-def test_where_the_system_does_not_tell_the_first_stage_is_missing(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
+def test_where_the_system_does_not_tell_the_first_phase_is_missing(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
     monkeypatch.setattr(startup, "seconds_since_process_start", lambda: None)
-    assert [stage.name for stage in StartupClock().report().stages] == ["other"]
+    assert [phase.name for phase in StartupClock().report().phases] == ["other"]
 
 
 def test_an_engine_knows_its_start(tiny_checkpoint: Path) -> None:
     with rare_programs(on_demand=False), tiny_llm(tiny_checkpoint, max_decode_burst=1) as llm:
         llm.generate([[3, 4]], SamplingParams(max_tokens=1), use_tqdm=False)
         report = llm.engine.startup()
-    assert [stage.name for stage in report.stages] == [
+    assert [phase.name for phase in report.phases] == [
         *("imports", "devices", "tokenizer", "weights", "memory", "programs", "other"),
     ]
     assert report.num_loaded + report.num_compiled > 5  # an earlier engine of this run may have stored some

@@ -172,7 +172,7 @@ def test_a_row_whose_guesses_are_right_decodes_in_bursts(bursting: LLM, monkeypa
     monkeypatch.setattr(runner, "dispatch", watch)
     params = replace(GREEDY, max_tokens=40, ignore_eos=True, allowed_token_ids=tuple(range(VOCAB)))
     generate(bursting, params, {index: Anything() for index in range(len(PROMPTS))})
-    assert max(plan.width for plan in plans) > 1
+    assert max(plan.row_tokens for plan in plans) > 1
     # A mask is there for the token after a prompt, and for no other.
     assert not any(plan.masked[: plan.num_decode].any() for plan in plans if plan.masked is not None)
 

@@ -68,7 +68,7 @@ def choose_drafts(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Collection[
 def all_drafts_or_none(divides: bool = False, bursts: bool = True) -> Iterator[None]:
     """Engines that start within have decode steps in which every row has all of its drafts, and steps without any.
 
-    The programs that divide drafts among rows, and those that a proposer does not follow, are not compiled: each takes
+    The programs that divide drafts among rows, and those that a proposer does not see, are not compiled: each takes
     five seconds, and no step that `choose_drafts` leaves to `max` runs in one. With `divides` there are the former.
     Without `bursts` there is no program for decoding without drafts: the few steps of that kind run in a larger one.
     """
@@ -76,7 +76,7 @@ def all_drafts_or_none(divides: bool = False, bursts: bool = True) -> Iterator[N
 
     def with_fewer(*counts: Any, **options: Any) -> BucketLadder:
         ladder = build(*counts, **options)
-        kept = tuple(bucket for bucket in ladder.drafted if divides or bucket.num_drafts == ladder.drafts.of_a_row)
+        kept = tuple(bucket for bucket in ladder.drafted if divides or bucket.num_drafts == ladder.drafts.num_drafts)
         buckets = tuple(bucket for bucket in ladder.buckets if bursts or not bucket.is_decode)
         fewer = replace(ladder, buckets=buckets)
         vars(fewer).update(drafted=kept, split=ladder.split, blind=())  # each is worked out once

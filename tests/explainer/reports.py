@@ -2,22 +2,22 @@
 
 from jaxvllm.core.explanation import (
     Admitted,
-    Batch,
-    Candidate,
     Decode,
     ExplainedStep,
     Explanation,
     KVWrite,
     OutputToken,
     PromptToken,
+    TokenCandidate,
+    WholeStep,
 )
 from jaxvllm.explainer.report import Report
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=https://example.org/x onerror=alert(1)>\x1b[31m"
 
 
-def batch(number: int, num_rows: int, num_decode_rows: int, num_tokens: int) -> Batch:
-    return Batch(0, number, num_rows, num_decode_rows, num_tokens, 16, 8, 0.0125, 0.0003)
+def batch(number: int, num_rows: int, num_decode_rows: int, num_tokens: int) -> WholeStep:
+    return WholeStep(0, number, num_rows, num_decode_rows, num_tokens, 16, 8, 0.0125, 0.0003)
 
 
 def explanation(
@@ -51,7 +51,9 @@ def hostile_report() -> Report:
         decodes=(Decode(5, 6, 2, 1),), num_drafted=3, num_accepted=1,
     )  # fmt: skip
     tokens = [OutputToken(40 + index, text, "sampled") for index, text in enumerate((" a", " b", " c"))]
-    tokens[1] = OutputToken(41, " b", "draft", (Candidate(41, " b", -0.5, 1), Candidate(42, HOSTILE, -1.5, 2)))
+    tokens[1] = OutputToken(
+        41, " b", "draft", (TokenCandidate(41, " b", -0.5, 1), TokenCandidate(42, HOSTILE, -1.5, 2))
+    )
     first = explanation("one", ["x", "y", "z", "w", "v"], (prefill, decode), *tokens)
     hit = ExplainedStep(
         "prefill", batch(1, 2, 1, 2), 1, 4, 1, 5, 1, (5,), (KVWrite(4, 1, 20),), 0, 1,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import chex
 import jax
@@ -13,10 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from jaxvllm.config import Quantization
 from jaxvllm.models import checkpoint, orbax_tree
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import PLAIN_FORMS, Form, Forms, Matrix
+from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.int8 import CpuInt8, Int8
@@ -173,3 +174,7 @@ def test_the_planner_counts_what_is_kept(case: Case) -> None:
 def test_a_table_of_a_form_without_rows_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Halves keeps no rows that could be looked up"):
         Halves().table({})
+
+
+def test_options_name_the_forms_that_people_may_choose() -> None:
+    assert get_args(Quantization) == tuple(QUANTIZATIONS)

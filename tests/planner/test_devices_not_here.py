@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxvllm.planner import capacity_plan
-from jaxvllm.planner.capacity_plan import Plan, Question, make_plan
+from jaxvllm.planner.capacity_plan import CapacityPlan, Question, make_plan
 from jaxvllm.planner.compiler import Findings, StepFindings
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.known_models import find_config
@@ -107,7 +107,7 @@ def test_llama_8b_on_eight(compiled: list[Compiled], monkeypatch: pytest.MonkeyP
     findings = Findings(llama.steps.get("largest", decode), decode, pool_bytes, versions={})
     monkeypatch.setattr(capacity_plan, "compile_in_child", lambda _: findings)
     planned = make_plan(Question("Llama-3.1-8B", llama.deployment, 0.9, 4096, 2048))
-    assert isinstance(planned, Plan)
+    assert isinstance(planned, CapacityPlan)
     assert planned.fits
     assert planned.memory.weights == share.weight_bytes
     assert llama.steps.keys() == set(LLAMA_STEPS[llama.device])

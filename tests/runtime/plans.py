@@ -7,7 +7,7 @@ import numpy as np
 from jaxvllm.core.step_plan import NOT_SCORED, PageEntries, StepPlan
 
 
-def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 0, width: int = 1) -> StepPlan:
+def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 0, row_tokens: int = 1) -> StepPlan:
     """`num_decode` decode rows, then a prefill row for each length in `chunks`, in slots from `first_slot` on."""
     count = num_decode + len(chunks)
     numbers = np.arange(count, dtype=np.int32)
@@ -23,5 +23,5 @@ def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 
         token_ids=400 + np.arange(sum(chunks), dtype=np.int32),
         next_tokens=np.where((numbers >= num_decode) & (numbers % 2 == 0), 500 + numbers, NOT_SCORED).astype(np.int32),
         wants_logprobs=False,
-        width=width,
+        row_tokens=row_tokens,
     )

@@ -45,7 +45,7 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
     assert packed.shape == (packed_size(bucket, SIZES),) and packed.dtype == np.int32
     batch: Batch = jax.tree.map(np.asarray, unpack_in(bucket)(packed))
     count, padding = plan.num_rows, bucket.num_rows - plan.num_rows
-    assert batch.num_steps == plan.width
+    assert batch.num_steps == plan.row_tokens
     for name in ("slots", "starts", "lengths", "max_new", "next_tokens"):
         column = getattr(batch, name)
         assert column.shape == (bucket.num_rows,)

@@ -85,7 +85,7 @@ def test_a_plan_with_drafts_gets_the_fewest_rows_with_as_many_drafts(
     ladder, plan = drawn
     rows = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
     ladder = BucketLadder.build(rows, [ladder.largest.num_tokens], width=3, drafts=DraftRoom(num_drafts))
-    plan = replace(plan, width=num_steps * (1 + num_drafts), num_drafts=num_drafts)
+    plan = replace(plan, row_tokens=num_steps * (1 + num_drafts), num_drafts=num_drafts)
     assert plan.num_steps == num_steps
     chosen = ladder.choose(plan, (*ladder.buckets, *ladder.split, *ladder.drafted))
     if plan.num_decode < plan.num_rows or num_steps > 3:
@@ -94,7 +94,7 @@ def test_a_plan_with_drafts_gets_the_fewest_rows_with_as_many_drafts(
         least = min(count for count in rows if count >= plan.num_rows)
         assert chosen == Bucket(least * (1 + num_drafts), least, width=3, num_drafts=num_drafts)
         assert chosen in ladder.drafted and chosen.is_decode and chosen.row_tokens == 3 * (1 + num_drafts)
-    without = replace(plan, width=1, num_drafts=0)
+    without = replace(plan, row_tokens=1, num_drafts=0)
     assert ladder.choose(without, ladder.drafted) is None
 
 
@@ -116,8 +116,8 @@ def test_behind_these_come_some_whose_rows_have_half_as_many_on_average(
     ladder = BucketLadder.build([1, 4], [8], width=2, drafts=DraftRoom(num_drafts))
     assert ladder.drafted[2:] == tuple(Bucket(tokens, rows, 2, num_drafts=most) for tokens, rows, most in divided)
     for bucket in ladder.drafted:
-        width = bucket.row_tokens
-        plan = replace(make_plan(bucket.num_rows), width=width, num_drafts=bucket.num_drafts)
+        row_tokens = bucket.row_tokens
+        plan = replace(make_plan(bucket.num_rows), row_tokens=row_tokens, num_drafts=bucket.num_drafts)
         assert ladder.choose(plan, (*ladder.buckets, *ladder.drafted)) == bucket
     if divided:
         text = {2: "4 drafts, up to 1", 3: "4 drafts, up to 2", 5: "8 drafts, up to 3"}[num_drafts]
@@ -243,9 +243,9 @@ def test_a_ladder_that_cannot_be(rows: list[int], tokens: list[int]) -> None:
 
 def test_what_guesses_may_be_spared_the_steps_that_it_follows() -> None:
     assert not BucketLadder.build([1, 4], [8], drafts=DraftRoom(3)).blind
-    prompts = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, follows_prompts=True))
+    prompts = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, sees_prompts=True))
     assert set(prompts.blind) == {replace(b, is_blind=True) for b in prompts.buckets if not b.is_decode}
-    all_ = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, follows_prompts=True, follows_decoding=True))
+    all_ = BucketLadder.build([1, 4], [8], drafts=DraftRoom(3, sees_prompts=True, sees_decoding=True))
     assert set(all_.blind) == {replace(bucket, is_blind=True) for bucket in all_.buckets}
 
 
@@ -254,7 +254,7 @@ def test_a_blind_plan_gets_the_blind_twin_of_its_bucket_and_no_other_plan_does(
     drawn: tuple[BucketLadder, StepPlan],
 ) -> None:
     ladder, plan = drawn
-    ladder = replace(ladder, drafts=DraftRoom(2, follows_prompts=True, follows_decoding=True))
+    ladder = replace(ladder, drafts=DraftRoom(2, sees_prompts=True, sees_decoding=True))
     seen = ladder.choose(plan, (*ladder.blind, *ladder.buckets))
     assert seen is not None and not seen.is_blind
     blind = replace(plan, is_blind=True)

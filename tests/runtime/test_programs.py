@@ -102,7 +102,7 @@ def test_a_plan_of_several_decode_steps_runs_in_a_decode_bucket(compiler: Compil
     programs = Programs(ladder, compiler)
     programs.wait()
     assert programs.burst_width == 5
-    assert programs.choose(make_plan(3, width=5)) == Bucket(4, 4, width=5)
+    assert programs.choose(make_plan(3, row_tokens=5)) == Bucket(4, 4, width=5)
 
 
 def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
@@ -271,7 +271,7 @@ def test_buckets_with_drafts_that_nobody_chose_compile_when_they_are_asked_for(c
 
 def test_a_step_with_prompts_is_cut_to_no_size_that_only_drafts_have(compiler: Compiler) -> None:
     """It would be padded to the next size. With an EAGLE head 16 prompts took two steps and 19 ms, and not 13."""
-    drafts = DraftRoom(3, follows_prompts=True, follows_decoding=True)
+    drafts = DraftRoom(3, sees_prompts=True, sees_decoding=True)
     ladder = BucketLadder.build([1, 4], [8, 32], drafts=drafts)
     compiler.compile(100)
     programs = Programs(ladder, compiler)

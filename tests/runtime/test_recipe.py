@@ -156,3 +156,30 @@ def test_a_changed_source_changes_the_digest(tmp_path: Path, monkeypatch: pytest
         digest()
     monkeypatch.undo()
     digest()
+
+
+def test_of_the_core_only_what_is_traced_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = recipe.traced_core(recipe._ROOT)
+    assert core.keys() >= {"jaxvllm.core.step_plan", "jaxvllm.core.value_checks"}  # the second one through others
+    assert not core.keys() & {"jaxvllm.core.scheduler", "jaxvllm.core.constrained_rows", "jaxvllm.core.routing"}
+
+    def digest() -> str:
+        recipe._sources_digest.cache_clear()
+        recipe.traced_core.cache_clear()
+        return recipe._sources_digest()
+
+    monkeypatch.setattr(recipe, "_ROOT", tmp_path)
+    for package in (*TRACED_PACKAGES, "jaxvllm/core"):
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "x.py").write_text("x = 1")
+    for name in ("plan", "page", "scheduler"):
+        (tmp_path / f"jaxvllm/core/{name}.py").write_text("x = 1")
+    (tmp_path / "jaxvllm/runtime/x.py").write_text("from jaxvllm.core.plan import x\n")
+    (tmp_path / "jaxvllm/core/plan.py").write_text("from jaxvllm.core.page import x\n")
+    before = digest()
+    (tmp_path / "jaxvllm/core/scheduler.py").write_text("x = 2")
+    assert digest() == before
+    (tmp_path / "jaxvllm/core/page.py").write_text("x = 2")
+    assert digest() != before
+    monkeypatch.undo()
+    digest()

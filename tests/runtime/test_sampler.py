@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jaxvllm.core.request import MAX_BAD_WORD_TOKENS
 from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
-from jaxvllm.runtime.sampler import LOGIT_STAGES, DeviceLogprobs, logprobs, sample
+from jaxvllm.runtime.logit_rules import VocabShare, run_rules
+from jaxvllm.runtime.sampler import LOGIT_RULES, DeviceLogprobs, logprobs, sample
 from jaxvllm.runtime.slot_fields import Rows
-from jaxvllm.runtime.stages import Share, run_stages
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -271,8 +271,8 @@ def rows_with_everything(draw: st.DrawFn) -> Row:
 
 
 @jax.jit
-def jitted_logit_stages(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
-    return run_stages(LOGIT_STAGES, logits, rows, positions, Share(VOCAB, VOCAB))
+def jitted_logit_rules(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
+    return run_rules(LOGIT_RULES, logits, rows, positions, VocabShare(VOCAB, VOCAB))
 
 
 @settings(max_examples=60)
@@ -285,7 +285,7 @@ def test_everything_together_is_what_the_oracle_does(rows: list[Row], logits_see
     positions = np.asarray([row.position for row in rows], np.int32)
     params = state_of(rows)
     expected = np.stack([processed(one, row) for one, row in zip(logits, rows, strict=True)])
-    got = np.asarray(jitted_logit_stages(logits, params, positions))
+    got = np.asarray(jitted_logit_rules(logits, params, positions))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     tokens = np.asarray(jitted_sample(logits, params, positions))
     gumbel = np.asarray(noise(params["seed"], positions))

@@ -128,7 +128,7 @@ def decode(bucket: Bucket) -> Iterator[Decode]:
 @pytest.mark.parametrize("row", OPTIONS, ids=str)
 def test_sequences_come_as_often_as_they_should(row: Row, bucket: Bucket, decode: Decode) -> None:
     plan = replace(
-        make_plan(ROWS, width=BUCKET.row_tokens),
+        make_plan(ROWS, row_tokens=BUCKET.row_tokens),
         slots=np.arange(ROWS, dtype=np.int32),
         max_new=np.full(ROWS, NUM_NEW, np.int32),
         new_pages=(PageEntries(*[np.zeros(0, np.int32)] * 3),),

@@ -9,7 +9,7 @@ from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.ledger import Ledger
-from jaxvllm.simulator.simulation import Pool, Simulation, SimulationResult
+from jaxvllm.simulator.simulation import ReplicaPool, Simulation, SimulationResult
 from jaxvllm.simulator.step_cost import StepWork
 from jaxvllm.simulator.transfer import Transfer
 from jaxvllm.simulator.virtual_engine import Incoming, VirtualEngine
@@ -57,12 +57,12 @@ def load(count: int = 60, rate: float = 20.0, seed: int = 0, **lengths: Any) -> 
 
 
 def one_pool(cost: FlatCost | None = None, **changes: Any) -> Simulation:
-    return Simulation(Pool(setup(**changes), cost or FlatCost()))
+    return Simulation(ReplicaPool(setup(**changes), cost or FlatCost()))
 
 
 def two_pools(cost: FlatCost | None = None, num_decode: int = 1, **changes: Any) -> Simulation:
-    decode = Pool(setup(**{"num_replicas": num_decode} | changes), cost or FlatCost())
-    return Simulation(Pool(setup(), cost or FlatCost()), decode, Transfer(1000.0, bandwidth=1e6, latency=0.002))
+    decode = ReplicaPool(setup(**{"num_replicas": num_decode} | changes), cost or FlatCost())
+    return Simulation(ReplicaPool(setup(), cost or FlatCost()), decode, Transfer(1000.0, bandwidth=1e6, latency=0.002))
 
 
 def engines_of(simulation: Simulation, workload: Workload) -> VirtualEngine:

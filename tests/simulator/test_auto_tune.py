@@ -9,7 +9,7 @@ from jaxvllm.bench.summary import Goodput
 from jaxvllm.bench.traffic import Traffic
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.simulator.auto_tune import Options, Promise, Tuned, all_options, best_rate, heading, row, tune
-from jaxvllm.simulator.simulation import Pool, Simulation
+from jaxvllm.simulator.simulation import ReplicaPool, Simulation
 from jaxvllm.simulator.step_cost import StepWork
 from tests.simulator.setups import FlatCost, load, setup
 
@@ -29,7 +29,7 @@ def simulation(options: Options) -> Simulation:
     seqs, tokens = options.max_num_seqs, options.max_num_batched_tokens
     ladder = BucketLadder.build([1, 2, 4, seqs], [16, 32, tokens])
     limits = setup(max_num_seqs=seqs, max_num_batched_tokens=tokens, ladder=ladder)
-    return Simulation(Pool(limits, SlowPrompts(0.01)))
+    return Simulation(ReplicaPool(limits, SlowPrompts(0.01)))
 
 
 def test_the_rate_is_the_last_at_which_the_promise_is_kept() -> None:

@@ -19,7 +19,7 @@ from jaxvllm.simulator.engine_run import run_on_engine
 from jaxvllm.simulator.engine_setup import EngineSetup
 from jaxvllm.simulator.measured_cost import MeasuredCost
 from jaxvllm.simulator.measuring import StepMeasurement, measure_steps
-from jaxvllm.simulator.simulation import Pool, Simulation
+from jaxvllm.simulator.simulation import ReplicaPool, Simulation
 from tests.run_cache import run_cache
 from tests.simulator.setups import FlatCost, load
 
@@ -48,7 +48,9 @@ def engine() -> Iterator[Engine]:
 
 def simulation(cost: Any) -> Simulation:
     _, hf_config = find_config("demo")
-    return Simulation(Pool(EngineSetup.of_deployment(CONFIG, Deployment.of_config(CONFIG, hf_config, "cpu")), cost))
+    return Simulation(
+        ReplicaPool(EngineSetup.of_deployment(CONFIG, Deployment.of_config(CONFIG, hf_config, "cpu")), cost)
+    )
 
 
 def test_a_simulated_engine_has_the_limits_of_the_real_one(engine: Engine) -> None:

@@ -254,7 +254,10 @@ def test_a_reset_of_the_prefix_cache_is_answered_when_it_is_done() -> None:
     resets = []
     asked = wire.Ask(7, ResetPrefixCache(True, False)), wire.Ask(8, ResetPrefixCache(False, True))
     said = run(engine(reset_prefix_cache=lambda *what: resets.append(what) or True), *asked)
-    assert (said, resets) == ([wire.Answer.of(7, True), wire.Answer.of(8, True)], [(True, False), (False, True)])
+    assert (said, resets) == (
+        [wire.CommandAnswer.of(7, True), wire.CommandAnswer.of(8, True)],
+        [(True, False), (False, True)],
+    )
 
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("why"), "wrong"), (NotImplementedError("why"), "unsupported")])
@@ -263,7 +266,7 @@ def test_a_command_that_cannot_be_done_is_answered_with_the_reason(error: Except
         raise error
 
     said = run(engine(update_weights=fail), wire.Ask(7, UpdateWeights("there")))
-    assert said == [wire.Answer(7, reason="why", kind=kind)]
+    assert said == [wire.CommandAnswer(7, reason="why", kind=kind)]
 
 
 def test_scores_of_a_prompt_are_sent_once() -> None:
@@ -326,15 +329,15 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.Ask(5, UpdateWeights("there")),
         wire.Stop(),
         wire.Accepted(7),
-        wire.Followed(),
+        wire.FollowerEnded(),
         wire.Rejected(7, "why", True),
         wire.Rejected(7, "why", False, "stop"),
-        wire.Answer(3, reason="why", kind="died"),
+        wire.CommandAnswer(3, reason="why", kind="died"),
         wire.Failed("why", False),
         wire.Broken("X"),
         wire.Outputs([wire.Output(7, [OUTPUT], True, RequestMetrics(1.0, 2.0), 16, [None, {2: Logprob(-1.0)}])]),
         wire.Pulse(STATS, [StepReport(0, 1, 2, 3, 1, 0, 16, 0.1, 0.2, 0.05, True)]),
-        wire.Answer.of(3, [PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
+        wire.CommandAnswer.of(3, [PoolView(16, (PageState.TRASH, PageState.OWNED), {"a": (PAGE,)})]),
         wire.Ready(wire.EngineFacts(None, 10, 64, (2, 3), SamplingParams(), 1, 8, 16, 2)),
     ],
     ids=lambda message: type(message).__name__,

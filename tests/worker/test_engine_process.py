@@ -13,7 +13,7 @@ import pytest
 from jaxvllm import AsyncLLM
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_client import EngineState
-from jaxvllm.worker.engine_process import Child, EngineProcess
+from jaxvllm.worker.engine_process import ChildProcess, EngineProcess
 from tests.processes import stop, wait_until_gone
 from tests.waiting import IdleClockLoop
 
@@ -58,7 +58,7 @@ def test_the_only_word_of_a_process_may_come_late(code: int, is_heard: bool, tmp
             return wire.encode(word)
 
     async def run() -> tuple[wire.Report | None, float]:
-        process = EngineProcess(Child(Ended()), Socket(), lambda: None)  # type: ignore[arg-type]
+        process = EngineProcess(ChildProcess(Ended()), Socket(), lambda: None)  # type: ignore[arg-type]
         return await process.receive(), asyncio.get_running_loop().time()
 
     said, seconds = asyncio.run(run(), loop_factory=IdleClockLoop)

@@ -15,7 +15,7 @@ MAX_ERROR = {jnp.dtype(jnp.bfloat16): 2e-2, jnp.dtype(jnp.float16): 1e-2, jnp.dt
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LayerOutcome:
     """The time of one layer's call and the error of its numbers, or the reason why there is no time."""
 
     timing: Timing | None
@@ -25,7 +25,7 @@ class Outcome:
     details: Mapping[str, int | float | str] = field(default_factory=dict)
 
     @classmethod
-    def without(cls, problem: str, error: float | None = None) -> "Outcome":
+    def without(cls, problem: str, error: float | None = None) -> "LayerOutcome":
         return cls(timing=None, error=error, problem=problem)
 
 
@@ -37,7 +37,7 @@ class Contender(Protocol):
 
     def versions(self) -> Mapping[str, str]: ...
 
-    def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome: ...
+    def run(self, case: RaggedCase, dtype: jnp.dtype) -> LayerOutcome: ...
 
 
 def relative_error(out: np.ndarray, expected: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.bench.kernels.ceilings import Ceilings, measure_ceilings
-from jaxvllm.bench.kernels.contender import Outcome
+from jaxvllm.bench.kernels.contender import LayerOutcome
 from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import describe
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
@@ -52,14 +52,14 @@ class KernelResult:
     case: RaggedCase
     work: Work
     ceilings: Ceilings
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, LayerOutcome]
 
     def line(self) -> str:
         """Returns one line: the error and the time of each contender, and what the device could do at best."""
         told = "; ".join(f"{name}: {self._told(outcome)}" for name, outcome in self.outcomes.items())
         return f"{self.case.name}: {told}; at best {self.ceilings.seconds(self.work) * 1e6:.1f} us"
 
-    def _told(self, outcome: Outcome) -> str:
+    def _told(self, outcome: LayerOutcome) -> str:
         error = "no error known" if outcome.error is None else f"error {outcome.error:.1e}"
         if outcome.timing is None:
             return f"{error}, not timed: {outcome.problem}"
@@ -127,8 +127,8 @@ class KernelBenchmark:
             return [reference]
         return [PagedContender(f"ours ({backend.kind})", OurAttention(backend), backend, self.device), reference]
 
-    def _outcome(self, contender: PagedContender, case: RaggedCase) -> Outcome:
+    def _outcome(self, contender: PagedContender, case: RaggedCase) -> LayerOutcome:
         try:
             return contender.run(case, self.dtype)
         except Exception as error:  # a case that does not fit or compile must not hide the others
-            return Outcome.without(f"{type(error).__name__}: {str(error).strip().partition('\n')[0][:300]}")
+            return LayerOutcome.without(f"{type(error).__name__}: {str(error).strip().partition('\n')[0][:300]}")

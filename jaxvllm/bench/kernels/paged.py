@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxvllm.bench.kernels.contender import MAX_ERROR, Outcome, relative_error
+from jaxvllm.bench.kernels.contender import MAX_ERROR, LayerOutcome, relative_error
 from jaxvllm.bench.kernels.inputs import Inputs, layers_of, random_pages
 from jaxvllm.bench.kernels.timing import TooSlow, time_calls
 from pallas_kernels.backend import REFERENCE, Backend
@@ -25,7 +25,7 @@ LAYER_SECONDS = 20.0
 COMPARED_TOKENS = 256
 
 
-class Attend(Protocol):
+class AttendLayer(Protocol):
     """Runs one layer: returns attention over the pages with this step's KV in them, and those pages."""
 
     def __call__(
@@ -37,7 +37,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class OurAttention:
-    """`ragged_paged_attention` with one backend, as an `Attend`."""
+    """`ragged_paged_attention` with one backend, as an `AttendLayer`."""
 
     backend: Backend
 
@@ -56,7 +56,7 @@ class PagedContender:
     """Checks `attend` on a small case, then times it layer after layer on a case of full size."""
 
     name: str
-    attend: Attend
+    attend: AttendLayer
     backend: Backend  # whose layout the pages have
     device: jax.Device
 
@@ -67,13 +67,13 @@ class PagedContender:
         """Returns the largest relative error of a token's head, on a small case of the same kind."""
         return _error(self.attend, self.backend, small(case), dtype)
 
-    def run(self, case: RaggedCase, dtype: jnp.dtype) -> Outcome:
+    def run(self, case: RaggedCase, dtype: jnp.dtype) -> LayerOutcome:
         error = self.error(case, dtype)
         if not error <= MAX_ERROR[dtype]:
-            return Outcome.without(f"error {error:.1e} is above {MAX_ERROR[dtype]:.0e}: not timed", error)
+            return LayerOutcome.without(f"error {error:.1e} is above {MAX_ERROR[dtype]:.0e}: not timed", error)
         inputs = Inputs.random(case, dtype)
         layers = layers_of(case, dtype, self.device)
-        state = _State(random_pages(case, dtype, layers, self.backend), jnp.zeros_like(inputs.q))
+        state = _LoopArrays(random_pages(case, dtype, layers, self.backend), jnp.zeros_like(inputs.q))
         pages_bytes, iterations = state.kv_pages.nbytes, layers
         while True:
             start = time.perf_counter()
@@ -85,10 +85,10 @@ class PagedContender:
             except TooSlow as slow:
                 state = call.state
                 if iterations == 1:
-                    return Outcome.without(f"one layer takes {slow.seconds:.0f} s: not repeated", error)
+                    return LayerOutcome.without(f"one layer takes {slow.seconds:.0f} s: not repeated", error)
                 iterations = max(1, int(iterations * CALL_SECONDS / slow.seconds))
         step = -(-case.num_tokens // COMPARED_TOKENS)
-        return Outcome(
+        return LayerOutcome(
             timing,
             error,
             outputs=np.asarray(call.state.out[::step].astype(jnp.float32)),
@@ -104,7 +104,7 @@ class PagedContender:
 
 # Large cases of one kind have the same small case, and all contenders have the same expected values.
 @cache
-def _error(attend: Attend, backend: Backend, case: RaggedCase, dtype: jnp.dtype) -> float:
+def _error(attend: AttendLayer, backend: Backend, case: RaggedCase, dtype: jnp.dtype) -> float:
     """Returns the error of `attend` against the reference in float32 on the same values."""
     inputs = Inputs.random(case, dtype)
     out = _attend_once(attend, inputs, random_pages(case, dtype, 1, backend))
@@ -122,7 +122,7 @@ def _expected(case: RaggedCase, dtype: jnp.dtype) -> np.ndarray:
         return _attend_once(OurAttention(REFERENCE), Inputs.random(case, dtype).in_float32(), pages)
 
 
-def _attend_once(attend: Attend, inputs: Inputs, kv_pages: jax.Array) -> np.ndarray:
+def _attend_once(attend: AttendLayer, inputs: Inputs, kv_pages: jax.Array) -> np.ndarray:
     call = jax.jit(lambda inputs, kv_pages: attend(inputs, kv_pages, 0, inputs.rows())[0])
     return np.asarray(call(inputs, kv_pages).astype(jnp.float32))
 
@@ -140,7 +140,7 @@ def small(case: RaggedCase) -> RaggedCase:
 
 
 @dataclass(frozen=True)
-class _State:
+class _LoopArrays:
     """The arrays that one call passes to the next."""
 
     kv_pages: jax.Array  # [L, P, K, S, 2 D]
@@ -154,13 +154,15 @@ class _LayerLoop:
     State is donated, so the pages are updated in place.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, state: _State, inputs: Inputs) -> None:
+    def __init__(self, compiled: jax.stages.Compiled, state: _LoopArrays, inputs: Inputs) -> None:
         self.compiled, self.state, self.inputs = compiled, state, inputs
         memory = compiled.memory_analysis()
         self.temporary_bytes = int(memory.temp_size_in_bytes) if memory else 0
 
     @classmethod
-    def compile(cls, attend: Attend, backend: Backend, state: _State, inputs: Inputs, iterations: int) -> "_LayerLoop":
+    def compile(
+        cls, attend: AttendLayer, backend: Backend, state: _LoopArrays, inputs: Inputs, iterations: int
+    ) -> "_LayerLoop":
         def run(kv_pages: jax.Array, out: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             rows = inputs.rows()
             layers = kv_pages.shape[0]
@@ -182,5 +184,5 @@ class _LayerLoop:
         return cls(lowered.compile(), state, inputs)
 
     def __call__(self) -> jax.Array:
-        self.state = _State(*self.compiled(self.state.kv_pages, self.state.out, self.inputs))
+        self.state = _LoopArrays(*self.compiled(self.state.kv_pages, self.state.out, self.inputs))
         return self.state.out

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
-from jaxvllm.bench.ladder.run import Answer, KVUse, Run, mean_share
-from jaxvllm.bench.ladder.workload import TEMPERATURE, Chat, Workload
+from jaxvllm.bench.ladder.run import KVUse, RungRun, TimedAnswer, mean_share
+from jaxvllm.bench.ladder.workload import TEMPERATURE, Chat, TimedChats
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
@@ -23,13 +23,13 @@ IDLE_SECONDS = 1e-3
 class Driver(Protocol):
     """Completes a workload on engines that are idle, and leaves them idle."""
 
-    def run(self, workload: Workload) -> Run: ...
+    def run(self, workload: TimedChats) -> RungRun: ...
 
 
 class Transcript:
     """The tokens of a run, with the time at which each of them came."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: TimedChats) -> None:
         self._chats = workload.chats
         self._tokens: list[list[int]] = [[] for _ in workload.chats]
         self._times: list[list[float]] = [[] for _ in workload.chats]
@@ -48,9 +48,9 @@ class Transcript:
     def tokens(self, number: int) -> list[int]:
         return self._tokens[number]
 
-    def answers(self) -> tuple[Answer, ...]:
+    def answers(self) -> tuple[TimedAnswer, ...]:
         of_chats = zip(self._chats, self._tokens, self._times, strict=True)
-        return tuple(Answer(chat.arrival, tuple(tokens), tuple(times)) for chat, tokens, times in of_chats)
+        return tuple(TimedAnswer(chat.arrival, tuple(tokens), tuple(times)) for chat, tokens, times in of_chats)
 
 
 class Meter:
@@ -77,7 +77,7 @@ class Meter:
 class Arrivals:
     """Hands out the chats of a workload as their time comes."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: TimedChats) -> None:
         self._chats = list(enumerate(workload.chats))[::-1]
 
     @property
@@ -126,7 +126,7 @@ class Serving:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def run(self, workload: Workload) -> Run:
+    def run(self, workload: TimedChats) -> RungRun:
         """Completes the chats. The prefix cache is empty when it begins."""
         engine = self._engine
         engine.reset_prefix_cache()
@@ -135,7 +135,7 @@ class Serving:
         while engine.has_work or not arrivals.are_over:
             step_or_wait(engine, requests, meter, arrivals, transcript)
         kv = meter.kv
-        return Run(transcript.answers(), meter.num_calls, meter.num_steps, kv.wasted, kv.most_running)
+        return RungRun(transcript.answers(), meter.num_calls, meter.num_steps, kv.wasted, kv.most_running)
 
 
 class Recomputing:
@@ -151,7 +151,7 @@ class Recomputing:
         self._engine = engine
         self._batch_size = batch_size
 
-    def run(self, workload: Workload) -> Run:
+    def run(self, workload: TimedChats) -> RungRun:
         """Completes the chats."""
         meter, arrivals, transcript = Meter(self._engine), Arrivals(workload), Transcript(workload)
         waiting: list[tuple[int, Chat]] = []
@@ -166,7 +166,7 @@ class Recomputing:
             while batch:
                 ended = self._next_tokens(batch, meter, transcript)
                 batch = [(number, chat) for number, chat in batch if number not in ended]
-        return Run(transcript.answers(), meter.num_calls, meter.num_steps, None, most_running)
+        return RungRun(transcript.answers(), meter.num_calls, meter.num_steps, None, most_running)
 
     def _next_tokens(self, batch: Sequence[tuple[int, Chat]], meter: Meter, transcript: Transcript) -> set[int]:
         """Computes the next token of each chat, and returns those that end with it."""
@@ -194,7 +194,7 @@ class Apart:
         self._prefill = prefill
         self._decode = decode
 
-    def run(self, workload: Workload) -> Run:
+    def run(self, workload: TimedChats) -> RungRun:
         """Completes the chats. The prefix caches are empty when it begins."""
         for engine in (self._prefill, self._decode):
             engine.reset_prefix_cache()
@@ -208,7 +208,7 @@ class Apart:
         for future in done:
             future.result()
         first, second = meters
-        return Run(
+        return RungRun(
             transcript.answers(),
             first.num_calls + second.num_calls,
             first.num_steps + second.num_steps,
@@ -216,7 +216,7 @@ class Apart:
             first.kv.most_running + second.kv.most_running,
         )
 
-    def _compute_prompts(self, workload: Workload, meter: Meter, transcript: Transcript, moving: "_Moving") -> None:
+    def _compute_prompts(self, workload: TimedChats, meter: Meter, transcript: Transcript, moving: "_Moving") -> None:
         engine, arrivals = self._prefill, Arrivals(workload)
         requests = [request(engine, chat, number) for number, chat in enumerate(workload.chats)]
         while (engine.has_work or not arrivals.are_over) and not moving.is_broken:

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from jaxvllm.bench.ladder.run import Run
+from jaxvllm.bench.ladder.run import RungRun
 from jaxvllm.bench.ladder.rung import Rung
 
 # A change that is smaller, or smaller than the runs of either rung differ, is none.
@@ -25,7 +25,7 @@ class Figure:
     unit: str  # of what is shown
     scale: float  # of what is shown
     is_better_high: bool
-    of: Callable[[Run], float | None]  # None: the run has none
+    of: Callable[[RungRun], float | None]  # None: the run has none
     least: float = 0.0  # a difference that is smaller means nothing
 
     def text(self, value: float | None) -> str:
@@ -87,11 +87,11 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRung:
     """The runs of a rung that count."""
 
     rung: Rung
-    runs: tuple[Run, ...]
+    runs: tuple[RungRun, ...]
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -117,7 +117,7 @@ class Measured:
     def most_running(self) -> int:
         return max(run.most_running for run in self.runs)
 
-    def change(self, below: "Measured", figure: Figure) -> Change | None:
+    def change(self, below: "MeasuredRung", figure: Figure) -> Change | None:
         """Returns how the figure changed from the rung `below`; None where one of them has none.
 
         It is a change if the ranges of the two do not meet, and the medians differ by a tenth.

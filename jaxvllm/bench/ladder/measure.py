@@ -10,10 +10,10 @@ from typing import Annotated
 import jax
 
 from jaxvllm.bench.ladder.drivers import Apart, Driver, Recomputing, Serving
-from jaxvllm.bench.ladder.figures import Measured
-from jaxvllm.bench.ladder.run import Run
+from jaxvllm.bench.ladder.figures import MeasuredRung
+from jaxvllm.bench.ladder.run import RungRun
 from jaxvllm.bench.ladder.rung import Rung, Sizes, Way
-from jaxvllm.bench.ladder.workload import Workload
+from jaxvllm.bench.ladder.workload import TimedChats
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.engine.burst_pace import SERVING_SECONDS
@@ -46,12 +46,12 @@ class Ladder:
     device: str  # where it was measured
     num_prompt_tokens: int
     num_output_tokens: int
-    rungs: tuple[Measured, ...]
+    rungs: tuple[MeasuredRung, ...]
     start_seconds: float  # until all engines were ready
     seconds: float  # in all
 
 
-class Engines:
+class LadderEngines:
     """The engines of a ladder. Rungs with the same config share one."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -78,7 +78,7 @@ def prefill_config(config: EngineConfig) -> EngineConfig:
     return replace(config, async_scheduling=False)
 
 
-def make_driver(rung: Rung, sizes: Sizes, engines: Engines) -> Driver:
+def make_driver(rung: Rung, sizes: Sizes, engines: LadderEngines) -> Driver:
     """Returns the driver of `rung`."""
     config = sizes.config(rung)
     engine = engines.get(config)
@@ -103,16 +103,16 @@ def measure_ladder(
     """
     start = time.perf_counter()
     with ExitStack() as stack:
-        engines, drivers = Engines(stack), dict[str, Driver]()
+        engines, drivers = LadderEngines(stack), dict[str, Driver]()
         for rung in rungs:
             tell(f"starting {rung.name}")
             drivers[rung.name] = make_driver(rung, sizes, engines)
         tokenizer = engines.get(sizes.config(rungs[0])).tokenizer
         assert tokenizer is not None, "the embedded model has a tokenizer"
-        workload = Workload.draw(tokenizer, options.requests, options.seed, options.arrivals)
+        workload = TimedChats.draw(tokenizer, options.requests, options.seed, options.arrivals)
         start_seconds = time.perf_counter() - start
-        counted: dict[str, list[Run]] = {rung.name: [] for rung in rungs}
-        expected: tuple[str, Run] | None = None
+        counted: dict[str, list[RungRun]] = {rung.name: [] for rung in rungs}
+        expected: tuple[str, RungRun] | None = None
         for number in range(options.rounds + 1):
             tell(f"round {number} of {options.rounds}" if number else "warming up")
             for rung in rungs if number % 2 == 0 else rungs[::-1]:
@@ -129,7 +129,7 @@ def measure_ladder(
         device_name(),
         workload.num_prompt_tokens,
         sum(map(len, expected[1].tokens)),
-        tuple(Measured(rung, tuple(counted[rung.name])) for rung in rungs),
+        tuple(MeasuredRung(rung, tuple(counted[rung.name])) for rung in rungs),
         start_seconds,
         time.perf_counter() - start,
     )
@@ -141,7 +141,7 @@ def device_name() -> str:
     return f"a CPU with {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
 
 
-def check_tokens(first: str, expected: Run, rung: str, run: Run) -> None:
+def check_tokens(first: str, expected: RungRun, rung: str, run: RungRun) -> None:
     """Raises DifferentTokens when `run` of `rung` has other tokens than `expected` of the rung `first`."""
     for number, (wanted, got) in enumerate(zip(expected.tokens, run.tokens, strict=True)):
         if wanted != got:

@@ -1,4 +1,4 @@
-"""`Run`: what one rung did with the requests, once."""
+"""`RungRun`: what one rung did with the requests, once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxvllm.core.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """The tokens of one request, and when each of them could be read. Times are seconds from the start of the run."""
 
     arrival: float
@@ -33,10 +33,10 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Run:
+class RungRun:
     """The record of one rung that has answered all requests once."""
 
-    answers: tuple[Answer, ...]  # in the order of the workload
+    answers: tuple[TimedAnswer, ...]  # in the order of the workload
     num_calls: int  # of programs: steps that the host planned, in which the device may have taken several
     num_steps: int  # that the device took
     wasted: float | None  # share of the KV memory: see `KVUse`. None: nothing was kept from step to step

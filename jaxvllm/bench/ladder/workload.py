@@ -47,7 +47,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Workload:
+class TimedChats:
     """The chats in the order of their arrival."""
 
     chats: tuple[Chat, ...]

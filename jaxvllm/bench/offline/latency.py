@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.drafts import DraftTotals
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
 from jaxvllm.core.beam import BeamSearchParams
@@ -45,7 +45,7 @@ class Latencies:
 
     seconds: tuple[float, ...]
     padding: Padding
-    drafts: Drafts
+    drafts: DraftTotals
 
     @property
     def percentiles(self) -> dict[int, float]:

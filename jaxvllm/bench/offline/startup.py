@@ -20,7 +20,7 @@ from jaxvllm.bench.offline.latency import percentiles
 from jaxvllm.ranges import CountOrZero, check_ranges
 
 # What a start says when it gets there, and what vLLM calls the time until then. vLLM has only the first.
-STAGES = {"startup": "startup time", "first_token": "time to first token", "compiled": "time to the last program"}
+PHASES = {"startup": "startup time", "first_token": "time to first token", "compiled": "time to the last program"}
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 WIDTH = 60
 
@@ -37,7 +37,7 @@ class StartupOptions:
         check_ranges(self)
 
 
-# The seconds from the start of a process until each of STAGES.
+# The seconds from the start of a process until each of PHASES.
 type Start = Mapping[str, float]
 
 
@@ -53,23 +53,23 @@ class Startups:
         lines = ["=" * WIDTH, "STARTUP TIME BENCHMARK RESULTS", "=" * WIDTH]
         for kind, starts in self._kinds():
             lines += ["", f"{kind.upper()} STARTUP:"]
-            lines += [f"Avg {name}: {_mean(starts, stage):.2f} seconds" for stage, name in STAGES.items()]
-            for stage, name in STAGES.items():
+            lines += [f"Avg {name}: {_mean(starts, phase):.2f} seconds" for phase, name in PHASES.items()]
+            for phase, name in PHASES.items():
                 lines.append(f"{name.capitalize()} percentiles:")
-                shares = percentiles(_seconds(starts, stage))
+                shares = percentiles(_seconds(starts, phase))
                 lines += [f"  {share}%: {value:.2f} seconds" for share, value in shares.items()]
         return [*lines, "=" * WIDTH]
 
     def record(self) -> dict[str, Any]:
-        """Returns the figures under vLLM's keys, and those of the same form for the other stages."""
+        """Returns the figures under vLLM's keys, and those of the same form for the other phases."""
         result: dict[str, Any] = {}
         for kind, starts in self._kinds():
-            for stage in STAGES:
-                seconds = _seconds(starts, stage)
+            for phase in PHASES:
+                seconds = _seconds(starts, phase)
                 result |= {
-                    f"avg_{kind}_{stage}_time": _mean(starts, stage),
-                    f"{kind}_{stage}_times": list(seconds),
-                    f"{kind}_{stage}_percentiles": {str(k): value for k, value in percentiles(seconds).items()},
+                    f"avg_{kind}_{phase}_time": _mean(starts, phase),
+                    f"{kind}_{phase}_times": list(seconds),
+                    f"{kind}_{phase}_percentiles": {str(k): value for k, value in percentiles(seconds).items()},
                 }
         return result
 
@@ -103,13 +103,13 @@ def _start(engine: Mapping[str, Any], cache: Path | None) -> Start:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             reached = {line.strip(): time.monotonic() - begin for line in process.stdout}
-    if missing := [stage for stage in STAGES if stage not in reached]:
+    if missing := [phase for phase in PHASES if phase not in reached]:
         raise ValueError(f"an engine did not get to {missing[0]!r}, and ended with status {process.returncode}")
-    return {stage: reached[stage] for stage in STAGES}
+    return {phase: reached[phase] for phase in PHASES}
 
 
 def _child(options: dict[str, Any]) -> None:
-    """Starts an engine in this process, and prints each of STAGES as it gets there."""
+    """Starts an engine in this process, and prints each of PHASES as it gets there."""
     from jaxvllm import LLM, SamplingParams
     from jaxvllm.config import EngineConfig
 
@@ -123,12 +123,12 @@ def _child(options: dict[str, Any]) -> None:
         print("compiled", flush=True)
 
 
-def _seconds(starts: Sequence[Start], stage: str) -> tuple[float, ...]:
-    return tuple(start[stage] for start in starts)
+def _seconds(starts: Sequence[Start], phase: str) -> tuple[float, ...]:
+    return tuple(start[phase] for start in starts)
 
 
-def _mean(starts: Sequence[Start], stage: str) -> float:
-    return float(np.mean(_seconds(starts, stage)))
+def _mean(starts: Sequence[Start], phase: str) -> float:
+    return float(np.mean(_seconds(starts, phase)))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxvllm.bench.drafts import Drafts
+from jaxvllm.bench.drafts import DraftTotals
 from jaxvllm.bench.offline.drafts import drafts_between
 from jaxvllm.bench.offline.padding import Padding
-from jaxvllm.bench.samples import Sample
+from jaxvllm.bench.samples import BenchSample
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.ranges import Count, check_ranges
 
@@ -37,7 +37,7 @@ class Throughput:
     num_prompt_tokens: int
     num_output_tokens: int
     padding: Padding
-    drafts: Drafts
+    drafts: DraftTotals
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ class EngineTokens:
 
 
 def measure_throughput(
-    llm: "LLM", samples: Sequence[Sample], options: ThroughputOptions, shows_progress: bool = True
+    llm: "LLM", samples: Sequence[BenchSample], options: ThroughputOptions, shows_progress: bool = True
 ) -> Throughput:
     """Completes `samples`, all there from the start, to their full length. Nothing compiles meanwhile."""
     llm.wait_until_compiled()

@@ -63,7 +63,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 def benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmark":
     """Makes a benchmark of the flags. Asks the server for its model when none is given."""
     from jaxvllm.bench.benchmark import Benchmark, patiently
-    from jaxvllm.bench.load import Target
+    from jaxvllm.bench.load import RequestTarget
     from jaxvllm.bench.traffic import Traffic
     from jaxvllm.bench.vocabulary import LocalTokenizer, ServerTokenizer, Vocabulary
 
@@ -82,7 +82,7 @@ def benchmark(args: argparse.Namespace, server: Server, api: "Api") -> "Benchmar
         room = most - CHAT_ROOM if is_chat else most
         dataset = fit_to_model(dataset, chosen, most, room)
     tokens = ServerTokenizer(api, model) if args.tokenizer is None else LocalTokenizer(args.tokenizer)
-    target = Target(server, model, args.endpoint or ENDPOINTS[args.backend], is_chat, fields)
+    target = RequestTarget(server, model, args.endpoint or ENDPOINTS[args.backend], is_chat, fields)
     return Benchmark(
         target,
         traffic,

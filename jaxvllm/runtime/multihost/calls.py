@@ -27,7 +27,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Forward:
-    """Computes the first half of a step. Its second half follows as `Sample`."""
+    """Computes the first half of a step. Its second half follows as `SampleRows`."""
 
     bucket: Bucket
     packed: NDArray[np.int32]  # the same as in a `Step`
@@ -50,7 +50,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRows:
     """Computes the second half of a step."""
 
     bucket: Bucket
@@ -99,7 +99,7 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | Sample | ForkSlots | Reset | Close
+type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | SampleRows | ForkSlots | Reset | Close
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
@@ -118,7 +118,7 @@ _KINDS: tuple[type[Message], ...] = (
     Forward,
     Mask,
     Read,
-    Sample,
+    SampleRows,
     ForkSlots,
 )
 _NO_WORDS = np.zeros(0, np.int32)

@@ -11,7 +11,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.params import Params, activation_dtype
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
-from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
+from jaxvllm.runtime.proposers.proposer import Drafts, Known, SeenStep
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, DeviceState, Rows
 from jaxvllm.runtime.step_model import StepModel
@@ -44,7 +44,7 @@ class AutoregressiveProposer:
         return DraftCache(count * spec.num_layers, spec.layers[0].memory, num_features)
 
     @property
-    def follows_all(self) -> bool:
+    def sees_all(self) -> bool:
         return self.heads[0].feature_size > 0
 
     @property
@@ -59,7 +59,7 @@ class AutoregressiveProposer:
         state, slots, lengths, model = known.state, known.slots, known.lengths, known.model
         tables, kv_pages = state["page_tables"][slots], known.kv_pages
         is_ready = known.room > 0
-        if self.follows_all:
+        if self.sees_all:
             # Both differ where it did not see every step of a row.
             is_ready &= state[FEATURE_LENGTH.name][slots] == lengths - 1
             is_ready &= state[DRAFT_LENGTH.name][slots] == lengths - 1
@@ -87,7 +87,7 @@ class AutoregressiveProposer:
 
         last = state["history"][slots, jnp.maximum(lengths - 1, 0)]
         features = jnp.zeros((len(slots), 0), activation_dtype(known.params))
-        if self.follows_all:
+        if self.sees_all:
             features = known.features
         drafts = jnp.zeros((len(slots), num_drafts), jnp.int32)
         start = (kv_pages, features, last, drafts)
@@ -113,17 +113,17 @@ class AutoregressiveProposer:
         kv_pages: KVCachePages = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < ends), some, start)[1]
         return kv_pages
 
-    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+    def see(self, step: SeenStep) -> tuple[KVCachePages, DeviceState]:
         state, slots, computed, starts = step.state, step.slots, step.computed, step.starts
         known = state[DRAFT_LENGTH.name][slots]
-        if step.num_guessed is not None and not self.follows_all:
+        if step.num_guessed is not None and not self.sees_all:
             # Proposing computed the last token and all guesses but the last, those too that had no room in the step.
             reached = jnp.where(step.num_guessed > 0, starts + jnp.minimum(step.counts, step.num_guessed), known)
             return step.kv_pages, state | {DRAFT_LENGTH.name: step.stored(DRAFT_LENGTH.name, reached)}
         features = self.heads[0].features(step.params, computed.hidden, computed.states)  # [T, F]
         rows, kv_pages = replace(computed.rows, page_table=state["page_tables"][slots][:, 0]), step.kv_pages
         seen: list[jax.Array] = []  # by each head
-        kept = step.features if self.follows_all else None
+        kept = step.features if self.sees_all else None
         for number, head in enumerate(self.heads):
             seen.append(features)
             before = features if kept is None else self._shifted(features, self._of_heads(kept)[number], step)
@@ -140,7 +140,7 @@ class AutoregressiveProposer:
         """Returns what each head sees of `features` [X, N F]: [X, F]."""
         return jnp.split(features, len(self.heads), axis=1)
 
-    def _shifted(self, features: jax.Array, kept: jax.Array, step: Followed) -> jax.Array:
+    def _shifted(self, features: jax.Array, kept: jax.Array, step: SeenStep) -> jax.Array:
         """Returns for each token the feature of the position before it, [T, F].
 
         The first token of a row gets the feature that was `kept` [R, F], or its own if none was kept.

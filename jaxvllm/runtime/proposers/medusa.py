@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.heads.medusa import MedusaHeads
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
-from jaxvllm.runtime.proposers.proposer import Drafts, Followed, Known
+from jaxvllm.runtime.proposers.proposer import Drafts, Known, SeenStep
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import FEATURE_LENGTH, DeviceState, Rows
 
@@ -22,7 +22,7 @@ class MedusaProposer:
         return DraftCache(num_features=self.heads.hidden_size)
 
     @property
-    def follows_all(self) -> bool:
+    def sees_all(self) -> bool:
         return False  # the first step with drafts after one that it did not see has none, and shows it the features
 
     @property
@@ -46,5 +46,5 @@ class MedusaProposer:
         tokens += tokens[-1:] * (num_drafts - count)
         return known.kv_pages, Drafts(jnp.stack(tokens, axis=1), jnp.where(is_ready, count, 0))
 
-    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+    def see(self, step: SeenStep) -> tuple[KVCachePages, DeviceState]:
         return step.kv_pages, step.with_features(step.computed.hidden)

@@ -36,7 +36,7 @@ class _OnDevice:
 
     @property
     def features(self) -> jax.Array:
-        """The features [R, F] that `Followed.with_features` has kept, in the dtype of the model."""
+        """The features [R, F] that `SeenStep.with_features` has kept, in the dtype of the model."""
         return self.state[FEATURES.name][self.slots].astype(activation_dtype(self.params))
 
 
@@ -49,7 +49,7 @@ class Known(_OnDevice):
 
 
 @dataclass(frozen=True)
-class Followed(_OnDevice):
+class SeenStep(_OnDevice):
     """A step that the model has computed, and what came of it."""
 
     computed: Computed
@@ -89,11 +89,11 @@ class Proposer(Protocol):
 
     @property
     def cache(self) -> DraftCache | None:
-        """The arrays that it keeps on the device, or None if it keeps nothing and `follow` changes nothing."""
+        """The arrays that it keeps on the device, or None if it keeps nothing and `see` changes nothing."""
 
     @property
-    def follows_all(self) -> bool:
-        """Whether a row has drafts only if all its steps were followed. Otherwise it computes later what it missed."""
+    def sees_all(self) -> bool:
+        """Whether a row has drafts only if it has seen all its steps. Otherwise it computes later what it missed."""
 
     @property
     def reads_index(self) -> bool:
@@ -106,7 +106,7 @@ class Proposer(Protocol):
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         """Returns up to `num_drafts` tokens for each row, and the pages, to which it may have written."""
 
-    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+    def see(self, step: SeenStep) -> tuple[KVCachePages, DeviceState]:
         """Takes a step in, and returns the pages and the state that it has then."""
 
 
@@ -118,7 +118,7 @@ class HistoryProposer:
         return None
 
     @property
-    def follows_all(self) -> bool:
+    def sees_all(self) -> bool:
         return False
 
     @property
@@ -136,5 +136,5 @@ class HistoryProposer:
     def propose(self, known: Known, num_drafts: int) -> tuple[KVCachePages, Drafts]:
         return known.kv_pages, self.look(known.state, known.slots, known.lengths, num_drafts)
 
-    def follow(self, step: Followed) -> tuple[KVCachePages, DeviceState]:
+    def see(self, step: SeenStep) -> tuple[KVCachePages, DeviceState]:
         return step.kv_pages, step.state

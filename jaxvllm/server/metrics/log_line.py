@@ -51,7 +51,7 @@ class StatsLogger(Observer):
     def _begin(self) -> None:
         self._since = time.monotonic()
         self._earlier = {name: self._totals[name] for name in COUNTERS}
-        self._steps = _Steps()
+        self._steps = _StepSums()
 
     def _gained(self, name: str) -> int:
         return self._totals[name] - self._earlier[name]
@@ -70,7 +70,7 @@ class StatsLogger(Observer):
         ]
         drafted, accepted = self._gained("num_draft_tokens"), self._gained("num_accepted_tokens")
         if drafted:
-            length = 1 + accepted / self._gained("num_drafts")
+            length = 1 + accepted / self._gained("num_verifications")
             parts.append(f"Draft acceptance rate: {accepted / drafted:.1%}, Mean acceptance length: {length:.2f}")
         if steps.count:
             host, device = 1e3 * steps.host_seconds / steps.count, 1e3 * steps.device_seconds / steps.count
@@ -80,7 +80,7 @@ class StatsLogger(Observer):
 
 
 @dataclass(slots=True)
-class _Steps:
+class _StepSums:
     """Sums over steps."""
 
     count: int = 0

@@ -37,7 +37,7 @@ ENGINE_COUNTERS = (
     ("num_bucket_tokens", "bucket_tokens", "Tokens computed, padding included."),
     ("num_padding_tokens", "padding_tokens", "Padding computed, in tokens."),
     ("num_ended_tokens", "ended_row_tokens", "Tokens computed for rows that had ended."),
-    ("num_drafts", "spec_decode_num_drafts", "Times that draft tokens were verified for a row."),
+    ("num_verifications", "spec_decode_num_drafts", "Times that draft tokens were verified for a row."),
     ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
 )

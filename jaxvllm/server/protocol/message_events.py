@@ -24,7 +24,7 @@ class ContentBlockStart(Reply):
     content_block: OutputBlock
 
 
-class Ping(Reply):
+class PingEvent(Reply):
     """An event that only shows that the stream is alive."""
 
     type: Literal["ping"]
@@ -91,6 +91,6 @@ class MessageStop(Reply):
 
 
 type MessagesEvent = Annotated[
-    MessageStart | ContentBlockStart | Ping | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop,
+    MessageStart | ContentBlockStart | PingEvent | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop,
     Field(discriminator="type"),
 ]

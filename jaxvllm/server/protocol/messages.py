@@ -62,7 +62,7 @@ class MessagesTool(Strict):
     allowed_callers: Strings | None = None  # has no effect: only the model itself calls
 
 
-class HostedTool(BaseModel):
+class AnthropicTool(BaseModel):
     """A tool that Anthropic's own server has, or that its models know without a schema. It is left out here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -77,12 +77,12 @@ def _kind_of_tool(tool: Any) -> str:
 
 
 type AnyTool = Annotated[
-    Annotated[MessagesTool, Tag("<own>")] | Annotated[HostedTool, Tag("<hosted>")], Discriminator(_kind_of_tool)
+    Annotated[MessagesTool, Tag("<own>")] | Annotated[AnthropicTool, Tag("<hosted>")], Discriminator(_kind_of_tool)
 ]
 type MessagesTools = Annotated[list[AnyTool], FailFast(), Field(max_length=MAX_TOOLS)]
 
 
-class ToolChoice(Strict):
+class MessagesToolChoice(Strict):
     """The choice of tools."""
 
     type: Literal["auto", "any", "tool", "none"]  # auto: the model decides; any: it must use one; tool: this one
@@ -106,7 +106,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class Metadata(Strict):
+class MessagesMetadata(Strict):
     """Data for the client's own use."""
 
     user_id: str | None = None
@@ -124,14 +124,14 @@ class ConversationFields(Strict):
     ]
     system: Blocks | None = None
     thinking: Thinking | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     tools: MessagesTools | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
     speed: str | None = None  # has no effect: there is one speed
     context_management: ContextManagement | None = None
-    metadata: Metadata | None = None
+    metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None  # has no effect: there is one tier
     inference_geo: str | None = None  # has no effect: the server is where it is
     container: Any | None = neutral()
@@ -144,7 +144,7 @@ class ConversationFields(Strict):
     @property
     def hosted_tools(self) -> list[str]:
         """The types of the tools that are left out."""
-        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
+        return [tool.type for tool in self.tools or () if isinstance(tool, AnthropicTool)]
 
     @property
     def continued(self) -> str | None:
@@ -172,7 +172,7 @@ class ConversationFields(Strict):
         """Returns the tools. Raises ParameterError for a choice that they do not allow."""
         own = [tool for tool in self.tools or () if isinstance(tool, MessagesTool)]
         tools = tuple(Tool(tool.name, tool.input_schema, tool.description, tool.strict is True) for tool in own)
-        choice = self.tool_choice or ToolChoice(type="auto")
+        choice = self.tool_choice or MessagesToolChoice(type="auto")
         parallel = not choice.disable_parallel_tool_use
         match choice.type:
             case "tool":

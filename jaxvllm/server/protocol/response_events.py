@@ -10,11 +10,11 @@ from jaxvllm.server.protocol.response_items import OutputItem, OutputText, Reaso
 from jaxvllm.server.protocol.responses import ResponsesResponse
 
 
-class _Event(Reply):
+class _NumberedEvent(Reply):
     sequence_number: int
 
 
-class ResponseEvent(_Event):
+class ResponseEvent(_NumberedEvent):
     """The event of a new status of the response. The last such event ends the stream."""
 
     type: Literal[
@@ -23,7 +23,7 @@ class ResponseEvent(_Event):
     response: ResponsesResponse
 
 
-class OutputItemEvent(_Event):
+class OutputItemEvent(_NumberedEvent):
     """The event at the beginning and at the end of an item of the answer."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
@@ -31,7 +31,7 @@ class OutputItemEvent(_Event):
     item: OutputItem
 
 
-class ContentPartEvent(_Event):
+class ContentPartEvent(_NumberedEvent):
     """The event at the beginning and at the end of a text."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
@@ -41,7 +41,7 @@ class ContentPartEvent(_Event):
     part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
-class TextDeltaEvent(_Event):
+class TextDeltaEvent(_NumberedEvent):
     """The event with a new part of the text."""
 
     type: Literal["response.output_text.delta"]
@@ -52,7 +52,7 @@ class TextDeltaEvent(_Event):
     logprobs: list[TokenLogprob]
 
 
-class TextDoneEvent(_Event):
+class TextDoneEvent(_NumberedEvent):
     """The event with the whole text."""
 
     type: Literal["response.output_text.done"]
@@ -63,7 +63,7 @@ class TextDoneEvent(_Event):
     logprobs: list[TokenLogprob]
 
 
-class ReasoningDeltaEvent(_Event):
+class ReasoningDeltaEvent(_NumberedEvent):
     """The event with a new part of the reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
@@ -73,7 +73,7 @@ class ReasoningDeltaEvent(_Event):
     delta: str
 
 
-class ReasoningDoneEvent(_Event):
+class ReasoningDoneEvent(_NumberedEvent):
     """The event with the whole reasoning."""
 
     type: Literal["response.reasoning_text.done"]
@@ -83,7 +83,7 @@ class ReasoningDoneEvent(_Event):
     text: str
 
 
-class ArgumentsDeltaEvent(_Event):
+class ArgumentsDeltaEvent(_NumberedEvent):
     """The event with a new part of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
@@ -92,7 +92,7 @@ class ArgumentsDeltaEvent(_Event):
     delta: str
 
 
-class ArgumentsDoneEvent(_Event):
+class ArgumentsDoneEvent(_NumberedEvent):
     """The event with all arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
@@ -102,7 +102,7 @@ class ArgumentsDoneEvent(_Event):
     arguments: str
 
 
-class CustomInputDeltaEvent(_Event):
+class CustomInputDeltaEvent(_NumberedEvent):
     """The event with a new part of a custom tool's input."""
 
     type: Literal["response.custom_tool_call_input.delta"]
@@ -111,7 +111,7 @@ class CustomInputDeltaEvent(_Event):
     delta: str
 
 
-class CustomInputDoneEvent(_Event):
+class CustomInputDoneEvent(_NumberedEvent):
     """The event with the whole input of a custom tool."""
 
     type: Literal["response.custom_tool_call_input.done"]
@@ -120,7 +120,7 @@ class CustomInputDoneEvent(_Event):
     input: str
 
 
-class ErrorEvent(_Event):
+class ErrorEvent(_NumberedEvent):
     """The event of an error. The event `response.failed` follows it."""
 
     type: Literal["error"]

@@ -31,7 +31,7 @@ type InputParts = Annotated[
 ]  # a text, or several parts, which are joined by newlines
 
 
-class InputMessage(Strict):
+class MessageItem(Strict):
     """A message. The answer continues the last one if it is the assistant's and its status is not `completed`."""
 
     type: Literal["message"] = "message"
@@ -117,7 +117,7 @@ class ItemReference(Strict):
 
 
 type InputItem = Annotated[
-    Annotated[InputMessage, Tag("<message>")]
+    Annotated[MessageItem, Tag("<message>")]
     | Annotated[InputCall, Tag("<function_call>")]
     | Annotated[InputCustomCall, Tag("<custom_tool_call>")]
     | Annotated[InputCallOutput, Tag("<function_call_output>")]
@@ -161,9 +161,9 @@ def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
             case InputCallOutput(call_id=call_id, output=output):
                 named = {"name": names[call_id]} if call_id in names else {}
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": _texts(output)} | named)
-            case InputMessage(role="assistant", content=content):
+            case MessageItem(role="assistant", content=content):
                 assistant("content", "tool_calls")["content"] = _texts(content)
-            case InputMessage(role=role, content=content):
+            case MessageItem(role=role, content=content):
                 messages.append({"role": role, "content": _texts(content)})
     return messages
 
@@ -173,7 +173,7 @@ def listed(items: Iterable[InputItem]) -> list[dict[str, Any]]:
     shown = []
     for item in items:
         told = item.model_dump(mode="json", exclude_none=True)
-        if isinstance(item, InputMessage) and item.role == "assistant":
+        if isinstance(item, MessageItem) and item.role == "assistant":
             for part in told["content"]:
                 part |= {"type": "output_text", "annotations": []}
         prefix = _PREFIXES.get(item.type, "item_")

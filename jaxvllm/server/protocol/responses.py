@@ -25,7 +25,7 @@ from jaxvllm.server.protocol.logprobs import chat_logprobs
 from jaxvllm.server.protocol.response_format import one_form
 from jaxvllm.server.protocol.response_items import (
     InputItem,
-    InputMessage,
+    MessageItem,
     OutputItem,
     messages_of,
 )
@@ -162,7 +162,7 @@ class ResponsesRequest(EngineFields, SamplingFields, RequestFields):
     def continued(self) -> str | None:
         """The text of the last message if the answer continues it, by the same rule as in vLLM, or None."""
         last = self.input[-1]
-        if not isinstance(last, InputMessage) or last.role != "assistant":
+        if not isinstance(last, MessageItem) or last.role != "assistant":
             return None
         unfinished = last.status in ("in_progress", "incomplete")
         return "\n".join(part.text for part in last.content) if unfinished else None

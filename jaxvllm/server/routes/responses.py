@@ -26,7 +26,7 @@ from jaxvllm.server.protocol.responses import (
     responses_usage,
     token_logprobs,
 )
-from jaxvllm.server.response_conversation import Conversation
+from jaxvllm.server.response_conversation import ResponseConversation
 from jaxvllm.server.routes.documented import COMMON, STREAMED
 from jaxvllm.server.service import Service
 from jaxvllm.text.assistant_message import AssistantMessage
@@ -61,7 +61,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     body.check_stream()
     service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     owner = key_digest(request.headers.raw)
-    conversation = await run_in_threadpool(Conversation.of, body, service.responses, owner)
+    conversation = await run_in_threadpool(ResponseConversation.of, body, service.responses, owner)
     body = conversation.request
     params = params_of(
         service.defaults,
@@ -101,7 +101,7 @@ class _Exchange:
         model: str,
         params: SamplingParams,
         answer_id: str,
-        conversation: Conversation,
+        conversation: ResponseConversation,
     ):
         self._body = body
         self._answer = answer
@@ -210,5 +210,5 @@ def _read(service: Service, body: ResponsesRequest, room: PromptRoom) -> Prompt:
 
 
 def _count(service: Service, body: ResponsesRequest, owner: bytes) -> int:
-    body = Conversation.of(body, service.responses, owner).request
+    body = ResponseConversation.of(body, service.responses, owner).request
     return len(service.count_tokens(_text(service, body), add_special_tokens=bool(body.add_special_tokens)))

@@ -33,7 +33,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class State:
+class ReadingState:
     """The treatment of the text until one of the marks comes.
 
     - content, reasoning: it is shown as such
@@ -89,7 +89,7 @@ class State:
 class ToolCallFormat:
     """One format. Reading begins in state `start`; after a text that is not well-formed, it goes on in `content`."""
 
-    states: Mapping[str, State]
+    states: Mapping[str, ReadingState]
     start: str = "content"
     ids: Literal["openai", "mistral"] = "openai"  # the form of new ids: call_ and 24 digits, or 9 letters and digits
     # A chat template with all texts of one of these tuples teaches the model this format.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from jaxvllm.text.tool_calls.format import Header, Mark, State, ToolCallFormat
+from jaxvllm.text.tool_calls.format import Header, Mark, ReadingState, ToolCallFormat
 
 _NAME = re.compile(r"\s*([^\s<>()\[\]{}'\"`,=|]+)\s*")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -38,12 +38,12 @@ def _channel(text: str) -> Header | None:
     return Header(to="reasoning" if "analysis" in text else "content")
 
 
-def _state(reads: str, marks: Mapping[str, str] | None = None, *others: Mark, **options: object) -> State:
+def _state(reads: str, marks: Mapping[str, str] | None = None, *others: Mark, **options: object) -> ReadingState:
     simple = tuple(Mark(text, to) for text, to in (marks or {}).items())
-    return State(reads, simple + others, **options)  # type: ignore[arg-type]
+    return ReadingState(reads, simple + others, **options)  # type: ignore[arg-type]
 
 
-def _tagged_objects(opening: str, closing: str) -> dict[str, State]:
+def _tagged_objects(opening: str, closing: str) -> dict[str, ReadingState]:
     """Returns the states of formats with a JSON object between two marks."""
     return {
         "content": _state("content", {opening: "call"}),
@@ -52,7 +52,7 @@ def _tagged_objects(opening: str, closing: str) -> dict[str, State]:
     }
 
 
-def _arrays(*openings: str, closings: Mapping[str, str] | None = None) -> dict[str, State]:
+def _arrays(*openings: str, closings: Mapping[str, str] | None = None) -> dict[str, ReadingState]:
     """Returns the states of formats with a JSON array of objects after a mark."""
     return {
         "content": _state("content", dict.fromkeys(openings, "array")),
@@ -62,7 +62,7 @@ def _arrays(*openings: str, closings: Mapping[str, str] | None = None) -> dict[s
     } | ({"close": _state("space", closings)} if closings else {})
 
 
-def _xml(section: Mapping[str, str], closing: str) -> dict[str, State]:
+def _xml(section: Mapping[str, str], closing: str) -> dict[str, ReadingState]:
     """Returns the states of Qwen's XML, in which each call is a function with parameters."""
     return {
         "content": _state("content", {**section, "<function=": "name"}),
@@ -230,7 +230,7 @@ JAMBA = ToolCallFormat(_arrays("<tool_calls>", closings={"</tool_calls>": "conte
 PHI4_MINI_JSON = ToolCallFormat(_arrays("functools"), signs=(("functools[",),))
 
 # All text is content.
-NO_CALLS = ToolCallFormat({"content": State("content")})
+NO_CALLS = ToolCallFormat({"content": ReadingState("content")})
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
     {
@@ -314,7 +314,7 @@ def named_call(name: str) -> ToolCallFormat:
     """Returns the format of an answer that is the arguments of one function as JSON, and nothing else."""
     return ToolCallFormat(
         {
-            "content": State("content"),
+            "content": ReadingState("content"),
             "arguments": _state("arguments", then="content", name=name),
         },
         start="arguments",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
-from jaxvllm.text.tool_calls.format import OPEN_ENDED, State, ToolCallFormat
+from jaxvllm.text.tool_calls.format import OPEN_ENDED, ReadingState, ToolCallFormat
 from jaxvllm.text.tool_calls.json_scanner import WHITESPACE, JsonScanner
 from jaxvllm.text.tool_calls.python_scanner import PythonScanner
 from jaxvllm.text.tool_calls.typed_values import as_json, types_of
@@ -459,7 +459,7 @@ class _KeywordsReader:
 class _ValueReader:
     """Reads the value of an XML parameter up to its mark. A string is shown as it comes, anything else at its end."""
 
-    def __init__(self, parser: ToolCallParser, state: State, types: frozenset[str]) -> None:
+    def __init__(self, parser: ToolCallParser, state: ReadingState, types: frozenset[str]) -> None:
         self._parser = parser
         self._types = types
         self._is_text = types == {"string"} or (not types and state.untyped == "text")

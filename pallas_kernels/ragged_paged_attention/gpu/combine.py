@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu.decode import Partials
-from pallas_kernels.ragged_paged_attention.gpu.tile import LOG2E, MASKED, Attention, Ref, interpretation
+from pallas_kernels.ragged_paged_attention.gpu.tile import LOG2E, MASKED, AttentionBuild, Ref, interpretation
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
 
 WARPGROUP_THREADS = 128
@@ -23,7 +23,7 @@ def combine(
     where: jax.Array,
     sinks: jax.Array | None,
     out: jax.Ref,
-    attention: Attention,
+    attention: AttentionBuild,
     *,
     queries: int,
 ) -> None:

@@ -22,11 +22,11 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     query_columns,
     stage_memory,
 )
-from pallas_kernels.ragged_paged_attention.gpu.matrix import Matrix, matrix_memory
+from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
     TILE,
-    Attention,
+    AttentionBuild,
     Ref,
     Softmax,
     barriers,
@@ -63,7 +63,7 @@ class _Piece(NamedTuple):
 type _Walk = Callable[..., tuple[jax.Array, ...]]
 
 
-def decode_memory(attention: Attention) -> dict[str, Any]:
+def decode_memory(attention: AttentionBuild) -> dict[str, Any]:
     """Returns the kernel's shared memory, except for the barriers of its queries."""
     pipes = attention.warpgroups
     return {
@@ -80,7 +80,7 @@ def decode(
     table: jax.Array,
     plan: DecodePlan,
     where: jax.Array,
-    attention: Attention,
+    attention: AttentionBuild,
     *,
     queries: int,
     out_heads: int,
@@ -172,7 +172,7 @@ def decode(
 def _produce(
     pipe: jax.Array,
     walk: _Walk,
-    attention: Attention,
+    attention: AttentionBuild,
     queries: int,
     layer: jax.Array,
     q: Ref,
@@ -208,7 +208,7 @@ def _produce(
 def _consume(
     pipe: jax.Array,
     walk: _Walk,
-    attention: Attention,
+    attention: AttentionBuild,
     queries: int,
     window: jax.Array,
     values: Ref,
@@ -216,7 +216,7 @@ def _consume(
     memory: dict[str, Ref],
 ) -> None:
     """Runs the computing warpgroup: it folds each block into the online softmax of its piece, and stores the result."""
-    matrix = Matrix(attention, {name: memory[name].at[pipe] for name in matrix_memory(attention)})
+    matrix = MatrixProducts(attention, {name: memory[name].at[pipe] for name in matrix_memory(attention)})
     staging, staged_peaks = memory["staging"].at[pipe], memory["staged_peaks"].at[pipe]
     group, stages = attention.group, attention.stages
 

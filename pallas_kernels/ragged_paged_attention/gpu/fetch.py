@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.gpu.tile import Attention, Ref, barriers, swizzled
+from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Ref, barriers, swizzled
 
 type Pages = tuple[jax.Array, ...]  # the pages of a block
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     kv_len: jax.Array  # of the row, in tokens
 
 
-def stage_memory(attention: Attention, *pipes: int) -> dict[str, Any]:
+def stage_memory(attention: AttentionBuild, *pipes: int) -> dict[str, Any]:
     """Returns the shared memory of `fetch_blocks`, whose indices begin with one for each of `pipes`."""
     copies = attention.block // attention.copy_tokens
     readers = 1 if pipes else attention.warpgroups
@@ -36,7 +36,7 @@ def stage_memory(attention: Attention, *pipes: int) -> dict[str, Any]:
 
 
 def fetch_queries(
-    attention: Attention,
+    attention: AttentionBuild,
     q: Ref,
     columns: slice,
     token: jax.Array,
@@ -63,14 +63,14 @@ def fetch_queries(
         plgpu.barrier_arrive(here)
 
 
-def query_columns(attention: Attention) -> list[slice]:
+def query_columns(attention: AttentionBuild) -> list[slice]:
     """Returns the parts in which a tile's queries are fetched."""
     width = attention.q_columns
     return [slice(start, start + width) for start in range(0, attention.head_size, width)]
 
 
 def fetch_blocks(
-    attention: Attention,
+    attention: AttentionBuild,
     kv: Ref,
     table: Ref,
     layer: jax.Array,
@@ -112,7 +112,7 @@ def fetch_blocks(
     return lax.fori_loop(span.begin, span.end, fetch_block, (done, pages_of(span.begin)))[0]
 
 
-def drain(attention: Attention, memory: dict[str, Ref], pipe: tuple[jax.Array, ...], done: jax.Array) -> None:
+def drain(attention: AttentionBuild, memory: dict[str, Ref], pipe: tuple[jax.Array, ...], done: jax.Array) -> None:
     """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for."""
     for stage in range(attention.stages):
 

@@ -20,7 +20,7 @@ from pallas_kernels.chips import KIB, GpuChip
 from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
-from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Attention
+from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, AttentionBuild
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
 from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
@@ -33,7 +33,7 @@ DRAFT_QUERIES = 8
 LEAST_BLOCKS = 2
 
 
-class Plan(NamedTuple):
+class AttendPlan(NamedTuple):
     """The plan of both kernels. It depends on the rows, and is the same for all layers of a step."""
 
     decode: DecodePlan
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 def make_plan(
     rows: RaggedRows, q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip
-) -> Plan:
+) -> AttendPlan:
     """Makes the plan of `attend` for these rows. Only shape and dtype of q and kv_pages matter.
 
     It takes half a dozen small kernels, which XLA does not move out of a loop over layers: call this before the loop.
@@ -73,7 +73,7 @@ def make_plan(
         pipes=ctas * narrow.warpgroups,
         least=LEAST_BLOCKS,
     )
-    return Plan(decode_plan, prefill_plan)
+    return AttendPlan(decode_plan, prefill_plan)
 
 
 def attend(
@@ -88,7 +88,7 @@ def attend(
     sinks: jax.Array | None,
     chip: GpuChip,
     interpret: bool,
-    plan: Plan | None = None,
+    plan: AttendPlan | None = None,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
 
@@ -117,7 +117,7 @@ def attend(
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
 
-def _checked(plan: Plan, rows: RaggedRows, q: jax.Array, kv_pages: jax.Array, chip: GpuChip) -> Plan:
+def _checked(plan: AttendPlan, rows: RaggedRows, q: jax.Array, kv_pages: jax.Array, chip: GpuChip) -> AttendPlan:
     """Returns the plan after checking that it can belong to these rows."""
     expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip), rows)
     given = jax.tree.map(lambda leaf: leaf.shape, plan)
@@ -134,12 +134,12 @@ def _attention(
     scale: float,
     soft_cap: float | None,
     interpret: bool,
-) -> Attention:
+) -> AttentionBuild:
     """Returns the operation with the smallest tiles, from which `_wide` and `_narrow` make those of each kernel."""
     _check(q, kv_pages, chip)
     _, num_heads, head_size = q.shape
     _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
-    return Attention(
+    return AttentionBuild(
         scale=scale,
         soft_cap=soft_cap,
         group=num_heads // num_kv_heads,
@@ -157,19 +157,19 @@ def _attention(
     )
 
 
-def _decode_queries(attention: Attention, rows: RaggedRows) -> int:
+def _decode_queries(attention: AttentionBuild, rows: RaggedRows) -> int:
     """Returns the most queries of a row that counts as decoding."""
     return 1 if rows.decode_only else min(attention.tile_queries, DRAFT_QUERIES)
 
 
-def _wide(attention: Attention, chip: GpuChip) -> Attention:
+def _wide(attention: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """Returns the operation of the prefill kernel: with large blocks, so that the matrix units pause rarely."""
     sizes = [(block, stages) for block in (128, 64) for stages in (3, 2)]
     candidates = (replace(attention, block=block, stages=stages) for block, stages in sizes)
     return _first_to_fit(candidates, prefill_memory, chip)
 
 
-def _narrow(attention: Attention, chip: GpuChip) -> Attention:
+def _narrow(attention: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """Returns the operation of the decode kernel, with as much in flight as there is room for.
 
     Blocks of 64 tokens x 128 are 32 KiB. Larger ones leave too few in flight, and smaller ones cost the softmax more.
@@ -181,8 +181,8 @@ def _narrow(attention: Attention, chip: GpuChip) -> Attention:
 
 
 def _first_to_fit(
-    candidates: Iterable[Attention], memory: Callable[[Attention], dict[str, Any]], chip: GpuChip
-) -> Attention:
+    candidates: Iterable[AttentionBuild], memory: Callable[[AttentionBuild], dict[str, Any]], chip: GpuChip
+) -> AttentionBuild:
     """Returns the first candidate whose shared memory fits the chip."""
     room = chip.shared_memory_per_block - RESERVED
     for attention in candidates:

@@ -15,17 +15,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu.fetch import query_columns
-from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Attention, Ref, iota, swizzled
+from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, AttentionBuild, Ref, iota, swizzled
 
-type Queries = Ref | tuple[jax.Array, ...]  # a tile's, for `Matrix.multiply_keys`: shared memory, or 64 columns each
+type Queries = (
+    Ref | tuple[jax.Array, ...]
+)  # a tile's, for `MatrixProducts.multiply_keys`: shared memory, or 64 columns each
 
 
 def _nothing() -> None:
     pass
 
 
-def matrix_memory(attention: Attention) -> dict[str, Any]:
-    """Returns the shared memory of `Matrix`, whose first index is the warpgroup."""
+def matrix_memory(attention: AttentionBuild) -> dict[str, Any]:
+    """Returns the shared memory of `MatrixProducts`, whose first index is the warpgroup."""
     warpgroups, dtype = attention.warpgroups, attention.dtype
     memory = {"q_columns": plgpu.SMEM((warpgroups, TILE, attention.q_columns), dtype)}
     if attention.matrix_unit == "wgmma":
@@ -38,10 +40,10 @@ def matrix_memory(attention: Attention) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixProducts:
     """The matrix products of one warpgroup, in its own part of `matrix_memory`."""
 
-    attention: Attention
+    attention: AttentionBuild
     memory: dict[str, Ref]
 
     def take_queries(self, here: Ref, free: Ref) -> Queries:

@@ -23,13 +23,13 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     query_columns,
     stage_memory,
 )
-from pallas_kernels.ragged_paged_attention.gpu.matrix import Matrix, matrix_memory
+from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
     LOG2E,
     MASKED,
     TILE,
-    Attention,
+    AttentionBuild,
     Ref,
     Softmax,
     barriers,
@@ -57,7 +57,7 @@ class _Unit(NamedTuple):
 type _Walk = Callable[..., tuple[jax.Array, ...]]
 
 
-def prefill_memory(attention: Attention) -> dict[str, Any]:
+def prefill_memory(attention: AttentionBuild) -> dict[str, Any]:
     """Returns the kernel's shared memory."""
     return {
         **stage_memory(attention),
@@ -77,7 +77,7 @@ def prefill(
     where: jax.Array,
     sinks: jax.Array | None,
     out: jax.Ref,
-    attention: Attention,
+    attention: AttentionBuild,
     *,
     chip: GpuChip,
 ) -> None:
@@ -148,7 +148,7 @@ def prefill(
 
 
 def _produce(
-    walk: _Walk, attention: Attention, layer: jax.Array, q: Ref, kv: Ref, table: Ref, memory: dict[str, Ref]
+    walk: _Walk, attention: AttentionBuild, layer: jax.Array, q: Ref, kv: Ref, table: Ref, memory: dict[str, Ref]
 ) -> None:
     """Runs the fetching warp: the next unit's queries and blocks are on their way while this unit is computed."""
 
@@ -184,14 +184,14 @@ def _produce(
 def _consume(
     half: jax.Array,
     walk: _Walk,
-    attention: Attention,
+    attention: AttentionBuild,
     window: jax.Array,
     sink_rows: Ref,
     out: Ref,
     memory: dict[str, Ref],
 ) -> None:
     """Runs a computing warpgroup, which has half of the tile's queries and all of its blocks."""
-    matrix = Matrix(attention, {name: memory[name].at[half] for name in matrix_memory(attention)})
+    matrix = MatrixProducts(attention, {name: memory[name].at[half] for name in matrix_memory(attention)})
     turn, staging, stages = memory["turn"], memory["staging"].at[half], attention.stages
     first_query = half * attention.tile_queries
 

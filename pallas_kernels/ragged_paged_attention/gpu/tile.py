@@ -24,7 +24,7 @@ type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], larg
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionBuild:
     """The operation, with everything that is known when compiling. A block, B, is the KV of one step of the softmax."""
 
     scale: float
@@ -128,6 +128,6 @@ def barriers(arrivals: int, *shape: int) -> plgpu.Barrier:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape)
 
 
-def interpretation(attention: Attention) -> Any:
+def interpretation(attention: AttentionBuild) -> Any:
     """Returns a kernel's `interpret` argument: on the CPU with detection of races, or no interpretation."""
     return plgpu.InterpretGPUParams(detect_races=True) if attention.interpret else None

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.blocks import LANES, Blocks, Problem
-from pallas_kernels.ragged_paged_attention.tpu.walk import Place, Ref, Scalar, Walk, cdiv, div, rem
+from pallas_kernels.ragged_paged_attention.tpu.walk import Ref, RowPlace, Scalar, Walk, cdiv, div, rem
 from pallas_kernels.ragged_paged_attention.tpu.write import Merger, stripe_tokens
 
 MASKED = -1e30  # finite: results of a block without keys for a query vanish with the query's first real logit
@@ -40,7 +40,7 @@ class _Fetch(NamedTuple):
 class _Cursor(NamedTuple):
     """The position of the next fetch."""
 
-    place: Place
+    place: RowPlace
     tile: jax.Array  # of the row
     fetch: jax.Array  # of the tile
     tiles: jax.Array  # before this one, of all rows

@@ -23,7 +23,7 @@ from pallas_kernels.chips import TpuChip
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.tpu.attend import Attender
 from pallas_kernels.ragged_paged_attention.tpu.blocks import LANES, Blocks, Problem, Stage, choose, write_tokens
-from pallas_kernels.ragged_paged_attention.tpu.walk import Ref, Rows, Walk
+from pallas_kernels.ragged_paged_attention.tpu.walk import CoreRows, Ref, Walk
 from pallas_kernels.ragged_paged_attention.tpu.write import Merger, Writer
 
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -143,7 +143,7 @@ def _kernel(
     layer, window = parameters[0], parameters[1]
 
     def walk(least: int, most: int) -> Walk:
-        rows = Rows(query_starts, kv_lens, stages.decode_only, least, most, pl.program_id(0), num_cores)
+        rows = CoreRows(query_starts, kv_lens, stages.decode_only, least, most, pl.program_id(0), num_cores)
         return Walk(rows, tables, **scratch["walk"])
 
     def attend_rows(stage: Stage, least: int, most: int, merger: Merger | None = None) -> None:

@@ -39,7 +39,7 @@ def _is_power_of_two(n: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CoreRows:
     """The rows of this core with `least` to `most` queries, out of every `stride`-th row from `first` on."""
 
     query_starts: Ref  # SMEM i32[R + 1]
@@ -73,10 +73,10 @@ class Rows:
         return jnp.minimum(lax.while_loop(is_other, lambda row: row + self.stride, jnp.int32(row)), self.count)
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """A row, and where its page table is."""
 
-    row: jax.Array  # `Rows.count`: past the last
+    row: jax.Array  # `CoreRows.count`: past the last
     following: jax.Array  # the row after it, whose table is on its way
     slot: jax.Array  # of the row's table
 
@@ -85,7 +85,7 @@ class Place(NamedTuple):
 class Walk:
     """Goes from row to row, because the tables of all rows (megabytes with long contexts) do not fit scalar memory."""
 
-    rows: Rows
+    rows: CoreRows
     tables: Ref  # HBM i32[R, N, 128]
     table: Ref  # SMEM i32[2, N, 128]
     arrived: Ref  # DMA semaphores [2]
@@ -97,27 +97,27 @@ class Walk:
             arrived=pltpu.SemaphoreType.DMA((2,)),
         )
 
-    def start(self) -> Place:
+    def start(self) -> RowPlace:
         row = self.rows.next(self.rows.first)
         self._fetch(row, jnp.int32(0))
         return self._enter(row, jnp.int32(0))
 
-    def step(self, place: Place, is_done: jax.Array) -> Place:
+    def step(self, place: RowPlace, is_done: jax.Array) -> RowPlace:
         """Returns the next place if the row is done, else the same."""
         return lax.cond(is_done, lambda: self._enter(place.following, 1 - place.slot), lambda: place)
 
-    def page(self, place: Place, index: Scalar) -> jax.Array:
+    def page(self, place: RowPlace, index: Scalar) -> jax.Array:
         """Returns the `index`-th page of the row."""
         return self.table[place.slot, div(index, LANES), rem(index, LANES)]
 
-    def _enter(self, row: jax.Array, slot: jax.Array) -> Place:
+    def _enter(self, row: jax.Array, slot: jax.Array) -> RowPlace:
         @pl.when(row < self.rows.count)
         def _() -> None:
             self._copy(row, slot).wait()
 
         following = self.rows.next(row + self.rows.stride)
         self._fetch(following, 1 - slot)
-        return Place(row, following, slot)
+        return RowPlace(row, following, slot)
 
     def _fetch(self, row: jax.Array, slot: jax.Array) -> None:
         @pl.when(row < self.rows.count)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.tpu.walk import Place, Ref, Scalar, Walk, cdiv, div, rem
+from pallas_kernels.ragged_paged_attention.tpu.walk import Ref, RowPlace, Scalar, Walk, cdiv, div, rem
 
 SLOTS = 3  # chunks: one on its way in, one being merged, one on its way out
 MERGE_SLOTS = 2  # stripes on their way out
@@ -26,7 +26,7 @@ def stripe_tokens(page_size: int, dtype: Any) -> int:
     return min(page_size, 32 if jnp.dtype(dtype).itemsize == 1 else 16)
 
 
-class _Chunk(NamedTuple):
+class _NewTokens(NamedTuple):
     """New tokens of one row in an aligned run of positions that is whole pages. All zeros mean no tokens."""
 
     token: jax.Array  # the first one's number in the batch
@@ -51,7 +51,7 @@ class Writer:
     tokens: Ref  # VMEM [SLOTS, run, K, 2 * D]: as they come, a token's heads together
     stripe: Ref  # VMEM f32[stripe, K, 2 * D]: one head's tokens can be picked from 32 bits only
     staged: Ref  # VMEM [SLOTS, run // stripe, K, stripe, 2 * D]: as pages have them
-    chunks: Ref  # SMEM i32[SLOTS, 3]: `_Chunk` in each slot
+    chunks: Ref  # SMEM i32[SLOTS, 3]: `_NewTokens` in each slot
     targets: Ref  # SMEM i32[SLOTS, run // S]: the run's pages
     fetched: Ref  # DMA semaphores [SLOTS]
     written: Ref  # DMA semaphores [SLOTS]
@@ -64,7 +64,7 @@ class Writer:
             tokens=pltpu.VMEM((SLOTS, run_tokens, num_heads, width), pages.dtype),
             stripe=pltpu.VMEM((stripe, num_heads, width), jnp.float32),
             staged=pltpu.VMEM((SLOTS, run_tokens // stripe, num_heads, stripe, width), pages.dtype),
-            chunks=pltpu.SMEM((SLOTS, len(_Chunk._fields)), jnp.int32),
+            chunks=pltpu.SMEM((SLOTS, len(_NewTokens._fields)), jnp.int32),
             targets=pltpu.SMEM((SLOTS, run_tokens // page_size), jnp.int32),
             fetched=pltpu.SemaphoreType.DMA((SLOTS,)),
             written=pltpu.SemaphoreType.DMA((SLOTS,)),
@@ -80,10 +80,10 @@ class Writer:
 
     def run(self) -> None:
         for slot in range(SLOTS):
-            self._remember(jnp.int32(slot), _Chunk(*[jnp.int32(0)] * 3))
+            self._remember(jnp.int32(slot), _NewTokens(*[jnp.int32(0)] * 3))
         place, index = self._fetch(self.walk.start(), jnp.int32(0), jnp.int32(0))
 
-        def step(state: tuple[Place, jax.Array, jax.Array, jax.Array]) -> Any:
+        def step(state: tuple[RowPlace, jax.Array, jax.Array, jax.Array]) -> Any:
             place, index, number, _ = state
             slot, following = rem(number, SLOTS), rem(number + 1, SLOTS)
             self._wait_written(following)
@@ -101,14 +101,14 @@ class Writer:
             def _(back: int = back) -> None:
                 self._wait_written(rem(number - back, SLOTS))
 
-    def _chunk(self, slot: jax.Array) -> _Chunk:
-        return _Chunk(*(self.chunks[slot, field] for field in range(len(_Chunk._fields))))
+    def _chunk(self, slot: jax.Array) -> _NewTokens:
+        return _NewTokens(*(self.chunks[slot, field] for field in range(len(_NewTokens._fields))))
 
-    def _remember(self, slot: jax.Array, chunk: _Chunk) -> None:
+    def _remember(self, slot: jax.Array, chunk: _NewTokens) -> None:
         for field, value in enumerate(chunk):
             self.chunks[slot, field] = value
 
-    def _fetch(self, place: Place, index: jax.Array, slot: jax.Array) -> tuple[Place, jax.Array]:
+    def _fetch(self, place: RowPlace, index: jax.Array, slot: jax.Array) -> tuple[RowPlace, jax.Array]:
         """Starts fetching the row's chunk `index` into `slot`. Returns the place and index of the next chunk."""
         rows = self.walk.rows
         row = jnp.minimum(place.row, rows.count - 1)
@@ -117,8 +117,8 @@ class Writer:
         run_start = (div(start, self.run_tokens) + index) * self.run_tokens
         first, end = jnp.maximum(start, run_start), jnp.minimum(kv_len, run_start + self.run_tokens)
         exists = place.row < rows.count
-        chunk = _Chunk(rows.first_token(row) + first - start, first - run_start, end - run_start)
-        self._remember(slot, _Chunk(*(jnp.where(exists, value, 0) for value in chunk)))
+        chunk = _NewTokens(rows.first_token(row) + first - start, first - run_start, end - run_start)
+        self._remember(slot, _NewTokens(*(jnp.where(exists, value, 0) for value in chunk)))
 
         @pl.when(exists)
         def _() -> None:
@@ -155,7 +155,7 @@ class Writer:
         first = chunk.first_stripe(size)
         lax.fori_loop(first, first + chunk.num_stripes(size), merge_stripe, None)
 
-    def _for_partial_stripes(self, chunk: _Chunk, do: Any) -> None:
+    def _for_partial_stripes(self, chunk: _NewTokens, do: Any) -> None:
         """Calls `do` for the first and the last stripe of the chunk, if it does not fill them."""
         size = self.stripe_size
         first, last = div(chunk.begin, size), div(chunk.end - 1, size)
@@ -163,7 +163,7 @@ class Writer:
         pl.when(begins_inside | (ends_inside & (first == last)))(lambda: do(first))
         pl.when(ends_inside & (first != last))(lambda: do(last))
 
-    def _copy_tokens(self, chunk: _Chunk, slot: jax.Array) -> Any:
+    def _copy_tokens(self, chunk: _NewTokens, slot: jax.Array) -> Any:
         length = chunk.end - chunk.begin
         return pltpu.make_async_copy(
             self.new.at[pl.ds(chunk.token, length)],

@@ -40,7 +40,7 @@ def test_drafts_are_told_where_there_were_any_and_are_no_padding(
     caplog.set_level(logging.INFO, "jaxvllm")
     log = StatsLogger(10.0)
     step = replace(STEP, num_prefill=0, num_decode=4, bucket_tokens=16)  # three drafts a row, of which there were eight
-    engine = replace(IDLE, num_steps=1, num_drafts=4, num_draft_tokens=8, num_accepted_tokens=5)
+    engine = replace(IDLE, num_steps=1, num_verifications=4, num_draft_tokens=8, num_accepted_tokens=5)
     clock.now += 10.0
     log.on_pulse(wire.Pulse(engine, [step]))
     assert "Draft acceptance rate: 62.5%, Mean acceptance length: 2.25, padding 25%, " in caplog.text

@@ -373,7 +373,7 @@ def test_engine_counters(metrics: Metrics) -> None:
         "num_bucket_tokens": "bucket_tokens",
         "num_padding_tokens": "padding_tokens",
         "num_ended_tokens": "ended_row_tokens",
-        "num_drafts": "spec_decode_num_drafts",
+        "num_verifications": "spec_decode_num_drafts",
         "num_draft_tokens": "spec_decode_num_draft_tokens",
         "num_accepted_tokens": "spec_decode_num_accepted_tokens",
     }

@@ -1,4 +1,4 @@
-"""Stages over logits: what nobody asks for is not computed, and each changes the rows that ask and no others."""
+"""Logit rules: what nobody asks for is not computed, and each changes the rows that ask and no others."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.runtime import stages as stages_module
-from jaxvllm.runtime.sampler import FILTER_STAGES, LOGIT_STAGES, sample
+from jaxvllm.runtime import logit_rules as rules_module
+from jaxvllm.runtime.logit_rules import LogitRule, VocabShare, run_rules
+from jaxvllm.runtime.sampler import FILTER_RULES, LOGIT_RULES, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows
-from jaxvllm.runtime.stages import Share, Stage, run_stages
 from tests.runtime.test_sampler import VOCAB, Row, state_of
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -28,47 +28,47 @@ ASKING = {
     "TOP_K": Row(top_k=3),
     "TOP_P": Row(top_p=0.4),
 }
-STAGES = dict(zip(ASKING, (*LOGIT_STAGES, *FILTER_STAGES), strict=True))
-WHOLE = Share(VOCAB, VOCAB)
+RULES = dict(zip(ASKING, (*LOGIT_RULES, *FILTER_RULES), strict=True))
+WHOLE = VocabShare(VOCAB, VOCAB)
 
 
-def counting(stage: Stage, runs: list[int]) -> Stage:
-    """`stage`, which notes in `runs` each time that it is computed on the device."""
+def counting(rule: LogitRule, runs: list[int]) -> LogitRule:
+    """`rule`, which notes in `runs` each time that it is computed on the device."""
 
-    def apply(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+    def apply(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
         jax.debug.callback(lambda: runs.append(1))
-        return stage.apply(logits, rows, positions, share)
+        return rule.apply(logits, rows, positions, share)
 
-    return replace(stage, apply=apply)
+    return replace(rule, apply=apply)
 
 
-def run(stages: list[Stage], rows: list[Row], logits: np.ndarray) -> np.ndarray:
+def run(rules: list[LogitRule], rows: list[Row], logits: np.ndarray) -> np.ndarray:
     positions = np.arange(len(rows), dtype=np.int32)
-    program: Callable[..., Any] = jax.jit(lambda x, rows: run_stages(stages, x, rows, positions, WHOLE))
+    program: Callable[..., Any] = jax.jit(lambda x, rows: run_rules(rules, x, rows, positions, WHOLE))
     result = np.asarray(program(logits, state_of(rows)))
     jax.effects_barrier()
     return result
 
 
-@pytest.mark.parametrize("asked", [None, *STAGES])
+@pytest.mark.parametrize("asked", [None, *RULES])
 def test_a_stage_is_computed_when_a_row_asks_for_it(asked: str | None) -> None:
     rows = [Row(), Row() if asked is None else ASKING[asked], Row()]
     logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
-    runs: dict[str, list[int]] = {name: [] for name in STAGES}
-    got = run([counting(stage, runs[name]) for name, stage in STAGES.items()], rows, logits)
+    runs: dict[str, list[int]] = {name: [] for name in RULES}
+    got = run([counting(rule, runs[name]) for name, rule in RULES.items()], rows, logits)
     assert {name for name, times in runs.items() if times} == ({asked} - {None})
     np.testing.assert_array_equal(got[[0, 2]], logits[[0, 2]])
     assert (asked is not None) == (got[1] != logits[1]).any()
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", RULES)
 def test_rows_that_do_not_ask_are_left_as_they_are_even_beside_one_that_does(name: str) -> None:
-    stage = STAGES[name]
+    rule = RULES[name]
     rows = state_of([ASKING[name], Row(), Row(temperature=0.0)])
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, VOCAB)), jnp.float32)
     positions = jnp.arange(3)
-    assert stage.asks(rows, positions).tolist() == [True, False, False]
-    got = stage.apply(logits, rows, positions, WHOLE)
+    assert rule.asks(rows, positions).tolist() == [True, False, False]
+    got = rule.apply(logits, rows, positions, WHOLE)
     np.testing.assert_array_equal(got[1:], logits[1:])
 
 
@@ -92,11 +92,11 @@ def test_a_large_field_is_gathered_only_where_a_row_asks() -> None:
 
 
 def test_every_stage_has_its_own_fields_declared() -> None:
-    names = {field.name for stage in STAGES.values() for field in stage.fields}
+    names = {field.name for rule in RULES.values() for field in rule.fields}
     assert names == {
         *("is_masked", "mask", "is_restricted", "allowed", "is_biased", "biases", "min_length", "late_ids"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "prompt_tokens", "output_counts"),
         *("has_bad_words", "bad_words", "num_prompt", "min_p", "top_k", "top_p"),
     }
-    in_module = {value for value in vars(stages_module).values() if isinstance(value, Stage)}
-    assert in_module <= set(STAGES.values()), "a stage that no order names"
+    in_module = {value for value in vars(rules_module).values() if isinstance(value, LogitRule)}
+    assert in_module <= set(RULES.values()), "a rule that no order names"

@@ -162,7 +162,7 @@ def test_a_search_that_is_preempted_starts_again() -> None:
 def test_beams_share_their_full_pages() -> None:
     rig = Rig((GroupSize(40),))
     rig.add([1, 2, 3, 0] * 3 + [1], 9, BeamSearchParams(4, 9, ignore_eos=True))
-    while len(slots := np.flatnonzero(rig.slots.is_beam & ~rig.slots.is_held & (rig.slots.num_known > 13))) < 4:
+    while len(slots := np.flatnonzero(rig.slots.is_beam & ~rig.slots.is_undecided & (rig.slots.num_known > 13))) < 4:
         rig.step()
     group = rig.cache.groups[0]
     pages = [group.pages(slot).tolist() for slot in slots]
@@ -181,7 +181,7 @@ def test_other_rows_go_on_while_beams_wait_for_the_host() -> None:
         plan = rig.step()
         if plan is not None:
             has_beams.append(bool((plan.num_rows - plan.num_decode == 0) and plan.num_rows > 1))
-            widths.append(plan.width)
+            widths.append(plan.row_tokens)
     rig.check(other)
     # Steps with beams and without take turns, and no burst keeps the beams waiting; afterwards the other bursts.
     assert [True, False] * 8 == has_beams[2:18]
@@ -192,7 +192,7 @@ def test_other_rows_go_on_while_beams_wait_for_the_host() -> None:
 def test_a_prompt_is_computed_beside_beams() -> None:
     rig = Rig((GroupSize(64),))
     rig.add([1, 2], 20, BeamSearchParams(4, 20, ignore_eos=True))
-    while not (rig.slots.is_beam.sum() == 4 and not rig.slots.is_held.any()):
+    while not (rig.slots.is_beam.sum() == 4 and not rig.slots.is_undecided.any()):
         rig.step()
     long = rig.add([3] * 40, 2)
     plans = [rig.step() for _ in range(8)]

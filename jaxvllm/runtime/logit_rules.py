@@ -1,6 +1,6 @@
-"""Stages over logits: what sampling parameters do to a row's logits before a token is taken, one small value each.
+"""Logit rules: what sampling parameters do to a row's logits before a token is taken, one small value each.
 
-A stage that no row of a batch asks for is skipped while the step runs (`lax.cond`). `sampler.py` has their order.
+A rule that no row of a batch asks for is skipped while the step runs (`lax.cond`). `sampler.py` has their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from sharding.axis import ALONE, ModelAxis
 
 
 @dataclass(frozen=True)
-class Share:
+class VocabShare:
     """The columns of the vocabulary that some logits have. The last of several shares may go beyond the vocabulary."""
 
     size: int
@@ -46,37 +46,39 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LogitRule:
     """A pure function on logits f32[R, V], with the slot fields that it reads.
 
-    asks: (rows, positions i32[R]) -> bool[R], the rows that the stage changes
+    asks: (rows, positions i32[R]) -> bool[R], the rows that the rule changes
     apply: (logits, rows, positions, share) -> logits; leaves rows that do not ask as they are
     The position is the one that the token will have.
     """
 
     fields: tuple[SlotField, ...]
     asks: Callable[[Rows, jax.Array], jax.Array]
-    apply: Callable[[jax.Array, Rows, jax.Array, Share], jax.Array]
+    apply: Callable[[jax.Array, Rows, jax.Array, VocabShare], jax.Array]
 
 
-def run_stages(stages: Sequence[Stage], logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
-    """Returns what `stages`, in order, make of `logits`.
+def run_rules(
+    rules: Sequence[LogitRule], logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare
+) -> jax.Array:
+    """Returns what `rules`, in order, make of `logits`.
 
     Where no row asks for any of them, that is one branch not taken.
     """
-    asked = [jnp.any(stage.asks(rows, positions)) for stage in stages]
+    asked = [jnp.any(rule.asks(rows, positions)) for rule in rules]
 
     def run(logits: jax.Array) -> jax.Array:
-        for stage, is_asked in zip(stages, asked, strict=True):
+        for rule, is_asked in zip(rules, asked, strict=True):
             logits = lax.cond(
-                is_asked, lambda x, apply=stage.apply: apply(x, rows, positions, share), lambda x: x, logits
+                is_asked, lambda x, apply=rule.apply: apply(x, rows, positions, share), lambda x: x, logits
             )
         return logits
 
     return lax.cond(jnp.any(jnp.stack(asked)), run, lambda x: x, logits)
 
 
-def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Forbids stop ids in rows that are too short to end, unless masks have left a row nothing else."""
     early = positions < rows["min_length"]
     columns = jnp.where(early[:, None], share.columns(rows["late_ids"]), share.size)
@@ -84,13 +86,13 @@ def _forbid_stops(logits: jax.Array, rows: Rows, positions: jax.Array, share: Sh
     return jnp.where(share.is_empty(without)[:, None], logits, without)
 
 
-def _min_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _min_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Keeps tokens at least `min_p` times as probable as the best."""
     floor = logits.max(axis=-1, keepdims=True) + jnp.log(rows["min_p"])[:, None]
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
-def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Keeps the `top_k` largest logits of each row (0: all)."""
     top_k = rows["top_k"]
     keys = _ordered(logits)
@@ -98,7 +100,7 @@ def _top_k(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) ->
     return jnp.where((keys >= floor[:, None]) | (top_k == 0)[:, None], logits, -jnp.inf)
 
 
-def _top_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: Share) -> jax.Array:
+def _top_p(logits: jax.Array, rows: Rows, positions: jax.Array, share: VocabShare) -> jax.Array:
     """Keeps the smallest set of largest logits whose probability reaches `top_p` (1: all)."""
     top_p = rows["top_p"]
     keys = _ordered(logits)
@@ -136,18 +138,18 @@ def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> ja
     return bounds[0]
 
 
-MIN_TOKENS = Stage((MIN_LENGTH, LATE_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
-MIN_P = Stage(
+MIN_TOKENS = LogitRule((MIN_LENGTH, LATE_IDS), lambda rows, positions: positions < rows["min_length"], _forbid_stops)
+MIN_P = LogitRule(
     (SlotField("min_p", np.float32, 0, lambda a: a.request.sampling_params.min_p),),
     lambda rows, positions: rows["min_p"] > 0,
     _min_p,
 )
-TOP_K = Stage(
+TOP_K = LogitRule(
     (SlotField("top_k", np.int32, 0, lambda a: max(a.request.sampling_params.top_k, 0)),),
     lambda rows, positions: rows["top_k"] > 0,
     _top_k,
 )
-TOP_P = Stage(
+TOP_P = LogitRule(
     (SlotField("top_p", np.float32, 1, lambda a: a.request.sampling_params.top_p),),
     lambda rows, positions: rows["top_p"] < 1,
     _top_p,

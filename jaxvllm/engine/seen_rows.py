@@ -6,7 +6,7 @@ from jaxvllm.core.slots import SlotIds
 from jaxvllm.core.step_plan import StepPlan
 
 
-class FollowedRows:
+class SeenRows:
     """The host's knowledge of the requests of which the proposer has seen every step.
 
     The device decides for each row; the host needs to know whether asking is of use.
