@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.bursts import Worker, measure
 from benchmarks.cpu import MODEL_S, Workload
-from benchmarks.provenance import ROOT, machine, spread, write_record
+from benchmarks.result_files import ROOT, machine, spread, write_record
 from benchmarks.qwen3 import write_model
 
 WORKLOADS = tuple(Workload.uniform(count, 128, 128) for count in (1, 16, 64))
