@@ -6,12 +6,16 @@ import those. Weights are not stored: tests/models/seeded_weights.py makes them 
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -60,10 +64,40 @@ MODEL_TYPES = {
     "SeedOss": "seed_oss",
     "GPTNeoX": "gpt_neox",
     "Qwen3_5": "qwen3_5_text",
+    "Qwen2Moe": "qwen2_moe",
+    "Qwen3Moe": "qwen3_moe",
+    "Glm4Moe": "glm4_moe",
 }
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EVEN, **EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen2_moe": ("Qwen2Moe", {**EVEN, **EXPERTS, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
+    "mixtral": (
+        "Mixtral",
+        {**EVEN, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 32},
+    ),
+    "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **EVEN,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
     "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-rope": (
@@ -304,15 +338,10 @@ def make(name: str) -> None:
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()
     fix_rope(model)
-    tied = model.config.tie_word_embeddings
-    shapes = {
-        key: list(value.shape) for key, value in model.state_dict().items() if not (tied and key == "lm_head.weight")
-    }
+    shapes = stored_shapes(model)
     for seed in range(100):
-        weights = {key: torch.from_numpy(value) for key, value in seeded_weights(shapes, seed, norm_offset).items()}
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-        model.tie_weights()
+        model = loaded(directory, seeded_weights(shapes, seed, norm_offset), attention)
+        fix_rope(model)
         logits, greedy, margin = expected(model, prompts)
         if margin >= MIN_MARGIN:
             break
@@ -330,6 +359,27 @@ def make(name: str) -> None:
     np.savez_compressed(directory / "expected.npz", logits=logits)
     distinct = len({token for tokens in greedy for token in tokens})
     print(f"{name}: seed {seed}, margin {margin:.4f}, logits {logits.std():.2f}, {distinct} tokens", flush=True)
+
+
+def stored_shapes(model: Any) -> dict[str, list[int]]:
+    """Returns the shapes of the tensors of a checkpoint, which transformers may fuse when it reads them."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        [file] = Path(directory).glob("*.safetensors")
+        with safe_open(file, "pt") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+
+
+def loaded(config: Path, weights: dict[str, np.ndarray], attention: str) -> Any:
+    """Returns the model that transformers reads from a checkpoint with these weights. Each must have its place."""
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copy(config / "config.json", directory)
+        save_file(weights, Path(directory, "model.safetensors"), {"format": "pt"})
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation=attention, dtype=torch.float32, output_loading_info=True
+        )
+    assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
 
 
 def fix_rope(model: Any) -> None:

@@ -119,6 +119,37 @@ def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tup
     return sources
 
 
+def expert_sources(
+    decls: Mapping[str, ParamDecl], prefix: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of experts that are stored one by one: the names of a tensor begin with `prefix`, number."""
+    gate, up, down = names
+    num_experts, _, F, E = decls["experts_gate_up"].shape
+    return {
+        "experts_gate_up": tuple(
+            Source(f"{prefix}{number}.{name}.weight", (F, E), (number, half, 0, 0), (1, 1, F, E))
+            for number in range(num_experts)
+            for half, name in enumerate((gate, up))
+        ),
+        "experts_down": tuple(
+            Source(f"{prefix}{number}.{down}.weight", (E, F), (number, 0, 0), (1, E, F))
+            for number in range(num_experts)
+        ),
+    }
+
+
+def shared_expert_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of an expert beside the others, whose gate and up are separate tensors."""
+    _, F, E = decls["shared_gate_up"].shape
+    halves = enumerate(("gate", "up"))
+    return {
+        "shared_gate_up": tuple(
+            Source(f"{prefix}{name}_proj.weight", (F, E), (half, 0, 0), (1, F, E)) for half, name in halves
+        ),
+        "shared_down": whole(f"{prefix}down_proj.weight", decls["shared_down"].shape),
+    }
+
+
 def fused_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of a layer with q, k and v stacked in one tensor, and gate and up in another (Phi-3)."""
     decls = declare_layer(spec, layer)

@@ -46,6 +46,11 @@ FAMILIES = (
     "starcoder2",
     "ernie4_5",
     "gpt_neox",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "glm4_moe",
 )
 
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
+from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import Norm
 from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.router import Router
 from jaxvllm.models.spec import ModelSpec
 
 
@@ -58,6 +60,12 @@ class UsualParts:
             norm=norm,
             scale=self.head_size**-0.5,
         )
+
+    def experts(self, router: Router, size: int, shared_size: int = 0) -> ExpertsFfn:
+        """Returns experts of `size`, and beside them one of `shared_size`, where that is not 0."""
+        activation = self.config.activation("hidden_act", "silu")
+        shared = GatedFfn(self.hidden_size, shared_size, activation) if shared_size else None
+        return ExpertsFfn(self.hidden_size, size, router, activation, shared)
 
     def gated_ffn(self) -> GatedFfn:
         """Returns a gated FFN, with biases if `mlp_bias` says so."""

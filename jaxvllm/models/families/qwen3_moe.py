@@ -1,0 +1,69 @@
+"""Qwen 3 with experts: a norm over each query and key head, and experts in the layers that the config names."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxvllm.models.block import Block
+from jaxvllm.models.experts import ExpertsFfn
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.usual import UsualParts
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
+from jaxvllm.models.params import declare_layer
+from jaxvllm.models.router import Router
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.weight_names import (
+    Source,
+    attention_sources,
+    expert_sources,
+    norm_sources,
+    separate_projections,
+    whole,
+)
+
+
+def qwen3_moe_spec(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(head_dim=128, num_key_value_heads=4)
+    config.refuse({"use_sliding_window": (None, False)})
+    usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
+    has_bias = usual.attention_bias
+    dense = Block(
+        norm=norm,
+        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
+    )
+    sparse = replace(dense, ffn=usual.experts(qwen_router(config), config.integer("moe_intermediate_size", 768)))
+    with_experts = sparse_layers(config)
+    return usual.model((sparse if n in with_experts else dense for n in range(usual.num_layers)), norm)
+
+
+def qwen_router(config: HfConfig) -> Router:
+    """Returns the softmax over all experts, whose best count as much as they do there, or add up to one."""
+    return Router(
+        config.integer("hidden_size"),
+        config.integer("num_experts", 128),
+        config.integer("num_experts_per_tok", 8),
+        is_normalized=config.flag("norm_topk_prob", False),
+    )
+
+
+def sparse_layers(config: HfConfig) -> list[int]:
+    """Returns the layers with experts: every `decoder_sparse_step`th, but those in `mlp_only_layers`."""
+    dense, step = config.values.get("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise ValueError(f"config mlp_only_layers must be a list of layers, not {dense!r}")
+    return [n for n in range(config.integer("num_hidden_layers")) if n not in dense and (n + 1) % step == 0]
+
+
+def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
+    """Returns the sources of a layer, with experts or without."""
+    if not isinstance(spec.layers[layer].ffn, ExpertsFfn):
+        return separate_projections(spec, layer, prefix)
+    decls = declare_layer(spec, layer)
+    found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
+    found |= expert_sources(decls, f"{prefix}mlp.experts.")
+    return found | {"router": whole(f"{prefix}mlp.gate.weight", decls["router"].shape)}
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", qwen3_moe_spec, layer_sources=sources, understood=("num_experts",))
