@@ -75,7 +75,7 @@ def work(model: str, options: dict[str, Any]) -> None:
     if model != "demo":
         common |= dict(load_format="dummy", dtype="float32")
     start, cpu = time.perf_counter(), time.process_time()
-    llm = LLM(model=model, **common, **options)
+    llm = LLM(model=model, **(common | options))
     print(json.dumps({"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}), flush=True)
     for line in sys.stdin:
         prompts, output_tokens = json.loads(line)
