@@ -21,6 +21,7 @@ from jaxvllm.core.policy import Policy
 from jaxvllm.core.readout import POOLED
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.shared_pages import SharedPages
+from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
     SCORE_BATCH,
@@ -55,8 +56,12 @@ class Scheduler:
         policy: Policy,
         max_num_batched_tokens: int,
         source: PageSource | None = None,
+        side_store: SideStore | None = None,
     ):
-        """Begins without requests. `source` may have pages that the prefix cache does not have."""
+        """Begins without requests. `source` may have pages that the prefix cache does not have.
+
+        Without a `side_store` no prompt may have side inputs.
+        """
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
         self.cache = cache
@@ -68,6 +73,7 @@ class Scheduler:
         self._beams = BeamGroups(slots, cache)
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
+        self.side_store = SideStore(0) if side_store is None else side_store
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
@@ -111,16 +117,24 @@ class Scheduler:
         """
         if request.request_id in self.queue or request.request_id in self._slot_of:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
-        self.check_fits(request.num_tokens, request.limit, request.num_beams)
+        num_side_rows = sum(map(len, request.asked.prompt.side_inputs))
+        self.check_fits(request.num_tokens, request.limit, request.num_beams, num_side_rows)
         self.queue.push(request, watched)
 
-    def check_fits(self, num_prompt_tokens: int, limit: int, num_beams: int | None = None) -> None:
+    def check_fits(
+        self, num_prompt_tokens: int, limit: int, num_beams: int | None = None, num_side_rows: int = 0
+    ) -> None:
         """Raises ValueError for a request that could not finish even if it had every page and slot."""
         if num_beams is not None and num_beams > self.slots.num_slots:
             raise ParameterError(
                 f"beam_width (n over HTTP) {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: "
                 "lower it, or raise max_num_seqs",
                 "n",
+            )
+        if num_side_rows > self.side_store.num_rows:
+            raise ParameterError(
+                f"side inputs for {num_side_rows} positions need as many rows, and the store has "
+                f"{self.side_store.num_rows}: shorten them, or raise max_model_len"
             )
         if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
             beams = "" if num_beams is None else f" for each of {num_beams} beams"
@@ -156,6 +170,7 @@ class Scheduler:
         the beams of a search. So requests get slots only while there are rows for them.
         """
         self._free_unseen()
+        self._release_side_rows()
         most = self.max_num_batched_tokens if room is None else min(self.max_num_batched_tokens, room.num_tokens)
         decoding = self.slots.decoding()
         decode = self._next_rows(decoding)
@@ -205,7 +220,9 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = StepRows(decode, chunks, new_pages, admissions, *widest).plan(self.slots, self._constrained)
+        plan = StepRows(decode, chunks, new_pages, admissions, *widest).plan(
+            self.slots, self._constrained, self.side_store
+        )
         if self._beams:
             self.slots.is_held[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
         for chunk in chunks:
@@ -365,6 +382,16 @@ class Scheduler:
         slot = self._slot_of.get(request_id)
         return None if slot is None else self._release(slot)
 
+    def _release_side_rows(self) -> None:
+        """Frees rows that no step to come reads.
+
+        A guess may turn out wrong, and then the last token that is known is computed again. So it must be a later one.
+        """
+        slots = self.slots
+        for slot, end in self.side_store.holders():
+            if slots.num_computed[slot] >= end and slots.num_known[slot] > end:
+                self.side_store.release(slot)
+
     # Growing: the pages for the most tokens that every decoding request may get in a step.
 
     def _free_unseen(self) -> None:
@@ -493,14 +520,18 @@ class Scheduler:
             has_rows = (num_rows if self._slot_of else self.slots.num_free - len(self._shared.loads)) > num_forks
             if not has_rows or not self.cache.can_take(prefix, target, num_forks):
                 break
+            num_cached = prefix.num_pages * self.cache.page_size
+            sides = [side for side in request.asked.prompt.side_inputs if side.end > num_cached]
+            if not self.side_store.can_take(sides):
+                break
             self.queue.pop()
             if self._shared.begin_load(request, prefix):
                 self.queue.set_aside(queued)
                 continue
             self.queue.admitted(request)
-            num_cached = prefix.num_pages * self.cache.page_size
             slot = self.slots.occupy(request, num_cached, queued.watched)
             self.cache.take(slot, prefix, target)
+            side_rows = self.side_store.take(slot, sides)
             self._slot_of[request.request_id] = slot
             self._shared.admitted(slot, prefix.num_pages)
             if request.constraint is not None:
@@ -512,7 +543,7 @@ class Scheduler:
             chunks.append(self._next_chunk(slot, budget, chunks))
             self.cache.cover(slot, chunks[-1].end)
             budget -= chunks[-1].length
-            admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached))
+            admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached, side_rows))
         for entry in postponed:
             self.queue.put_back(entry)
 
@@ -569,6 +600,7 @@ class Scheduler:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
+        self.side_store.release(slot)
         if group is not None:  # all beams together: a preempted search starts again
             self._beams.close(group)
         else:
@@ -587,6 +619,7 @@ class Scheduler:
         self.slots.check_invariants()
         self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
         self._beams.check_invariants()
+        self.side_store.check_invariants()
         assert all(self.slots.tenant(slot).request_id == name for name, slot in self._slot_of.items())
         self.queue.check_invariants()
         assert not any(request_id in self.queue for request_id in self._slot_of), "a request waits and runs"
@@ -595,6 +628,7 @@ class Scheduler:
         assert len(aside) == len(loads), "a load is nobody's"
         if not self._slot_of and not aside:
             assert self.cache.is_empty, "an idle scheduler holds pages"
+            assert not self.side_store.num_held, "an idle scheduler holds rows of side inputs"
             self._shared.check_idle()
 
 
