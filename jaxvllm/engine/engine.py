@@ -94,9 +94,9 @@ class Engine:
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
-        self._rules = RequestRules.of(
-            config, parts.max_model_len, parts.eos_token_ids, self.vocab_size, parts.side_inputs
-        )
+        self.side_inputs = parts.side_inputs
+        rules = (parts.max_model_len, parts.eos_token_ids, self.vocab_size, parts.side_inputs)
+        self._rules = RequestRules.of(config, *rules)
         self._constraints = parts.constraints
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
