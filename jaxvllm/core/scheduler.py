@@ -383,13 +383,9 @@ class Scheduler:
         return None if slot is None else self._release(slot)
 
     def _release_side_rows(self) -> None:
-        """Frees rows that no step to come reads.
-
-        A guess may turn out wrong, and then the last token that is known is computed again. So it must be a later one.
-        """
-        slots = self.slots
+        """Frees the rows of positions that are computed. What rows compute again are tokens after their prompts."""
         for slot, end in self.side_store.holders():
-            if slots.num_computed[slot] >= end and slots.num_known[slot] > end:
+            if self.slots.num_computed[slot] >= end:
                 self.side_store.release(slot)
 
     # Growing: the pages for the most tokens that every decoding request may get in a step.

@@ -90,17 +90,18 @@ class SideStore:
             self._num_kept -= len(rows)
             self._free.extend(rows.tolist())
 
-    def inputs(self, slot: int, start: int, token_ids: Ints) -> Ints:
+    def inputs(self, slot: int, start: int, token_ids: Ints, sides: Sequence[SideInput]) -> Ints:
         """Returns what a step computes for `token_ids`, which are those of `slot` from position `start` on.
 
-        That is `-1 - row` where it is a row of the store, and the token id elsewhere.
+        That is `-1 - row` where one of `sides`, which are those of its prompt, has a row, and the token id elsewhere.
         """
-        if slot not in self._held:
+        if not sides:
             return token_ids
         inputs, end = token_ids.copy(), start + len(token_ids)
-        for side in self._held[slot]:
+        for side in sides:
             first, last = max(start, side.first), min(end, side.end)
             if first < last:
+                assert any(side is held for held in self._held.get(slot, ())), "a step reads a row that nobody holds"
                 rows = self._entries[side.digest].rows[first - side.first : last - side.first]
                 inputs[first - start : last - start] = -1 - rows
         return inputs

@@ -59,7 +59,15 @@ class StepRows:
             are_prompts[row] = chunk.of_prompt
             if chunk.of_prompt and slots.tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-        inputs = [side_store.inputs(c.slot, c.start, slots.token_ids[c.slot, c.start : c.end]) for c in chunks]
+        inputs = [
+            side_store.inputs(
+                chunk.slot,
+                chunk.start,
+                slots.token_ids[chunk.slot, chunk.start : chunk.end],
+                slots.tenant(chunk.slot).asked.prompt.side_inputs,
+            )
+            for chunk in chunks
+        ]
         plan = StepPlan(
             slots=rows.astype(np.int32),
             epochs=slots.epoch[rows],

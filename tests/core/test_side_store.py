@@ -102,7 +102,7 @@ def test_every_row_that_a_step_reads_has_what_its_position_is_to_have(
             for one in sides:
                 expected[one.first : one.end] = one.values[:, 0].tolist()
             for start, end in ((0, 20), (2, 5), (3, 3)):  # chunks
-                inputs = store.inputs(slot, start, tokens[start:end]).tolist()
+                inputs = store.inputs(slot, start, tokens[start:end], sides).tolist()
                 assert [naive.values[-1 - x] if x < 0 else x for x in inputs] == expected[start:end]
             assert tokens.tolist() == list(range(20, 40)), "the caller's own tokens were changed"
 
@@ -257,7 +257,7 @@ def test_a_request_waits_for_rows_as_for_pages_and_gets_them_when_a_prompt_is_co
     plan = step(scheduler)
     assert plan is not None and plan.num_rows == 1 and scheduler.side_store.num_held == 10
     assert (-1 - plan.token_ids).tolist() == plan.admissions[0].side_rows[0].rows[:8].tolist()
-    plan = step(scheduler)  # the last chunk of the first prompt; its rows are needed until its next token is known
+    plan = step(scheduler)  # the last chunk of the first prompt, whose rows it needs
     assert plan is not None and plan.num_rows == 1 and scheduler.num_waiting == 2
     plan = step(scheduler)
     assert plan is not None and len(plan.admissions) == 2 and scheduler.side_store.num_held == 5
@@ -282,6 +282,47 @@ def test_a_preempted_request_gives_rows_back_and_finds_them_again() -> None:
     scheduler.finish("0")
     scheduler.check_invariants()
     assert not scheduler.side_store.num_held
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_step_reads_for_each_position_what_the_request_has_there(seed: int) -> None:
+    """With few rows and pages, equal contents, preemption, ends at any time, and steps planned ahead."""
+    rng = np.random.default_rng(seed)
+    scheduler = scheduler_with(num_rows=int(rng.integers(8, 14)), num_pages=int(rng.integers(18, 40)))
+    rows = dict[int, float]()  # as the device has them
+    in_flight, number = list[StepPlan](), 0
+    while number < 25 or scheduler.has_work or in_flight:
+        if number < 25 and rng.random() < 0.5:
+            sides, at = list[SideInput](), int(rng.integers(3))
+            for content in rng.integers(len(CONTENTS), size=rng.integers(3)):
+                sides.append(side(at, *CONTENTS[content]))
+                at = sides[-1].end + int(rng.integers(3))
+            if sum(map(len, sides)) <= 8:
+                ids = rng.integers(2, 4, at + 1).astype(np.int32)
+                scheduler.add(request_of(Prompt(None, ids, None, tuple(sides)), str(number), int(rng.integers(1, 9))))
+            number += 1
+        if rng.random() < 0.05:
+            scheduler.finish(str(rng.integers(25)))
+        if rng.random() < 0.05:
+            scheduler.preempt_all()
+        plan = scheduler.schedule()
+        scheduler.check_invariants()
+        if plan is not None:
+            for admission in plan.admissions:
+                for filled in admission.side_rows:
+                    rows |= zip(filled.rows.tolist(), filled.side.values[:, 0].tolist(), strict=True)
+            inputs = iter(plan.token_ids.tolist())
+            for row in range(plan.num_decode, plan.num_rows):
+                request = scheduler.slots.tenant(int(plan.slots[row]))
+                expected: list[float] = request.token_ids().tolist()
+                for one in request.asked.prompt.side_inputs:
+                    expected[one.first : one.end] = one.values[:, 0].tolist()
+                start, end = int(plan.starts[row]), int(plan.starts[row] + plan.lengths[row])
+                mine = [x for _, x in zip(range(start, end), inputs, strict=False)]
+                assert [rows[-1 - x] if x < 0 else x for x in mine] == expected[start:end]
+            in_flight.append(plan)
+        if in_flight and (plan is None or len(in_flight) == 2 or rng.random() < 0.5):
+            tell(scheduler, in_flight.pop(0))
 
 
 def test_a_side_input_whose_pages_are_cached_needs_no_rows() -> None:

@@ -44,7 +44,9 @@ def llm(engine: LLM) -> Iterator[LLM]:
     engine.reset_prefix_cache()
     yield engine
     assert_idle(engine)
-    assert not engine.engine.replicas[0].scheduler.side_store.num_held
+    replica = engine.engine.replicas[0]
+    assert not replica.scheduler.side_store.num_held
+    assert np.asarray(replica.runner._state["history"]).min() >= 0, "what reads tokens would read a row's number"
 
 
 def table(llm: LLM) -> NDArray[np.float32]:
