@@ -1,5 +1,6 @@
 """The programs that every chip must compile: attention on each realistic batch, and the engine's step around it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,10 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.params import Params, abstract_params
+from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -108,33 +110,24 @@ class StepModel:
 
     def with_eagle3(self, step: StepCompiler) -> StepCompiler:
         """Returns `step` with an EAGLE-3 head: a layer like the model's, a quarter of its vocabulary, and pages."""
-        spec = replace(self.spec, num_layers=1, windows=(None,), layer_rope=self.spec.layer_rope[:1])
-        proposer = AutoregressiveProposer((Eagle3Head(spec, depths=(0, 1, self.spec.num_layers)),))
-        shape = replace(step.shape, draft=proposer.cache)
-        params = step.params | {DRAFT: self._eagle3_params(spec, step.mesh)}
+        spec = replace(self.spec, layers=self.spec.layers[0].in_windows([None]))
+        depths, vocab_size = (0, 1, self.spec.num_layers), spec.vocab_size
+        head = Eagle3Head(spec, depths, spec.hidden_size, vocab_size // 4, vocab_size)
+        proposer = AutoregressiveProposer((head,))
+        shape, everywhere = replace(step.shape, draft=proposer.cache), NamedSharding(step.mesh, PartitionSpec())
+
+        def array(decl: ParamDecl) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(decl.shape, decl.dtype_in(DTYPE), sharding=everywhere)
+
+        params = step.params | {DRAFT: jax.tree.map(array, head.declare())}
         return replace(
             step, params=params, kv=shape.pages(self.spec, step.backend, step.mesh), shape=shape, proposer=proposer
         )
 
-    @staticmethod
-    def _eagle3_params(spec: ModelSpec, mesh: Mesh) -> Params:
-        E, F, V = spec.hidden_size, spec.ffn_size, spec.vocab_size // 4
-        K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
-        everywhere = NamedSharding(mesh, PartitionSpec())
-
-        def array(*size: int, dtype: jnp.dtype = DTYPE) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(size, dtype, sharding=everywhere)
-
-        layer = {"qkv": array(K, (G + 2) * D, 2 * E), "o": array(E, K * G * D), "gate_up": array(2, F, E)}
-        layer |= {"down": array(E, F)} | dict.fromkeys(("attention_norm", "feature_norm", "ffn_norm"), array(E))
-        columns = array(spec.vocab_size, dtype=jnp.dtype(jnp.int32))
-        outer = {"fc": array(E, 3 * E), "final_norm": array(E), "lm_head": array(V, E), "columns": columns}
-        return outer | {"layers": [layer]}
-
     @property
     def smallest_matrix_bytes(self) -> int:
         """The bytes of the smallest matrix of a layer, its output projection."""
-        return self.spec.hidden_size * self.spec.num_heads * self.spec.head_size * DTYPE.itemsize
+        return math.prod(self.spec.layers[0].declare()["o"].shape) * DTYPE.itemsize
 
 
 # The layers of Llama 3 70B. Every matrix is larger than XLA:GPU's 32 MiB of cuBLASLt workspace and a small step's
@@ -271,8 +264,8 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
     shape = replace(shape, has_drafts=True)
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
-        K, D = spec.num_kv_heads // mesh.model, spec.head_size
-        return kv_pages_struct(spec.num_layers // mesh.stages, num_pages, page_size, K, D, DTYPE, backend)
+        memory = spec.layers[0].shard(mesh.model).memory
+        return memory.pages(spec.num_layers // mesh.stages, num_pages, page_size, DTYPE, backend)
 
     shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 

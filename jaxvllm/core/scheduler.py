@@ -6,26 +6,23 @@ running requests, then new requests. The scheduler counts tokens, it does not wa
 before the output of the last step is known (`slots.py` says how), and `update` brings the ids in later.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from jaxvllm.core import step_outcome
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.kv_cache import CachedPrefix, KVCache
+from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.page_loads import PageLoad, PageSave, PageSource
 from jaxvllm.core.policy import Policy
-from jaxvllm.core.readout import POOLED
+from jaxvllm.core.prefills import Opened, Prefills, StepPrompts
 from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.running_requests import RunningRequests
 from jaxvllm.core.running_searches import RunningSearches
 from jaxvllm.core.shared_pages import SharedPages
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
-    SCORE_BATCH,
-    Admission,
-    Emitted,
     Finished,
     Fork,
     Ints,
@@ -37,12 +34,7 @@ from jaxvllm.core.step_plan import (
 )
 from jaxvllm.core.step_rows import Chunk, StepRows
 from jaxvllm.core.step_sizes import StepSizes
-from jaxvllm.core.waiting_queue import Queued, WaitingQueue
-
-logger = logging.getLogger(__name__)
-
-# Of each group of the KV cache, the pages that rows open in a step.
-type Opened = tuple[PageEntries, ...]
+from jaxvllm.core.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -64,10 +56,12 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
         self.queue = WaitingQueue()
-        self._slot_of: dict[str, int] = {}
+        self._running = RunningRequests(slots)
         self._beams = RunningSearches(slots, cache)
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
+        parts = self._running, self._shared, self._constrained, self._beams
+        self._prefills = Prefills(slots, cache, policy, self.queue, *parts)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
 
@@ -83,11 +77,11 @@ class Scheduler:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens of the running requests' prompts that no step so far computes."""
-        return self._num_uncomputed(self.slots.prefilling())
+        return self._prefills.num_uncomputed(self.slots.prefilling())
 
     @property
     def num_running(self) -> int:
-        return len(self._slot_of)
+        return len(self._running)
 
     @property
     def num_decoding(self) -> int:
@@ -96,11 +90,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue or self._slot_of)
+        return bool(self.queue or self._running)
 
     def __contains__(self, request_id: str) -> bool:
         """Returns whether it has this request, waiting or running, or one whose end no update has told yet."""
-        return any(request_id in of for of in (self.queue, self._slot_of, self._failed))
+        return any(request_id in of for of in (self.queue, self._running, self._failed))
 
     def add(self, request: Request, watched: bool = False) -> None:
         """Queues `request`. `watched`: `update` reports each of its tokens, not only the end.
@@ -109,7 +103,7 @@ class Scheduler:
 
         Raises ValueError for an id that is in use and for a request that the whole pool could not hold.
         """
-        if request.request_id in self.queue or request.request_id in self._slot_of:
+        if request.request_id in self.queue or request.request_id in self._running:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
         self.check_fits(request.num_tokens, request.limit, request.num_beams)
         self.queue.push(request, watched)
@@ -173,9 +167,7 @@ class Scheduler:
         preempts = new_pages is None
         if new_pages is None:
             decode, new_pages = self._grow_by_preemption()
-        chunks: list[Chunk] = []
-        opened: list[Opened] = []  # by chunks of running prompts
-        admissions: list[Admission] = []
+        prompts = StepPrompts()
         mixes = self.policy.mixes_phases
         num_decode_tokens = len(decode) + self._constrained.num_extra(forced)
         budget = most - (num_decode_tokens if mixes else 0)
@@ -183,11 +175,11 @@ class Scheduler:
             running = self.slots.prefilling()
             if sizes is not None:
                 rows = (num_decode_tokens, len(decode)) if mixes else (0, 0)
-                budget = self._fit(sizes, budget, running, *rows)
-            budget = self._continue_prefills(chunks, opened, running, budget)
-            if not preempts:
-                # Or the victim takes back the pages it lost: under v0, where its prompt would go first, for ever.
-                self._admit(chunks, admissions, budget, room)
+                budget = self._prefills.fit(sizes, budget, running, *rows)
+            # None is admitted beside a preemption, or the victim takes back the pages it lost: under v0, where its
+            # prompt would go first, for ever.
+            prompts = self._prefills.choose(running, budget, room, admits=not preempts)
+        chunks, opened = prompts.chunks, prompts.opened
         if chunks and not mixes:
             self.cache.undo(new_pages)  # decode rows wait while prompts are computed
             decode, new_pages, forced = decode[:0], self.cache.no_entries, {}
@@ -205,7 +197,7 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = StepRows(decode, chunks, new_pages, admissions, *most_of_row).plan(self.slots, self._constrained)
+        plan = StepRows(decode, chunks, new_pages, prompts.admissions, *most_of_row).plan(self.slots, self._constrained)
         if self._beams:
             self.slots.is_undecided[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
         for chunk in chunks:
@@ -254,62 +246,15 @@ class Scheduler:
 
         A row that yielded fewer tokens than it might have is that much shorter than `schedule` took it for.
         """
-        slots = self.slots
-        of_rows = plan.slots.astype(np.intp)  # numpy would do it again wherever the slots are an index
-        is_present = slots.epoch[of_rows] == plan.epochs
-        scored = tuple(step_outcome.scored(slots, plan, is_present)) if plan.scores_prompts else ()
-        pooled = tuple(step_outcome.pooled(slots, plan, is_present)) if POOLED.name in plan.readouts else ()
-        rows = (is_present & plan.samples).nonzero()[0]
-        at = of_rows[rows]
-        tokens, counts = output.tokens[rows], output.counts[rows]  # copies
-        refused: dict[int, Finished] = {}
-        if is_constrained := some(slots.is_constrained):
-            refused = self._constrained.take(plan, rows, at, tokens, counts)
-        missing = plan.max_new[rows] - counts
-        if np.count_nonzero(missing):
-            slots.num_tokens[at] -= missing
-            slots.num_computed[at] -= missing
-        num_outputs = slots.num_known[at] - slots.num_prompt[at]
-        slots.append_tokens(at, tokens, counts)
-        if is_constrained:
-            self._constrained.rewind(at)
-        # The device ends a row after its first stop id, so only the last token can be one.
-        last = tokens[:, 0] if plan.row_tokens == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
-        yields = counts > 0
-        stops = slots.stops(at, last) & yields
-        if some(stops):
-            stops &= num_outputs + counts > slots.min_tokens[at]
-            # The device computes no KV of a stop token, although a step in flight was planned to.
-            slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
-        ends = stops | (slots.num_known[at] >= slots.limit[at])
-        if self._beams:
-            ends &= ~slots.is_beam[at]  # their search says when they end
-        repeats = step_outcome.cut_repetitions(slots, at, tokens, counts, ends)
-        reports = yields
-        if refused:  # a request may end after forced tokens
-            reports = yields.copy()
-            reports[list(refused)] = True
-        num_forced = slots.num_unreported[at] * reports
-        started = tuple([self.slots.tenant(slot) for slot in at[reports & (num_outputs == num_forced)].tolist()])
-        emitted: tuple[Emitted, ...] = ()
-        if some(slots.watched):
-            emitted = tuple(step_outcome.emitted(slots, rows, at, tokens, counts, num_forced))
-        if np.count_nonzero(num_forced):
-            slots.num_unreported[at[reports]] = 0
-        finished = [
-            step_outcome.repeated(slots.tenant(at[i]))
-            if repeats[i]
-            else step_outcome.ended(slots.tenant(at[i]), int(last[i]), bool(stops[i]))
-            for i in (ends | repeats).nonzero()[0]
-        ]
-        finished += [end for index, end in refused.items() if not (ends | repeats)[index]]
-        for end in finished:
+        outcome = step_outcome.bring_in(self.slots, self._constrained, plan, output, has_beams=bool(self._beams))
+        for end in outcome.finished:
             self.finish(end.request.request_id)
-        searched, forks = self._search(rows, at, output) if self._beams else ((), ())
-        finished += (*self._failed.values(), *searched)
+        searched, forks = self._search(outcome.rows, outcome.at, output) if self._beams else ((), ())
+        finished = (*outcome.finished, *self._failed.values(), *searched)
         self._failed.clear()
-        num_new = int(counts.sum() + num_forced.sum())
-        return StepUpdate(num_new, started, emitted, tuple(finished), scored, pooled, forks)
+        return StepUpdate(
+            outcome.num_new_tokens, outcome.started, outcome.emitted, finished, outcome.scored, outcome.pooled, forks
+        )
 
     def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
         """Lets the searches choose among what the beams at `at` propose, whose rows of `output` are `rows`."""
@@ -318,23 +263,23 @@ class Scheduler:
         finished: list[Finished] = []
         forks: dict[str, list[Fork]] = {}
         for request_id, request in searches.items():
-            running = self._beams.of(request)
-            if running is None:  # preempted by another search
+            beams = self._beams.of(request)
+            if beams is None:  # preempted by another search
                 continue
-            candidates = [step_outcome.proposed(running, output, row_of[slot]) for slot in running.slots]
-            survivors = running.search.advance(candidates)
-            if running.search.is_over:
-                finished.append(Finished(request, FinishReason.STOP, beams=tuple(running.search.best())))
+            candidates = [step_outcome.proposed(beams, output, row_of[slot]) for slot in beams.slots]
+            survivors = beams.search.advance(candidates)
+            if beams.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(beams.search.best())))
                 self.finish(request_id)
                 continue
-            sources = self._beams.keep(running, survivors)
-            self._slot_of[request_id] = sources[0]
+            sources = self._beams.keep(beams, survivors)
+            self._running.put(request_id, sources[0])
             while not self._beams.can_fork(sources):
                 forks.pop(self._preempt_last().request_id, None)
                 if self._beams.of(request) is None:
                     break
             else:
-                forks[request_id] = self._beams.fork(running, sources, survivors)
+                forks[request_id] = self._beams.fork(beams, sources, survivors)
         return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
@@ -362,7 +307,7 @@ class Scheduler:
         if waiting is not None:
             self._shared.loads.forget(waiting)
             return waiting
-        slot = self._slot_of.get(request_id)
+        slot = self._running.slot(request_id)
         return None if slot is None else self._release(slot)
 
     # Growing: the pages for the most tokens that every decoding request may get in a step.
@@ -390,7 +335,7 @@ class Scheduler:
 
     def _grow_by_preemption(self) -> tuple[SlotIds, Opened]:
         while True:
-            victim = max(self._slot_of.values(), key=lambda slot: self.slots.tenant(slot).key)
+            victim = self._running.last
             if self.num_running == 1 and self.slots.num_known[victim] < self.slots.num_tokens[victim]:
                 # Its tokens in flight will free pages that leave its window. Preempted, it would lose these tokens,
                 # compute them again, and come to this point again, for ever.
@@ -403,7 +348,7 @@ class Scheduler:
 
     def _preempt_last(self) -> Request:
         """Takes slot and pages from the last running request in the queue's order, and returns it to the queue."""
-        victim = max(self._slot_of.values(), key=lambda slot: self.slots.tenant(slot).key)
+        victim = self._running.last
         watched = bool(self.slots.watched[victim])
         num_saves = self._shared.num_saves
         request = self._release(victim)
@@ -415,113 +360,8 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Returns all running requests to the queue, without their pages. Their tokens stay the same."""
-        while self._slot_of:
+        while self._running:
             self._preempt_last()
-
-    # Prefill: chunks of running prompts first, then new requests in queue order.
-
-    def _fit(self, sizes: StepSizes, budget: int, prefilling: SlotIds, num_decode_tokens: int, num_decode: int) -> int:
-        """Returns the budget, or less where a smaller step and another one are quicker than one that is mostly padding.
-
-        Prompts that are cached in part, or find no pages, need less than is counted here: then the cut is none. Where
-        more wait than there are slots, the count is a guess.
-        """
-        num_tokens = self._num_uncomputed(prefilling)
-        num_rows = num_decode + len(prefilling)
-        most_rows = num_rows + self.slots.num_free
-        for request in self.queue:
-            if num_tokens >= budget or num_rows == most_rows:
-                break
-            num_tokens += request.num_tokens
-            num_rows += 1
-        if not 0 < num_tokens < budget:
-            return budget
-        cut = sizes.prompt_tokens(num_decode_tokens, num_tokens, num_rows)
-        return cut if cut < num_tokens else budget
-
-    def _num_uncomputed(self, prefilling: SlotIds) -> int:
-        return int((self.slots.prefill_len[prefilling] - self.slots.num_computed[prefilling]).sum())
-
-    def _continue_prefills(self, chunks: list[Chunk], opened: list[Opened], prefilling: SlotIds, budget: int) -> int:
-        for slot in sorted(prefilling.tolist(), key=lambda slot: self.slots.tenant(slot).key):
-            if budget == 0:
-                break
-            chunk = self._next_chunk(slot, budget, chunks)
-            if not chunk.length:  # it waits for room for its scores
-                continue
-            chunks.append(chunk)
-            opened.append(self.cache.cover(slot, chunks[-1].end))
-            budget -= chunks[-1].length
-        return budget
-
-    def _next_chunk(self, slot: int, budget: int, chunks: Sequence[Chunk]) -> Chunk:
-        start, end = int(self.slots.num_computed[slot]), int(self.slots.prefill_len[slot])
-        length = min(budget, end - start)
-        if self.slots.tenant(slot).wants_wide_scores:
-            length = min(length, self._score_room(chunks))
-        return Chunk(slot, start, length, yields=start + length == end)
-
-    def _score_room(self, chunks: Sequence[Chunk]) -> int:
-        """Returns how many tokens may still be computed of prompts that want wide scores, beside `chunks`."""
-        return SCORE_BATCH - sum(chunk.length for chunk in chunks if self.slots.tenant(chunk.slot).wants_wide_scores)
-
-    def _num_rows_left(self, room: StepRoom | None) -> int:
-        """Returns how many more slots may be taken."""
-        num_free = self.slots.num_free
-        return num_free if room is None else min(num_free, room.num_rows - self.slots.num_active)
-
-    def _admit(self, chunks: list[Chunk], admissions: list[Admission], budget: int, room: StepRoom | None) -> None:
-        if self._slot_of and not self.policy.joins_running:
-            return
-        postponed: list[Queued] = []
-        # No more are looked past than there are slots: thousands may wait for one new system prompt.
-        while budget > 0 and len(postponed) < self.slots.num_slots and (queued := self.queue.next) is not None:
-            # Requests that wait for their pages have rows, or these would be gone again before their turn.
-            num_rows = self._num_rows_left(room) - len(self._shared.loads)
-            if num_rows <= 0:
-                break
-            request = queued.request
-            prefix = self._shared.prefix(request)
-            has_no_room = request.wants_wide_scores and not self._score_room(chunks)
-            if has_no_room or self._waits_for_others(request, prefix):
-                postponed.append(self.queue.pop())
-                continue
-            # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
-            target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
-            num_forks = 0 if request.num_beams is None else request.num_beams - 1
-            # A search alone may have more beams than there are rows now, or it would wait, and nothing would run.
-            has_rows = (num_rows if self._slot_of else self.slots.num_free - len(self._shared.loads)) > num_forks
-            if not has_rows or not self.cache.can_take(prefix, target, num_forks):
-                break
-            self.queue.pop()
-            if self._shared.begin_load(request, prefix):
-                self.queue.set_aside(queued)
-                continue
-            self.queue.admitted(request)
-            num_cached = prefix.num_pages * self.cache.page_size
-            slot = self.slots.occupy(request, num_cached, queued.watched)
-            self.cache.take(slot, prefix, target)
-            self._slot_of[request.request_id] = slot
-            self._shared.admitted(slot, prefix.num_pages)
-            if request.constraint is not None:
-                self._constrained.open(slot)
-            if request.search is not None:
-                self._beams.open(request, request.search, slot)
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
-            chunks.append(self._next_chunk(slot, budget, chunks))
-            self.cache.cover(slot, chunks[-1].end)
-            budget -= chunks[-1].length
-            admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached))
-        for entry in postponed:
-            self.queue.put_back(entry)
-
-    def _waits_for_others(self, request: Request, prefix: CachedPrefix) -> bool:
-        """Returns whether a request had better wait for pages that a running one computes.
-
-        It is False where only a new batch takes newcomers in: the wait would be longer than the work.
-        """
-        return self.policy.joins_running and self._shared.are_coming(request, prefix.num_pages)
 
     # Pages that come from elsewhere, and go there.
 
@@ -564,36 +404,35 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._shared.leaving(slot)
         request = self.slots.tenant(slot)
-        running = self._beams.of(request)
-        if running is None:
+        beams = self._beams.of(request)
+        if beams is None:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
-        if running is not None:  # all beams together: a preempted search starts again
-            self._beams.close(running)
+        if beams is not None:  # all beams together: a preempted search starts again
+            self._beams.close(beams)
         else:
             self.cache.release(slot)
             self.slots.vacate(slot)
-        del self._slot_of[request.request_id]
+        self._running.remove(request.request_id)
         return request
 
     def running(self) -> Iterator[tuple[int, Request]]:
         """Returns the slot and request of all that runs, in the queue's order, with one slot of a beam search."""
-        at = sorted(self._slot_of.values(), key=lambda slot: self.slots.tenant(slot).key)
-        return ((slot, self.slots.tenant(slot)) for slot in at)
+        return self._running.in_order()
 
     def check_invariants(self) -> None:
         """Asserts that slots, pages and queue agree. For tests: costs O(pages)."""
         self.slots.check_invariants()
         self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
         self._beams.check_invariants()
-        assert all(self.slots.tenant(slot).request_id == name for name, slot in self._slot_of.items())
+        self._running.check_invariants()
         self.queue.check_invariants()
-        assert not any(request_id in self.queue for request_id in self._slot_of), "a request waits and runs"
+        assert not any(request_id in self.queue for request_id in self._running), "a request waits and runs"
         loads, aside = self._shared.loads, self.queue.aside
         assert all(request_id in loads for request_id in aside), "a request waits for no load"
         assert len(aside) == len(loads), "a load is nobody's"
-        if not self._slot_of and not aside:
+        if not self._running and not aside:
             assert self.cache.is_empty, "an idle scheduler holds pages"
             self._shared.check_idle()
 

@@ -1,16 +1,90 @@
 """The meaning of a step's output for its requests: new tokens, ends, and reports."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
+from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.running_searches import RunningSearch
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Scored, StepOutput, StepPlan
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutcome:
+    """The consequences of an output for the rows whose tenants are still there."""
+
+    rows: SlotIds  # of the output, those that were sampled
+    at: SlotIds  # their slots
+    num_new_tokens: int
+    started: tuple[Request, ...]  # got their first token
+    emitted: tuple[Emitted, ...]
+    finished: tuple[Finished, ...]  # their slots are still theirs
+    scored: tuple[Scored, ...]
+    pooled: tuple[Pooled, ...]
+
+
+def bring_in(
+    slots: SlotTable, constrained: ConstrainedRows, plan: StepPlan, output: StepOutput, *, has_beams: bool
+) -> StepOutcome:
+    """Appends the tokens that `plan` yielded, and finds the requests that met a stop id, their limit or a repetition.
+
+    A row that yielded fewer tokens than it might have is that much shorter than its plan took it for. Beams never end
+    here, because their search says when they do.
+    """
+    of_rows = plan.slots.astype(np.intp)  # numpy would do it again wherever the slots are an index
+    is_present = slots.epoch[of_rows] == plan.epochs
+    of_prompts = tuple(scored(slots, plan, is_present)) if plan.scores_prompts else ()
+    of_pools = tuple(pooled(slots, plan, is_present)) if POOLED.name in plan.readouts else ()
+    rows = (is_present & plan.samples).nonzero()[0]
+    at = of_rows[rows]
+    tokens, counts = output.tokens[rows], output.counts[rows]  # copies
+    refused: dict[int, Finished] = {}
+    if is_constrained := some(slots.is_constrained):
+        refused = constrained.take(plan, rows, at, tokens, counts)
+    missing = plan.max_new[rows] - counts
+    if np.count_nonzero(missing):
+        slots.num_tokens[at] -= missing
+        slots.num_computed[at] -= missing
+    num_outputs = slots.num_known[at] - slots.num_prompt[at]
+    slots.append_tokens(at, tokens, counts)
+    if is_constrained:
+        constrained.rewind(at)
+    # The device ends a row after its first stop id, so only the last token can be one.
+    last = tokens[:, 0] if plan.row_tokens == 1 else tokens[np.arange(len(rows)), np.maximum(counts, 1) - 1]
+    yields = counts > 0
+    stops = slots.stops(at, last) & yields
+    if some(stops):
+        stops &= num_outputs + counts > slots.min_tokens[at]
+        # The device computes no KV of a stop token, although a step in flight was planned to.
+        slots.num_computed[at[stops]] = slots.num_known[at[stops]] - 1
+    ends = stops | (slots.num_known[at] >= slots.limit[at])
+    if has_beams:
+        ends &= ~slots.is_beam[at]  # their search says when they end
+    repeats = cut_repetitions(slots, at, tokens, counts, ends)
+    reports = yields
+    if refused:  # a request may end after forced tokens
+        reports = yields.copy()
+        reports[list(refused)] = True
+    num_forced = slots.num_unreported[at] * reports
+    started = tuple([slots.tenant(slot) for slot in at[reports & (num_outputs == num_forced)].tolist()])
+    reported: tuple[Emitted, ...] = ()
+    if some(slots.watched):
+        reported = tuple(emitted(slots, rows, at, tokens, counts, num_forced))
+    if np.count_nonzero(num_forced):
+        slots.num_unreported[at[reports]] = 0
+    finished = [
+        repeated(slots.tenant(at[i])) if repeats[i] else ended(slots.tenant(at[i]), int(last[i]), bool(stops[i]))
+        for i in (ends | repeats).nonzero()[0]
+    ]
+    finished += [end for index, end in refused.items() if not (ends | repeats)[index]]
+    num_new = int(counts.sum() + num_forced.sum())
+    return StepOutcome(rows, at, num_new, started, reported, tuple(finished), of_prompts, of_pools)
 
 
 def scored(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
@@ -77,12 +151,12 @@ def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator
         yield Emitted(slots.tenant(slot), place, token)
 
 
-def proposed(running: RunningSearch, output: StepOutput, row: int) -> Candidates:
+def proposed(beams: RunningSearch, output: StepOutput, row: int) -> Candidates:
     """Returns the next tokens that the beam of `row` proposes."""
-    if running.request.sampling_params.wants_distributions:
+    if beams.request.sampling_params.wants_distributions:
         distributions = DISTRIBUTIONS.of(output.reports)
         assert distributions is not None, "a step with beams was planned without distributions"
-        return Candidates.best(distributions[row], running.search.params.num_candidates)
+        return Candidates.best(distributions[row], beams.search.params.num_candidates)
     assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
     return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
 

@@ -257,13 +257,16 @@ def _make_all(
 
 def _log_costs(spread: Spread) -> None:
     """Logs what a model costs whose heads or layers do not divide over its devices."""
-    spec, whole, copies = spread.spec, spread.whole, spread.kv_copies
-    if copies > 1:
-        text = "KV heads: %d over %d devices, so there are %d copies of each, and pages take %d times the memory"
-        logger.info(text, spec.num_kv_heads, spread.size, copies, copies)
-    if whole.num_heads > spec.num_heads:
-        text = "query heads: %d over %d devices, so they take the time and memory of %d"
-        logger.info(text, spec.num_heads, spread.size, whole.num_heads)
+    spec, whole = spread.spec, spread.whole
+    # Layers whose attention differs cost differently. `whole` may have layers of zeros after those of `spec`.
+    kinds = zip((layer.attention for layer in spec.layers), (layer.attention for layer in whole.layers), strict=False)
+    for own, spread_out in dict.fromkeys(kinds):
+        if (copies := own.kv_copies(spread.size)) > 1:
+            text = "KV heads: %d over %d devices, so there are %d copies of each, and pages take %d times the memory"
+            logger.info(text, own.memory(None).num_kv_heads, spread.size, copies, copies)
+        if spread_out.num_heads > own.num_heads:
+            text = "query heads: %d over %d devices, so they take the time and memory of %d"
+            logger.info(text, own.num_heads, spread.size, spread_out.num_heads)
     if spread.zero_layers:
         text = "layers: %d in %d stages of %d, so they take the time and memory of %d"
         logger.info(text, spec.num_layers, spread.stages, spread.stage_layers, whole.num_layers)

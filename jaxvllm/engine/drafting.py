@@ -1,12 +1,10 @@
 """Makes the proposer of a `SpeculativeConfig`, and puts its parameters on the devices."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
@@ -14,6 +12,7 @@ from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN, Form, Forms
 from jaxvllm.models.heads.draft_model import DraftModel
@@ -26,9 +25,6 @@ from jaxvllm.runtime.proposers.medusa import MedusaProposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from sharding.placement import mesh_of, place
-
-# Arrays of heads by which matmuls multiply; others are norms, biases and tables.
-_MATRICES = frozenset({"fc", "qkv", "o", "gate_up", "down", "lm_head", "lm_heads", "weight"})
 
 
 @dataclass(frozen=True)
@@ -61,14 +57,19 @@ class Drafting:
         proposer: Proposer
         if method == "mtp":
             heads, params = read_mtp(directory, hf_config, target.spec, config.num_speculative_tokens)
-            proposer = AutoregressiveProposer(heads)
+            proposer, declared = AutoregressiveProposer(heads), {"heads": [head.declare() for head in heads]}
         elif method == "medusa":
             medusa, params = read_medusa(directory, hf_config, target.spec)
-            proposer = MedusaProposer(medusa)
+            proposer, declared = MedusaProposer(medusa), medusa.declare()
         else:
             eagle, params = (read_eagle if method == "eagle" else read_eagle3)(directory, hf_config, target.spec)
-            proposer = AutoregressiveProposer((eagle,))
-        return cls(proposer, _kept(jax.tree.map(partial(_in_dtype, dtype=target.dtype), params), form))
+            proposer, declared = AutoregressiveProposer((eagle,)), eagle.declare()
+
+        def kept(decl: ParamDecl, array: Any) -> Any:
+            array = np.asarray(array.astype(decl.dtype_in(target.dtype)))
+            return form.wrapped(form.keep(array, {})) if decl.storage == "matrix" else array
+
+        return cls(proposer, jax.tree.map(kept, declared, params))
 
     @classmethod
     def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig, form: Form) -> "Drafting":
@@ -94,18 +95,3 @@ class Drafting:
 
         params: Params = jax.tree.map(placed, self.params)
         return params
-
-
-def _in_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Casts what is no integer."""
-    is_float = array.dtype == ml_dtypes.bfloat16 or np.issubdtype(array.dtype, np.floating)
-    return np.asarray(array.astype(dtype) if is_float else array)
-
-
-def _kept(tree: Any, form: Form, name: str = "") -> Any:
-    """Returns the parameters of a head with its matrices in `form`."""
-    if isinstance(tree, dict):
-        return {key: _kept(value, form, key) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_kept(value, form, name) for value in tree]
-    return form.wrapped(form.keep(tree, {})) if name in _MATRICES else tree

@@ -16,6 +16,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import KeysAndValues, LayerMemory
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
+from jaxvllm.models.positive import require_positive
 
 # head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
 QkNorm = Literal["none", "head", "full"]
@@ -30,6 +31,10 @@ _OWN: Mapping[KvProjections, int] = {"key and value": 2, "key": 1, "none": 0}
 
 class Attention(Protocol):
     """The attention of a layer. It is frozen and hashable, and equal for layers that compute alike."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of the hidden states that it reads and returns, E."""
 
     @property
     def num_heads(self) -> int:
@@ -48,6 +53,9 @@ class Attention(Protocol):
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns its arrays by name. Layers share a stack of arrays that have one name and equal declarations."""
+
+    def kv_copies(self, size: int) -> int:
+        """Returns how many of `size` devices, or of the heads of one device, hold the same KV head."""
 
     def problem(self, size: int) -> str | None:
         """Returns why it cannot be spread over `size` devices, or None when it can."""
@@ -86,6 +94,8 @@ class GroupedQueryAttention:
     num_kv_heads: int
     head_size: int
     norm: Norm  # of queries and keys, where qk_norm has any
+    scale: float  # multiplies q . k
+    soft_cap: float | None = None  # bounds these products
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     o_bias: bool = False
@@ -94,6 +104,11 @@ class GroupedQueryAttention:
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
+
+    def __post_init__(self) -> None:
+        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
 
     @property
     def keeps(self) -> bool:
@@ -142,7 +157,6 @@ class GroupedQueryAttention:
         return decls
 
     def kv_copies(self, size: int) -> int:
-        """Returns how many of `size` devices, or of the heads of one device, hold the same KV head."""
         return size // math.gcd(self.num_kv_heads, size)
 
     def problem(self, size: int) -> str | None:
@@ -163,7 +177,7 @@ class GroupedQueryAttention:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v, gate = self._qkv(weights, x, given)
-        out, kv = given.attend(kv, given, q, k, v)
+        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
@@ -175,17 +189,16 @@ class GroupedQueryAttention:
         T, K, D, own = x.shape[0], self.num_kv_heads, self.head_size, _OWN[self.kv]
         G, gate = self.group_size * self._query_parts, None
         qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
-        rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
         q = qkv[:, :, :G]
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2].reshape(T, -1, D)
-        q = rotate(self._normed(weights, "q_norm", q, given), *given.rotation).reshape(T, -1, D)
+        q = self._rotated(self._normed(weights, "q_norm", q, given), given).reshape(T, -1, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         if not self.keeps:
             return q, None, None, gate
         k, v = qkv[:, :, G : G + 1], qkv[:, :, G + own - 1]
-        k = rotate(self._normed(weights, "k_norm", k, given), *given.rotation).reshape(T, K, D)
+        k = self._rotated(self._normed(weights, "k_norm", k, given), given).reshape(T, K, D)
         return q, k, self._without_weight(v) if self.v_norm else v, gate
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
@@ -198,6 +211,13 @@ class GroupedQueryAttention:
             return self.norm.over(x, weights[name], axes=(1, 2, 3), mean=given.axis.mean)
         return x
 
+    def _rotated(self, x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns queries or keys [T, K, heads, D] as the layer's rope turns them."""
+        if given.rotation is None:
+            return x
+        rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
+        return rotate(x, *given.rotation)
+
     def _without_weight(self, x: jax.Array) -> jax.Array:
         assert isinstance(self.norm, RmsNorm), "no model has another norm over values"
         return self.norm.over(x, jnp.asarray(1 - self.norm.offset, jnp.float32))
@@ -205,8 +225,7 @@ class GroupedQueryAttention:
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Applies RoPE to x [T, heads.., D]: dimension i of the first rotary_dim turns with i + rotary_dim / 2."""
-    if not (half := cos.shape[-1]):  # the model has no rope
-        return x
+    half = cos.shape[-1]
     cos, sin = (table[:, None, None] for table in (cos, sin))
     a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)

@@ -1,8 +1,8 @@
 """`Block`: one layer of a decoder, which is its attention and its FFN, and the norms and sums around them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.norm import Norm
+from jaxvllm.models.positive import require_positive
+from jaxvllm.models.rope import RopeSpec
 
 # The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
 # OLMo 2). In a parallel block both read the hidden state through one norm, and their outputs are added to it together
@@ -34,20 +36,39 @@ class Block:
 
     attention: Attention
     ffn: Ffn
-    window: int | None  # the last positions a token sees, itself included; None is all
-    rope: int  # an index into the ropes of the model
-    hidden_size: int
     norm: Norm
     placement: Placement = "pre"
+    rope: RopeSpec | None = None
+    window: int | None = None  # the last positions a token sees, itself included; None is all
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
     reads: int | None = None  # the layer whose memory it reads, where it has none of its own
     embedding: LayerEmbedding | None = None  # what tokens mean to each layer alone, added after the FFN
     has_scale: bool = False  # one number multiplies what the layer returns
 
+    def __post_init__(self) -> None:
+        require_positive(self, "window residual_scale")
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of the hidden state that the layer changes, E."""
+        return self.attention.hidden_size
+
     @property
     def memory(self) -> LayerMemory:
         """The memory that the layer reads, its own or another layer's."""
         return self.attention.memory(self.window)
+
+    def in_windows(self, windows: Iterable[int | None]) -> tuple[Self, ...]:
+        """Returns a layer like this one for each of `windows`."""
+        return tuple(replace(self, window=window) for window in windows)
+
+    def spread(self, size: int) -> Self:
+        """Returns the same layer with sizes that divide over `size` devices."""
+        return replace(self, attention=self.attention.spread(size))
+
+    def shard(self, size: int) -> Self:
+        """Returns the part that each of `size` devices computes. The sizes must divide already."""
+        return replace(self, attention=self.attention.shard(size), ffn=self.ffn.shard(size))
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns all arrays of the layer by name."""

@@ -3,7 +3,7 @@
 The module `block` computes a layer. Norms, RoPE and logits are computed in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,12 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
-from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Scalar, no_recur
+from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Rotation, Scalar, no_recur
 from jaxvllm.models.layer_loops import over_layers
 from jaxvllm.models.ops import lookup_table, project
 from jaxvllm.models.params import Params
-from jaxvllm.models.spec import ModelSpec, RopeSpec
+from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -150,25 +151,26 @@ def embed(table: jax.Array | Matrix, tokens: jax.Array, axis: ModelAxis) -> jax.
     return axis.sum(jnp.where(is_here[:, None], jnp.take(table, tokens, axis=0, mode="clip"), 0))
 
 
-def rotations(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> Callable[[Scalar], tuple[jax.Array, jax.Array]]:
+def rotations(ropes: tuple[RopeSpec | None, ...], positions: jax.Array) -> Callable[[Scalar], Rotation | None]:
     """Returns the function that picks cos and sin of a rope. Each is computed once a step.
 
     A rope's number may be read while the step runs only where all ropes are equally wide.
     """
-    if len({rope.rotary_dim for rope in ropes}) == 1:
-        cos, sin = rope_tables(ropes, positions)
+    turning = [rope for rope in ropes if rope is not None]
+    if len(turning) == len(ropes) and len({rope.rotary_dim for rope in turning}) == 1:
+        cos, sin = rope_tables(turning, positions)
         return lambda rope: (cos[rope], sin[rope])
-    tables = [rope_tables((rope,), positions) for rope in ropes]
+    tables = [None if rope is None else rope_tables((rope,), positions) for rope in ropes]
 
-    def pick(rope: Scalar) -> tuple[jax.Array, jax.Array]:
+    def pick(rope: Scalar) -> Rotation | None:
         assert isinstance(rope, int), "layers whose ropes are not equally wide are not in one run"
-        cos, sin = tables[rope]
-        return cos[0], sin[0]
+        table = tables[rope]
+        return None if table is None else (table[0][0], table[1][0])
 
     return pick
 
 
-def rope_tables(ropes: tuple[RopeSpec, ...], positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(ropes: Sequence[RopeSpec], positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes cos and sin f32[ropes, T, rotary_dim / 2] of every rope, once a step."""
     inv_freq = np.asarray([rope.inv_freq for rope in ropes], np.float32)
     scale = np.asarray([rope.scale for rope in ropes], np.float32)[:, None, None]

@@ -13,6 +13,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.form import Activation
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.ops import activate
+from jaxvllm.models.positive import require_positive
 from sharding.axis import ModelAxis
 
 
@@ -38,6 +39,9 @@ class _SplitFfn:
 
     hidden_size: int
     size: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "hidden_size size")
 
     def problem(self, size: int) -> str | None:
         return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None

@@ -147,6 +147,9 @@ class GatedDeltaNet:
         decls |= {"delta_conv": conv, "delta_decay": of_heads, "delta_step_bias": replace(of_heads, init="zeros")}
         return decls | self.norm.declare("delta_norm", (rule.value_size,), (None,))
 
+    def kv_copies(self, size: int) -> int:
+        return 1
+
     def problem(self, size: int) -> str | None:
         if self.num_key_heads % size:
             return f"{self.num_key_heads} key heads of linear attention do not divide over {size} devices"

@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Self
 
 from jaxvllm.models.forms.form import Activation
-from jaxvllm.models.rope import RopeLengths, make_rope, no_rope, served_positions
-from jaxvllm.models.spec import RopeSpec
+from jaxvllm.models.rope import RopeLengths, RopeSpec, make_rope, served_positions
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -41,6 +40,10 @@ class HfConfig:
 
     def __post_init__(self) -> None:
         self.refuse({key: neutral for key, neutral in UNSUPPORTED.items() if key not in self.understood})
+
+    def with_defaults(self, **defaults: Any) -> Self:
+        """Returns this config with the values of a family for keys that it leaves out."""
+        return replace(self, values=defaults | dict(self.values))
 
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError if a key has another value than those that change nothing."""
@@ -99,15 +102,8 @@ class HfConfig:
         """Returns the window of each layer: `window` for layers of sliding attention, and None for the others."""
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
-    def ropes(self, theta: float, head_size: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-        """Returns the rope of all layers, and a rope that rotates nothing."""
-        rope = make_rope(
-            self.rope_parameters(), self.number("rope_theta", theta), head_size, self._lengths(max_position)
-        )
-        return rope, no_rope(rope.rotary_dim)
-
     def rope(self, parameters: Mapping[str, Any], theta: float, head_size: int, max_position: int) -> RopeSpec:
-        """Returns the rope of one entry, for configs that have several."""
+        """Returns the rope that an entry of rope parameters describes."""
         return make_rope(parameters, theta, head_size, self._lengths(max_position))
 
     def served_positions(self, parameters: Mapping[str, Any], max_position: int) -> int:

@@ -11,19 +11,31 @@ from sharding.axis import ModelAxis
 
 # A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a loop.
 Scalar = int | jax.Array
+# cos and sin of a rope, f32[T, rotary_dim / 2].
+type Rotation = tuple[jax.Array, jax.Array]
 
 
 class Attend[Kv](Protocol):
     """Writes the keys and values of a layer to the cache and attends.
 
     given: the step as the layer sees it
-    q  # [T, H, D]: normed and rotated, not yet scaled by spec.attention_scale; head h reads KV head h // G
+    q  # [T, H, D]: normed and rotated, not yet scaled; head h reads KV head h // G
     k, v  # [T, K, D]; None: the layer whose memory is read has written them already
+    scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
     Returns [T, H, D] and the new cache.
     """
 
     def __call__(
-        self, kv: Kv, given: "LayerInput", q: jax.Array, k: jax.Array | None, v: jax.Array | None, /
+        self,
+        kv: Kv,
+        given: "LayerInput",
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        /,
+        *,
+        scale: float,
+        soft_cap: float | None,
     ) -> tuple[jax.Array, Kv]: ...
 
 
@@ -51,7 +63,7 @@ class LayerInput:
     """The T packed tokens of a step, and the ways to the cache and to the other devices."""
 
     positions: jax.Array  # i32[T]
-    rotation: tuple[jax.Array, jax.Array]  # cos and sin of the layer's rope, f32[T, rotary_dim / 2]
+    rotation: Rotation | None  # of the layer's rope, where it has one
     attend: Attend[Any]
     recur: Recur[Any]
     axis: ModelAxis

@@ -19,6 +19,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.ops import OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
+from jaxvllm.models.rope import no_rope
 from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
 
@@ -67,7 +68,7 @@ def layer_loops(layers: Sequence[Block]) -> tuple[Loop, ...]:
     loops = _loops(layers)
     if sum(len(loop.runs) for loop in loops) <= 2 * len(set(layers)):
         return loops
-    return _loops([replace(layer, window=None, rope=0) for layer in layers])
+    return _loops([replace(layer, window=None, rope=no_rope(layer.rope)) for layer in layers])
 
 
 def _loops(kinds: Sequence[Hashable]) -> tuple[Loop, ...]:
@@ -145,7 +146,7 @@ def _shared(spec: ModelSpec, numbers: np.ndarray) -> dict[str, int | np.ndarray]
     """Returns window and rope of the layers with these numbers: an int where all share it, else i32[layers]."""
     layers = [spec.layers[number] for number in numbers.flat]
     windows = [NO_WINDOW if layer.window is None else layer.window for layer in layers]
-    every = {"window": windows, "rope": [layer.rope for layer in layers]}
+    every = {"window": windows, "rope": [spec.ropes.index(layer.rope) for layer in layers]}
     return {name: v[0] if len(set(v)) == 1 else np.asarray(v, np.int32) for name, v in every.items()}
 
 

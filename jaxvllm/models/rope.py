@@ -16,9 +16,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxvllm.models.spec import RopeSpec
-
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """A rotary embedding with its scaling already applied. `make_rope` makes such specs.
+
+    `inv_freq` is in radians per position, with one number for each pair of rotated dimensions. A layer without
+    positions (SmolLM 3) has zeros there, which rotate nothing. cos and sin are multiplied by `scale`.
+    """
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) and value >= 0 for value in self.inv_freq):
+            raise ValueError(f"rope frequencies must be finite and not negative, not {self.inv_freq}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"rope scale must be positive, not {self.scale}")
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * len(self.inv_freq)
 
 
 @dataclass(frozen=True)
@@ -30,9 +50,9 @@ class RopeLengths:
     max_model_len: int | None  # longest sequence to serve; None: the longest that the model can serve
 
 
-def no_rope(rotary_dim: int) -> RopeSpec:
-    """Returns a rope that rotates nothing and is as wide as the others of its model."""
-    return RopeSpec((0.0,) * (rotary_dim // 2))
+def no_rope(rope: RopeSpec | None) -> RopeSpec | None:
+    """Returns a rope as wide as `rope` that rotates nothing, so that layers with either can be in one loop."""
+    return None if rope is None else RopeSpec((0.0,) * len(rope.inv_freq))
 
 
 def rope_kind(parameters: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ class Spread:
         if problem := _problem(self.spec, self.size):
             works = ", ".join(f"1x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
             raise ValueError(f"{problem}: use a mesh of {works}, or as many replicas (DxM) as you like")
-        if self.stages > 1 and (self.spec.reads or self.spec.layer_embedding is not None):
+        if self.stages > 1 and (self.spec.shares_memory or self.spec.layer_embedding is not None):
             raise ValueError(
                 "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
                 "among stages: use a mesh of DxM"
@@ -53,7 +53,7 @@ class Spread:
                 f"{self.spec.num_layers} layers cannot be divided among {self.stages} stages so that each stage has "
                 f"some, and layers like those of the others: use a mesh of {works}"
             )
-        if self.spec.layer_scales and self.stages > 1 and self.zero_layers:
+        if any(layer.has_scale for layer in self.spec.layers) and self.stages > 1 and self.zero_layers:
             raise ValueError(
                 f"{self.spec.num_layers} layers whose output is scaled cannot be filled up with layers of zeros for "
                 f"{self.stages} stages: use as many stages as divide the layers"
@@ -66,13 +66,16 @@ class Spread:
 
     @property
     def kv_copies(self) -> int:
-        """The number of devices, or of heads of one device, that hold the same KV head."""
-        return self.spec.usual_attention.kv_copies(self.size)
+        """The most devices, or heads of one device, that hold the same KV head of a layer."""
+        return max(layer.attention.kv_copies(self.size) for layer in self.spec.layers)
 
     @property
-    def group_size(self) -> int:
-        """The number of query heads for each copy of a KV head, heads of zeros included."""
-        return self.whole.group_size
+    def zero_heads(self) -> int:
+        """The most query heads of zeros in a layer."""
+        return max(
+            whole.attention.num_heads - layer.attention.num_heads
+            for whole, layer in zip(self.stage.layers, self.spec.layers, strict=False)
+        )
 
     @property
     def stage_layers(self) -> int:
@@ -87,46 +90,24 @@ class Spread:
     @cached_property
     def whole(self) -> ModelSpec:
         """The spec that the arrays over all devices have. Each of its sizes divides."""
-        stage, stages = self.stage, self.stages
-        return replace(
-            stage,
-            num_layers=stages * stage.num_layers,
-            windows=stage.windows * stages,
-            layer_rope=stage.layer_rope * stages,
-            attentions=stage.attentions * stages,
-            ffns=stage.ffns * stages,
-            reads=stage.reads * stages,
-        )
+        return replace(self.stage, layers=self.stage.layers * self.stages)
 
     @cached_property
     def stage(self) -> ModelSpec:
         """The spec that the arrays over the devices of one stage have."""
-        usual, layers = self.spec.usual_attention.spread(self.size), slice(self.stage_layers)
         return replace(
             self.spec,
-            num_layers=self.stage_layers,
-            windows=self.spec.windows[layers],
-            layer_rope=self.spec.layer_rope[layers],
-            num_kv_heads=usual.num_kv_heads,
-            num_heads=usual.num_heads,
+            layers=tuple(layer.spread(self.size) for layer in self.spec.layers[: self.stage_layers]),
             vocab_size=-(-self.spec.vocab_size // self.size) * self.size,
-            attentions=tuple(attention.spread(self.size) for attention in self.spec.attentions[layers]),
-            ffns=self.spec.ffns[layers],
-            reads=self.spec.reads[layers],
         )
 
     @cached_property
     def shard(self) -> ModelSpec:
         """The spec of the part that one device computes: the layers of a stage, and a share of each."""
-        stage, usual = self.stage, self.stage.usual_attention.shard(self.size)
         return replace(
-            stage,
-            num_kv_heads=usual.num_kv_heads,
-            num_heads=usual.num_heads,
-            vocab_size=stage.vocab_size // self.size,
-            ffn_size=stage.ffn_size // self.size,
-            attentions=tuple(attention.shard(self.size) for attention in stage.attentions),
-            ffns=tuple(ffn.shard(self.size) for ffn in stage.ffns),
+            self.stage,
+            layers=tuple(layer.shard(self.size) for layer in self.stage.layers),
+            vocab_size=self.stage.vocab_size // self.size,
         )
 
 

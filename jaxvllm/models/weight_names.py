@@ -152,11 +152,12 @@ def turned(name: str, decl: ParamDecl) -> tuple[Source, ...]:
 
 def norm_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of the norms, whose names in a checkpoint depend on their placement."""
+    placement = spec.layers[layer].placement
     names = {
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_attention_layernorm",
         # In a model without norms after the branches, this name means the norm before the FFN.
-        "ffn_norm": "post_attention_layernorm" if spec.placement in ("pre", "twin") else "pre_feedforward_layernorm",
+        "ffn_norm": "post_attention_layernorm" if placement in ("pre", "twin") else "pre_feedforward_layernorm",
         "ffn_post_norm": "post_feedforward_layernorm",
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",

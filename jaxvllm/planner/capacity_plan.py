@@ -91,7 +91,7 @@ def make_plan(question: Question) -> CapacityPlan | Refusal:
         findings=findings,
         no_room=no_room,
         kv_copies=deployment.spread.kv_copies,
-        zero_heads=whole.num_heads - deployment.spec.num_heads,
+        zero_heads=deployment.spread.zero_heads,
         zero_layers=deployment.spread.zero_layers,
         zero_tokens=whole.vocab_size - deployment.spec.vocab_size,
         context=question.context,

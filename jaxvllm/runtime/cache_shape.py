@@ -12,7 +12,7 @@ from jaxvllm.core.page_groups import windowed_pages
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.state_group import MOST_STATES
 from jaxvllm.models.layer_loops import known_windows
-from jaxvllm.models.layer_memory import PAGE_AXES, KeysAndValues, LayerMemory
+from jaxvllm.models.layer_memory import PAGE_AXES, LayerMemory
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.slot_fields import SlotSizes
@@ -50,8 +50,7 @@ class DraftCache:
     """
 
     num_layers: int = 0
-    num_kv_heads: int = 0
-    head_size: int = 0
+    memory: LayerMemory | None = None  # of each of these layers
     num_features: int = 0
 
 
@@ -86,7 +85,7 @@ class CacheShape:
         kept = {number: layer.memory for number, layer in enumerate(spec.layers) if layer.reads is None}
         if None in windows:
             memories = {memory.seeing(None) for memory in kept.values()}
-            if len(memories) > 1 or spec.reads:
+            if len(memories) > 1 or spec.shares_memory:
                 raise NotImplementedError("the windows of layers that keep different things must have a pattern")
             return (LayerGroup(tuple(kept), memories.pop()),)
         longest = self.max_pages * self.page_size
@@ -174,10 +173,9 @@ class CacheShape:
 
     def _draft_structs(self, backend: Backend) -> list[jax.ShapeDtypeStruct]:
         draft = self.draft
-        if draft is None or not draft.num_layers:
+        if draft is None or draft.memory is None:
             return []
-        memory = KeysAndValues(draft.num_kv_heads, draft.head_size, None)
-        return [memory.pages(draft.num_layers, self.num_pages, self.page_size, self.dtype, backend)]
+        return [draft.memory.pages(draft.num_layers, self.num_pages, self.page_size, self.dtype, backend)]
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
         """Returns what the slot state depends on."""

@@ -87,7 +87,15 @@ class LayerCache:
         return self.pages, taken
 
     def attend(
-        self, kept: Kept, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
+        self,
+        kept: Kept,
+        given: LayerInput,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        *,
+        scale: float,
+        soft_cap: float | None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
         pages, taken = kept
@@ -101,8 +109,8 @@ class LayerCache:
             k,
             v,
             given.window,
-            scale=self.spec.attention_scale,
-            soft_cap=self.spec.attention_soft_cap,
+            scale=scale,
+            soft_cap=soft_cap,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )
@@ -144,7 +152,7 @@ class LayerCache:
         return pages
 
     def _place(self, given: LayerInput) -> jax.Array | int:
-        if len(self.groups) == 1 and not self.spec.reads:
+        if len(self.groups) == 1 and not self.spec.shares_memory:
             return given.number
         return jnp.asarray(self._places)[given.number]
 

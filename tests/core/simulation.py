@@ -10,7 +10,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from jaxvllm.core import scheduler
+from jaxvllm.core import prefills
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool
@@ -449,7 +449,7 @@ class Simulation:
             assert not decodes, "two phases in one step"
         lengths = dict(zip(chunks, plan.lengths[plan.num_decode :].tolist(), strict=True))
         room: dict[Shadow, int] = {}  # for the scores of those that want wide ones
-        left = scheduler.SCORE_BATCH
+        left = prefills.SCORE_BATCH
         for shadow in [*prefilling, *admitted]:
             if shadow.job.wide:
                 room[shadow] = left
@@ -551,7 +551,7 @@ class Simulation:
         assert [s.key for s in admitted] == sorted(s.key for s in admitted)
         for waiting in self._waiting():
             for overtaker in admitted:
-                if waiting.key < overtaker.key and not (waiting.job.wide and num_wide == scheduler.SCORE_BATCH):
+                if waiting.key < overtaker.key and not (waiting.job.wide and num_wide == prefills.SCORE_BATCH):
                     assert not waiting.job.scored, "a prompt that is scored takes nothing from others"
                     runners = {**dict.fromkeys(admitted, 0), **computed_before}
                     assert self.setup.caching and any(

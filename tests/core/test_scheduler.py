@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxvllm.core import scheduler
+from jaxvllm.core import prefills
 from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import FinishReason
@@ -86,7 +86,7 @@ ACTIONS = st.one_of(
 @given(data=st.data())
 def test_every_plan_and_every_end_is_what_the_oracle_predicts(policy: str, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "SCORE_BATCH", data.draw(st.sampled_from([1, 5, 64])))
+        patch.setattr(prefills, "SCORE_BATCH", data.draw(st.sampled_from([1, 5, 64])))
         simulate(Simulation(data.draw(setups(policy))), data)
 
 

@@ -33,7 +33,7 @@ def answers(backend: BackendName, has_window: bool) -> tuple[list[list[int]], np
     """
     fixture = Fixture.load("gemma3")
     config = fixture.config | {"num_hidden_layers": 1, "sliding_window_pattern": 1 + has_window}
-    assert list(model_spec(config, 64).windows) == [32 if has_window else None]
+    assert [layer.window for layer in model_spec(config, 64).layers] == [32 if has_window else None]
     shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[1-6]\.", name)}
     prompts = [prompt[:40] for prompt in fixture.prompts]
     prompts = [prompts[-1], prompts[-2], prompts[-1][:33], prompts[0][:5]]

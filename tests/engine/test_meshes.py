@@ -190,7 +190,8 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
     config = EngineConfig(mesh=mesh)
     resolved = ResolvedConfig.of(config, checkpoint.read_config(DEMO_MODEL), "cpu")
     spec = resolved.spec
-    page_bytes = resolved.dtype.itemsize * 16 * spec.num_layers * spec.num_kv_heads * 2 * spec.head_size
+    attention = spec.layers[0].attention
+    page_bytes = resolved.dtype.itemsize * 16 * spec.num_layers * attention.num_kv_heads * 2 * attention.head_size
     fullest = jax.devices()[0]
     meshes = replica_meshes(make_mesh(MeshShape.parse(mesh), jax.devices()))
     smallest = resolved.cache_shape(num_pages=2)

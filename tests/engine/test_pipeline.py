@@ -148,7 +148,7 @@ def routed_spec(config: HfConfig) -> ModelSpec:
     routed = toy.SoftlyRoutedFfn(
         spec.hidden_size, config.integer("num_experts"), config.integer("moe_intermediate_size")
     )
-    return replace(spec, ffns=(routed,) * spec.num_layers)
+    return replace(spec, layers=tuple(replace(layer, ffn=routed) for layer in spec.layers))
 
 
 @pytest.fixture

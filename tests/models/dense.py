@@ -12,27 +12,32 @@ from jaxvllm.models.state_memory import StateMemory
 from sharding.axis import ALONE, ModelAxis
 
 
-def dense_attend(spec: ModelSpec) -> Any:
+def dense_attend(
+    kv: Any,
+    given: LayerInput,
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""
-
-    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> Any:
-        if k is None or v is None:
-            k, v = kv[_key(given)]
-        elif isinstance(kv, dict) and _key(given) in kv:
-            kv = kv | {_key(given): (k, v)}
-        G = q.shape[1] // k.shape[1]
-        dtype = q.dtype
-        q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.attention_scale
-        if spec.attention_soft_cap is not None:
-            scores = jnp.tanh(scores / spec.attention_soft_cap) * spec.attention_soft_cap
-        behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
-        seen = (behind >= 0) & (behind < given.window)
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("hqk,khd->qhd", weights, v).astype(dtype), kv
-
-    return attend
+    if k is None or v is None:
+        k, v = kv[_key(given)]
+    elif isinstance(kv, dict) and _key(given) in kv:
+        kv = kv | {_key(given): (k, v)}
+    G = q.shape[1] // k.shape[1]
+    dtype = q.dtype
+    q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
+    scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
+    seen = (behind >= 0) & (behind < given.window)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", weights, v).astype(dtype), kv
 
 
 def dense_recur(kv: Any, given: LayerInput, weights: Any, tokens: Any) -> Any:
@@ -60,5 +65,5 @@ def dense_logits(params: Any, spec: ModelSpec, tokens: list[int], axis: ModelAxi
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     ids = jnp.asarray(tokens, jnp.int32)
     cache = dense_cache(spec, len(tokens))
-    hidden, _ = forward(params, spec, ids, positions, cache, dense_attend(spec), axis, dense_recur)
+    hidden, _ = forward(params, spec, ids, positions, cache, dense_attend, axis, dense_recur)
     return project_logits(params, spec, hidden)

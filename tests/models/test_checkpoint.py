@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
+from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
 from tests.models.fixture import Fixture
 
@@ -60,7 +61,9 @@ def test_every_row_lands_in_its_place(tmp_path: Path) -> None:
     spec = model_spec(fixture.config)
     params = load(fixture.write_checkpoint(tmp_path))
     fused = fixture.weights()["model.layers.2.self_attn.qkv_proj.weight"]
-    H, K, G, D = spec.num_heads, spec.num_kv_heads, spec.group_size, spec.head_size
+    attention = spec.layers[2].attention
+    assert isinstance(attention, GroupedQueryAttention)
+    H, K, G, D = attention.num_heads, attention.num_kv_heads, attention.group_size, attention.head_size
     ours = np.asarray(params["layers"][2]["qkv"]).reshape(K, G + 2, D, -1)
     for head in range(H):
         np.testing.assert_array_equal(ours[head // G, head % G], fused[head * D : (head + 1) * D])

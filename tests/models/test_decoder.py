@@ -1,6 +1,5 @@
 """What the decoder promises besides the numbers: both layouts agree, and windows cost nothing unless used."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.models import checkpoint
+from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.decoder import forward
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.layer_input import LayerInput
@@ -25,6 +25,7 @@ from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
 from sharding.placement import mesh_of
 from sharding.rules import partition_spec
+from tests.models.changed import in_windows
 from tests.models.dense import dense_attend, dense_logits
 from tests.models.fixture import NAMES, Fixture
 
@@ -75,7 +76,7 @@ def test_what_attend_is_given(name: str, layout: Layout) -> None:
     spec = spec_of(name)
     shapes, windows = set(), set()
 
-    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> Any:
         chex.assert_rank(given.number, 0)
         shapes.add((q.shape, k.shape, v.shape))
         windows.add(given.window if isinstance(given.window, int) else None)
@@ -84,21 +85,21 @@ def test_what_attend_is_given(name: str, layout: Layout) -> None:
     tokens = jnp.zeros(5, jnp.int32)
     params = abstract_params(spec, jnp.float32, layout, mesh_of(jax.devices()[0]))
     jax.eval_shape(lambda params: forward(params, spec, tokens, tokens, (), attend), params)
-    H, K, D = spec.num_heads, spec.num_kv_heads, spec.head_size
+    attention = spec.layers[0].attention
+    assert isinstance(attention, GroupedQueryAttention)
+    H, K, D = attention.num_heads, attention.num_kv_heads, attention.head_size
     assert shapes == {((5, H, D), (5, K, D), (5, K, D))}
     # A window is a number that the compiler knows, where layers differ in it too: a run of equal layers is one loop.
-    assert windows == {NO_WINDOW if window is None else window for window in spec.windows}
+    assert windows == {NO_WINDOW if window is None else window for window in spec.seen_windows}
 
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])
 def test_a_program_does_not_grow_with_the_layers_but_by_their_matmuls(layout: Layout) -> None:
     def lines(num_layers: int) -> int:
-        spec = replace(
-            spec_of("llama"), num_layers=num_layers, windows=(None,) * num_layers, layer_rope=(0,) * num_layers
-        )
+        spec = in_windows(spec_of("llama"), *[None] * num_layers)
         params = abstract_params(spec, jnp.float32, layout, mesh_of(jax.devices()[0]))
         tokens = jnp.zeros(5, jnp.int32)
-        program = jax.jit(lambda params: forward(params, spec, tokens, tokens, (), dense_attend(spec)))
+        program = jax.jit(lambda params: forward(params, spec, tokens, tokens, (), dense_attend))
         return len(program.lower(params).as_text().splitlines())
 
     matmuls = 4  # of a layer: qkv, o, gate and up, down
@@ -116,10 +117,9 @@ def test_bfloat16_runs_with_norms_and_logits_in_float32() -> None:
 
 def test_the_cache_is_carried_through_the_layers() -> None:
     spec = spec_of("llama")
-    inner = dense_attend(spec)
 
-    def attend(kv: jax.Array, given: LayerInput, *rest: Any) -> Any:
-        out, _ = inner((), given, *rest)
+    def attend(kv: jax.Array, given: LayerInput, *rest: Any, **options: Any) -> Any:
+        out, _ = dense_attend((), given, *rest, **options)
         return out, kv.at[given.number].add(1)
 
     tokens = jnp.zeros(5, jnp.int32)

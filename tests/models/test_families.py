@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint
+from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
 from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.params import Layout
@@ -89,7 +91,9 @@ def test_turning_round_takes_every_matrix_and_nothing_else(tmp_path: Path) -> No
     turned = load(Fixture.load("llama"), tmp_path / "turned", "separate", TURNED)[0]["layers"][0]
     assert {name for name, value in turned.items() if isinstance(value, Matrix)} == {"qkv", "o", "gate_up", "down"}
     array = turned["gate_up"].arrays["turned"]
-    assert array.shape[1:] == (2, spec.ffn_size)
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, GatedFfn)
+    assert array.shape[1:] == (2, ffn.size)
     chex.assert_trees_all_equal(np.moveaxis(array, 0, -1), before["gate_up"])
 
 
@@ -131,7 +135,9 @@ def test_ministral3_inside_the_multimodal_checkpoint(prefix: str, beside: str, t
     chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
     # That of Mistral Small 3.1 is an older Mistral.
     older = model_spec(config | {"text_config": text | {"model_type": "mistral", "sliding_window": None}})
-    assert older.q_growth is None and older.windows == (None,) * older.num_layers
+    [layer] = set(older.layers)
+    assert isinstance(layer.attention, GroupedQueryAttention)
+    assert layer.attention.q_growth is None and layer.window is None
 
 
 def test_the_first_checkpoints_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) -> None:

@@ -18,18 +18,24 @@ from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
 from pallas_kernels.ragged_paged_attention import NO_WINDOW
 from sharding.placement import mesh_of
+from tests.models.changed import in_windows
 from tests.models.dense import dense_attend
 from tests.models.test_spread import DEMO
 
 
 def windowed(*windows: int | None) -> ModelSpec:
-    return replace(DEMO, num_layers=len(windows), windows=windows, layer_rope=(0,) * len(windows))
+    return in_windows(DEMO, *windows)
 
 
 def first_dense(dense: int, rest: int) -> ModelSpec:
     """The layers of a DeepSeek, as far as their kinds go."""
-    ffns = (GatedFfn(DEMO.hidden_size, 24),) * dense + (GatedFfn(DEMO.hidden_size, 8),) * rest
-    return replace(windowed(*(None,) * (dense + rest)), ffns=ffns)
+    return with_ffns(windowed(*(None,) * (dense + rest)), [24] * dense + [8] * rest)
+
+
+def with_ffns(spec: ModelSpec, sizes: list[int]) -> ModelSpec:
+    ffns = [GatedFfn(DEMO.hidden_size, size) for size in sizes]
+    layers = zip(spec.layers, ffns, strict=True)
+    return replace(spec, layers=tuple(replace(layer, ffn=ffn) for layer, ffn in layers))
 
 
 GEMMA3 = (4, 4, 4, 4, 4, None)
@@ -55,7 +61,7 @@ def test_runs_and_periods(spec: ModelSpec, loops: list[Loop]) -> None:
 @given(st.lists(st.sampled_from([None, 4, 5]), min_size=1, max_size=24), st.integers(0, 2**24 - 1))
 def test_every_layer_has_its_turn(windows: list[int | None], dense: int) -> None:
     sizes = [24 if dense >> i & 1 else 8 for i in range(len(windows))]
-    spec = replace(windowed(*windows), ffns=tuple(GatedFfn(DEMO.hidden_size, size) for size in sizes))
+    spec = with_ffns(windowed(*windows), sizes)
     met: list[int] = []
     known = known_windows(spec)
     for loop in layer_loops(spec.layers):
@@ -81,7 +87,7 @@ def traced(spec: ModelSpec, layout: Layout, attend: Any) -> Any:
 def test_attend_knows_the_windows_that_layers_of_a_run_share(windows: tuple[int | None, ...], layout: Layout) -> None:
     spec, seen = windowed(*windows), set()
 
-    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def attend(kv: Any, given: LayerInput, q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> Any:
         seen.add(given.window if isinstance(given.window, int) else None)
         return q, kv
 
@@ -97,7 +103,7 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_program_is_the_same_at_any_depth_but_for_its_numbers(name: str) -> None:
-    shallow, deep = (traced(spec, "stacked", dense_attend(spec)).as_text() for spec in SPECS[name])
+    shallow, deep = (traced(spec, "stacked", dense_attend).as_text() for spec in SPECS[name])
     assert shallow != deep
 
     def without_numbers(text: str) -> str:
@@ -110,6 +116,6 @@ def test_a_program_is_the_same_at_any_depth_but_for_its_numbers(name: str) -> No
 @pytest.mark.parametrize("name", SPECS)
 def test_separate_arrays_cost_a_branch_each(name: str) -> None:
     shallow, deep = SPECS[name]
-    lines = [len(traced(spec, "separate", dense_attend(spec)).as_text().splitlines()) for spec in (shallow, deep)]
+    lines = [len(traced(spec, "separate", dense_attend).as_text().splitlines()) for spec in (shallow, deep)]
     matmuls = 4 * (deep.num_layers - shallow.num_layers)
     assert 0 < lines[1] - lines[0] < 8 * matmuls

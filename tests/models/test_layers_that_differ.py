@@ -75,13 +75,13 @@ def toy_spec(config: HfConfig) -> ModelSpec:
     spec, first = llama_spec(config), config.integer("first_k_dense_replace")
     routed = SoftlyRoutedFfn(spec.hidden_size, config.integer("num_experts"), config.integer("moe_intermediate_size"))
     # The last layer attends with fewer and larger heads.
-    large = replace(spec.usual_attention, num_heads=2, num_kv_heads=2)
-    return replace(
-        spec,
-        windows=tuple(3 if layer >= first and (layer - first) % 3 < 2 else None for layer in range(spec.num_layers)),
-        ffns=tuple(spec.usual_ffn if layer < first else routed for layer in range(spec.num_layers)),
-        attentions=(spec.usual_attention,) * (spec.num_layers - 1) + (large,),
-    )
+    windows = (3 if layer >= first and (layer - first) % 3 < 2 else None for layer in range(spec.num_layers))
+    layers = list(spec.layers[0].in_windows(windows))
+    layers[first:] = [replace(layer, ffn=routed) for layer in layers[first:]]
+    attention = layers[-1].attention
+    assert isinstance(attention, GroupedQueryAttention)
+    layers[-1] = replace(layers[-1], attention=replace(attention, num_heads=2, num_kv_heads=2))
+    return replace(spec, layers=tuple(layers))
 
 
 def toy_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
@@ -225,7 +225,7 @@ def test_on_a_mesh(model: Path, size: int, layout: Layout) -> None:
         check_vma=False,
     )
     check(jax.jit(run)(params))
-    assert Spread(spec, size).shard.ffns[-1] == SoftlyRoutedFfn(E, X, F // size)
+    assert Spread(spec, size).shard.layers[-1].ffn == SoftlyRoutedFfn(E, X, F // size)
 
 
 def test_devices_that_experts_do_not_divide_over(model: Path) -> None:
@@ -271,7 +271,7 @@ class Int8Ffn(GatedFfn):
 
 def int8_spec() -> ModelSpec:
     spec = llama_spec(HfConfig(CONFIG | {"num_experts": 0}))
-    return replace(spec, ffns=(Int8Ffn(E, 24),) * LAYERS)
+    return replace(spec, layers=tuple(replace(layer, ffn=Int8Ffn(E, 24)) for layer in spec.layers))
 
 
 def test_an_orbax_tree_keeps_dtypes(tmp_path: Path) -> None:
@@ -303,9 +303,10 @@ def test_arrays_have_the_dtype_that_they_are_declared_with() -> None:
     assert turned["down"].arrays["turned"].dtype == jnp.int8 and isinstance(turned["down_scale"], jax.Array)
 
 
-def test_one_kind_for_each_layer_or_none() -> None:
+def test_layers_of_one_model_see_one_hidden_state() -> None:
     spec = llama_spec(HfConfig(CONFIG | {"num_experts": 0}))
-    with pytest.raises(ValueError, match="2 ffns for 9 layers: name one for each layer, or none"):
-        replace(spec, ffns=(spec.usual_ffn,) * 2)
-    named = replace(spec, attentions=(GroupedQueryAttention(E, 4, 2, D, spec.norm),) * LAYERS)
-    assert named.layers == spec.layers
+    attention = GroupedQueryAttention(E, 4, 2, D, spec.norm, scale=D**-0.5)
+    assert {layer.attention for layer in spec.layers} == {attention}
+    wider = replace(spec.layers[0], attention=replace(attention, hidden_size=2 * E))
+    with pytest.raises(ValueError, match="all layers must have hidden states of one size"):
+        replace(spec, layers=(*spec.layers, wider))

@@ -23,12 +23,13 @@ from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.models.changed import changed
 from tests.models.fixture import NAMES, Fixture
 from tests.waiting import PATIENCE
 
 INDEX = "model.safetensors.index.json"
-# What has numbers of heads: a whole model, or the attention of a layer that differs from others.
-type Heads = ModelSpec | GroupedQueryAttention | GatedDeltaNet
+# What has numbers of heads.
+type Heads = GroupedQueryAttention | GatedDeltaNet
 
 
 def divisible(name: str) -> Fixture:
@@ -52,7 +53,7 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
     if isinstance(spec, GatedDeltaNet):  # its heads divide as they are
         return array
     K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
-    P = 2 if isinstance(spec, GroupedQueryAttention) and spec.gated else 1  # a head of queries, and its gate
+    P = 2 if spec.gated else 1  # a head of queries, and its gate
     copies = size // np.gcd(K, size)
     share = -(-G // copies)
 
@@ -129,8 +130,9 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
     mesh = make_mesh(MeshShape(1, size), jax.devices())
     many = checkpoint.load(directory, spec, dtype=jnp.float32, layout=layout, mesh=mesh, **options)
     assert set(many) == set(one)
+    [first, *_] = [layer.attention for layer in spec.layers if isinstance(layer.attention, GroupedQueryAttention)]
     for name in set(one) - {"layers"}:
-        check(name, many[name], one[name], spec, size)
+        check(name, many[name], one[name], first, size)
     for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
         assert set(got) == set(canonical)
         assert isinstance(layer.attention, GroupedQueryAttention | GatedDeltaNet)
@@ -144,8 +146,9 @@ def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
     spec = model_spec(fixture.config, fixture.max_model_len)
     directory = fixture.write_checkpoint(tmp_path)
     for size in (2, 4, 8):
-        refused = "norms all of them together" if spec.qk_norm == "full" else "heads of linear attention do not divide"
-        if size == 8 and (spec.qk_norm == "full" or name == "qwen3_5"):
+        norms_all = getattr(spec.layers[0].attention, "qk_norm", "") == "full"
+        refused = "norms all of them together" if norms_all else "heads of linear attention do not divide"
+        if size == 8 and (norms_all or name == "qwen3_5"):
             with pytest.raises(ValueError, match=f"{refused}.*: use a mesh of 1x1, 1x2"):
                 check_spread(directory, spec, size, "separate")
         else:
@@ -161,7 +164,8 @@ def test_stacked_layers_are_filled_shard_by_shard(name: str, size: int, tmp_path
 
 def test_three_kv_heads_over_two_devices_and_dummy_weights(tmp_path: Path) -> None:
     # A device's heads then belong to two KV heads, one of them shared with its neighbour.
-    spec = replace(model_spec(divisible("llama-bias").config), num_heads=15, num_kv_heads=3, vocab_size=13)
+    heads = {"num_heads": 15, "num_kv_heads": 3}
+    spec = replace(changed(model_spec(divisible("llama-bias").config), heads), vocab_size=13)
     for size in (2, 4):
         check_spread(tmp_path, spec, size, "separate", load_format="dummy", seed=5)
 
@@ -256,6 +260,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.gated_delta import GatedDeltaNet
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.models.changed import changed
 
 
 def on_host():

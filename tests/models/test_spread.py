@@ -9,38 +9,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxvllm.model_name import DEMO_MODEL
+from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from tests.models.changed import changed, in_windows
 from tests.models.fixture import Fixture
 
 DEMO = model_spec(json.loads(Path(DEMO_MODEL, "config.json").read_text(encoding="utf-8")))
 
 
 def spec_of(num_heads: int, num_kv_heads: int, ffn_size: int = 64, vocab_size: int = 100) -> ModelSpec:
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "ffn_size": ffn_size, "vocab_size": vocab_size}
-    return replace(DEMO, **sizes)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return replace(changed(DEMO, heads, {"size": ffn_size}), vocab_size=vocab_size)
+
+
+def sizes_of(spec: ModelSpec) -> dict[str, int]:
+    """The sizes that are shared out among devices, which all layers have alike."""
+    [layer] = set(spec.layers)
+    assert isinstance(layer.attention, GroupedQueryAttention) and isinstance(layer.ffn, GatedFfn)
+    heads = {"num_heads": layer.attention.num_heads, "num_kv_heads": layer.attention.num_kv_heads}
+    return heads | {"ffn_size": layer.ffn.size, "vocab_size": spec.vocab_size}
 
 
 @given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 12), st.integers(1, 300))
 def test_shares_are_equal_and_hold_the_model(num_kv_heads: int, group: int, size: int, vocab_size: int) -> None:
     spread = Spread(spec_of(num_kv_heads * group, num_kv_heads, 8 * size, vocab_size), size)
-    whole, shard = spread.whole, spread.shard
-    for name in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
-        assert getattr(shard, name) * size == getattr(whole, name), name
-    assert shard.group_size == whole.group_size == spread.group_size
-    assert whole.num_kv_heads == num_kv_heads * spread.kv_copies
+    whole, shard = sizes_of(spread.whole), sizes_of(spread.shard)
+    assert {name: share * size for name, share in shard.items()} == whole
+    assert group_of(shard) == group_of(whole)
+    assert whole["num_kv_heads"] == num_kv_heads * spread.kv_copies
     # No query head is lost, and of what is filled in, less than one head for each copy of a KV head.
-    assert 0 <= spread.group_size * spread.kv_copies - group < spread.kv_copies
-    assert 0 <= whole.vocab_size - vocab_size < size
+    assert 0 <= group_of(whole) * spread.kv_copies - group < spread.kv_copies
+    assert spread.zero_heads == whole["num_heads"] - num_kv_heads * group
+    assert 0 <= whole["vocab_size"] - vocab_size < size
     # As few copies as make the KV heads divide.
     assert all((num_kv_heads * copies) % size for copies in range(1, spread.kv_copies))
+
+
+def group_of(sizes: dict[str, int]) -> int:
+    return sizes["num_heads"] // sizes["num_kv_heads"]
 
 
 def test_what_divides_stays_as_it_is() -> None:
     spec = spec_of(32, 8)
     assert Spread(spec, 1).whole == Spread(spec, 4).whole == spec
-    assert Spread(spec, 4).shard == replace(spec, num_heads=8, num_kv_heads=2, ffn_size=16, vocab_size=25)
+    assert Spread(spec, 4).shard == spec_of(8, 2, 16, 25)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +64,7 @@ def test_what_divides_stays_as_it_is() -> None:
 )
 def test_heads_that_do_not_divide(heads: int, kv_heads: int, size: int, copies: int, group: int) -> None:
     spread = Spread(spec_of(heads, kv_heads, 64 * size), size)
-    assert (spread.kv_copies, spread.group_size) == (copies, group)
+    assert (spread.kv_copies, group_of(sizes_of(spread.whole))) == (copies, group)
 
 
 def test_an_ffn_that_does_not_divide_is_refused_with_the_meshes_that_work() -> None:
@@ -58,7 +73,7 @@ def test_an_ffn_that_does_not_divide_is_refused_with_the_meshes_that_work() -> N
 
 
 def test_heads_that_are_normed_together_are_not_filled_up() -> None:
-    spec = replace(spec_of(12, 4, 240), qk_norm="full")
+    spec = changed(spec_of(12, 4, 240), {"qk_norm": "full"})
     assert Spread(spec, 4).whole == spec and Spread(spec, 3).kv_copies == 3
     with pytest.raises(
         ValueError, match="12 query heads over 4 KV heads do not divide over 8 devices, and this .*1x1, 1x2, 1x4, or"
@@ -67,8 +82,7 @@ def test_heads_that_are_normed_together_are_not_filled_up() -> None:
 
 
 def layered(num_layers: int, windows: tuple[int | None, ...] = (None,)) -> ModelSpec:
-    windows = (windows * num_layers)[:num_layers]
-    return replace(DEMO, num_layers=num_layers, windows=windows, layer_rope=(0,) * num_layers)
+    return in_windows(DEMO, *(windows * num_layers)[:num_layers])
 
 
 @pytest.mark.parametrize(
@@ -107,14 +121,19 @@ def test_layers_that_need_each_other_are_not_divided_among_stages() -> None:
     keys = model_spec(Fixture.load("gemma4-keys").config)
     assert Spread(keys, 1, 2).shard.layers == keys.layers[:3]
     with pytest.raises(ValueError, match="5 layers whose output is scaled cannot be filled up with layers of zeros"):
-        Spread(replace(layered(5), layer_scales=True), 1, 2)
+        Spread(changed(layered(5), has_scale=True), 1, 2)
 
 
 def test_a_layer_reads_an_earlier_one_that_is_like_it() -> None:
     spec = model_spec(Fixture.load("gemma4").config)
-    assert spec.reads == (None, None, None, None, 1, 3, 1)
+    assert [layer.reads for layer in spec.layers] == [None, None, None, None, 1, 3, 1]
+
+    def reading(source: int | None) -> ModelSpec:
+        """The spec whose layer 4 reads another."""
+        return replace(spec, layers=(*spec.layers[:4], replace(spec.layers[4], reads=source), *spec.layers[5:]))
+
     for wrong in (4, 5, 0, 6):  # itself, a later one, one with a window, one that reads itself
         with pytest.raises(ValueError, match=f"layer 4 cannot read layer {wrong}: it must be an earlier one like it"):
-            replace(spec, reads=(*spec.reads[:4], wrong, *spec.reads[5:]))
+            reading(wrong)
     with pytest.raises(ValueError, match="layer 4 must either keep keys and values or read those of an earlier layer"):
-        replace(spec, reads=(*spec.reads[:4], None, *spec.reads[5:]))
+        reading(None)

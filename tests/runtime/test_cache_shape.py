@@ -20,6 +20,7 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.models.changed import in_windows
 from tests.models.fixture import Fixture
 
 SHAPE = CacheShape(
@@ -29,8 +30,7 @@ SHAPE = CacheShape(
 
 def spec_of(*windows: int | None) -> ModelSpec:
     """A small model with a layer for each window."""
-    llama = model_spec(known_models()["meta-llama/Llama-3.2-1B"])
-    return replace(llama, num_layers=len(windows), windows=windows, layer_rope=(0,) * len(windows))
+    return in_windows(model_spec(known_models()["meta-llama/Llama-3.2-1B"]), *windows)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,13 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.axis import StageAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.models.changed import in_windows
 from tests.models.test_spread import DEMO
 from tests.runtime.test_sharded_step import DECODE, MIXED, OF_MIN_TOKENS, SHAPE
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
-SPEC = replace(DEMO, num_layers=4, layer_rope=(0,) * 4, windows=(None,) * 4)
+SPEC = in_windows(DEMO, *[None] * 4)
 # The axes of the mesh over which a collective goes that is no collective-permute.
 OVER = re.compile(r"replica_groups=mesh\[[^\]]*\] (\{[^}]*\})")
 

@@ -27,6 +27,7 @@ from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
+from tests.models.changed import changed
 from tests.models.fixture import Fixture
 from tests.runtime.test_step_memory import SHAPE
 
@@ -88,7 +89,7 @@ def test_whatever_differs_gives_another_name() -> None:
         step(sampling=SamplerOptions(max_logprobs=21)),
         step(shape=replace(SHAPE, page_size=SHAPE.page_size * 2)),
         step(spec=replace(spec, norm=RmsNorm(1e-3))),
-        step(spec=replace(spec, activation="gelu")),
+        step(spec=changed(spec, ffn={"activation": "gelu"})),
     ]
     names = [one.name() for one in recipes]
     assert len(set(names)) == len(names)

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import jax
@@ -18,6 +17,7 @@ from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 from pallas_kernels.backend import REFERENCE
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.models.changed import changed, in_windows
 from tests.models.test_spread import DEMO
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_programs")
 OF_MIN_TOKENS = 1
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(")
 DECODE, MIXED = Bucket(8, 8), Bucket(40, 8)
-SPEC = replace(DEMO, num_layers=2, layer_rope=(0,) * 2, windows=(None,) * 2)
+SPEC = in_windows(DEMO, None, None)
 SHAPE = CacheShape(
     num_pages=1024, page_size=16, num_slots=8, max_pages=16, dtype=jnp.dtype(jnp.float32), step_tokens=64
 )
@@ -80,7 +80,7 @@ def test_a_scan_holds_them_once() -> None:
 
 @pytest.mark.parametrize("layout", [pytest.param("separate", marks=pytest.mark.slow), "stacked"])
 def test_layers_in_periods_send_no_more(layout: Layout) -> None:
-    spec = replace(SPEC, num_layers=5, windows=(8, None) * 2 + (8,), layer_rope=(0,) * 5)
+    spec = in_windows(SPEC, *(8, None) * 2, 8)
     assert (
         met_in_a_run(compiled_on(2, layout=layout, spec=spec))["all-reduce"] == 2 * spec.num_layers + 1 + OF_MIN_TOKENS
     )
@@ -88,7 +88,7 @@ def test_layers_in_periods_send_no_more(layout: Layout) -> None:
 
 def test_norms_over_all_heads_cost_one_more() -> None:
     # Queries' and keys' are small, and XLA makes them one.
-    spec = replace(SPEC, qk_norm="full")
+    spec = changed(SPEC, {"qk_norm": "full"})
     assert met_in_a_run(compiled_on(2, spec=spec))["all-reduce"] == 3 * SPEC.num_layers + 1 + OF_MIN_TOKENS
 
 

@@ -29,6 +29,7 @@ from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
 from sharding.placement import mesh_of
+from tests.models.changed import in_windows
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -124,7 +125,7 @@ def test_no_copy_of_a_weight() -> None:
 
 def test_no_copy_of_a_weight_where_layers_follow_a_period() -> None:
     # A loop over two periods of a run and a layer, and a run after it.
-    spec = replace(SPEC, num_layers=8, windows=(64, 64, None) * 2 + (64, 64), layer_rope=(0,) * 8)
+    spec = in_windows(SPEC, *(64, 64, None) * 2, 64, 64)
     kv, params = SHAPE.pages(spec, REFERENCE, MESH), abstract_params(spec, jnp.float32, "separate", MESH)
     memory = StepCompiler(params, kv, spec, SHAPE, REFERENCE, MESH).compile(BURST).begin.memory_analysis()
     # Two groups, each in place: of layers that see all, and of layers with a window.

@@ -1,46 +1,45 @@
 """Command R (Cohere) and Command R7B and A (Cohere 2): attention and FFN beside each other, after one LayerNorm."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
 from jaxvllm.models.rope import no_rope
 from jaxvllm.models.spec import ModelSpec
-
-ROPE, NO_ROPE = 0, 1
 
 
 def cohere_spec(config: HfConfig) -> ModelSpec:
     """Returns the spec of the first Command R, without the norms of queries and keys that Command R+ has."""
     # No Cohere has a head_dim of its own, although transformers writes one.
     values = {key: value for key, value in config.values.items() if key != "head_dim"}
-    values = {"max_position_embeddings": 8192} | values
-    return replace(
-        llama_spec(replace(config, values=values), tied=True),
-        norm=LayerNorm(config.number("layer_norm_eps", 1e-5), bias=False),
+    config = replace(config, values=values).with_defaults(max_position_embeddings=8192, tie_word_embeddings=True)
+    usual, norm = UsualParts(config), LayerNorm(config.number("layer_norm_eps", 1e-5), bias=False)
+    has_bias = usual.attention_bias
+    layer = Block(
+        norm=norm,
         placement="parallel",
-        rope_pairs="neighbours",
-        logit_scale=config.number("logit_scale", 0.0625),
+        attention=replace(usual.attention(norm), rope_pairs="neighbours", qkv_bias=has_bias, o_bias=has_bias),
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
     )
+    return replace(usual.model([layer] * usual.num_layers, norm), logit_scale=config.number("logit_scale", 0.0625))
 
 
 def cohere2_spec(config: HfConfig) -> ModelSpec:
     spec = cohere_spec(config)
     kinds = config.layer_types_by_period(spec.num_layers, config.integer("sliding_window_pattern", 4))
-    return with_positions_in_windows(spec, config.windows(kinds, config.optional_integer("sliding_window", 4096)))
+    windows = config.windows(kinds, config.optional_integer("sliding_window", 4096))
+    return replace(spec, layers=with_positions_in_windows(spec.layers[0], windows))
 
 
-def with_positions_in_windows(spec: ModelSpec, windows: tuple[int | None, ...]) -> ModelSpec:
-    """Returns the spec with these windows, in which layers that see everything have no positions."""
-    [rope] = spec.ropes
-    return replace(
-        spec,
-        windows=windows,
-        ropes=(rope, no_rope(rope.rotary_dim)),
-        layer_rope=tuple(NO_ROPE if window is None else ROPE for window in windows),
-    )
+def with_positions_in_windows(layer: Block, windows: Iterable[int | None]) -> tuple[Block, ...]:
+    """Returns a layer like this one for each window. Layers that see everything have no positions."""
+    unturned = replace(layer, rope=no_rope(layer.rope))
+    return tuple(unturned if window is None else replace(layer, window=window) for window in windows)
 
 
 FAMILIES = (Family("CohereForCausalLM", cohere_spec), Family("Cohere2ForCausalLM", cohere2_spec))

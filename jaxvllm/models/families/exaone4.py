@@ -2,23 +2,33 @@
 
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.cohere import with_positions_in_windows
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
 
 
 def exaone4_spec(config: HfConfig) -> ModelSpec:
-    spec = replace(llama_spec(config, eps=1e-5), placement="post", qk_norm="head")
+    usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5))
+    has_bias = usual.attention_bias
+    layer = Block(
+        norm=norm,
+        placement="post",
+        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
+    )
     window = config.optional_integer("sliding_window", 4096)
     if window is None:  # as in the model of 1.2B, all of whose layers have positions
-        return spec
+        return usual.model([layer] * usual.num_layers, norm)
     period = 4
     if config.values.get("layer_types") is None:  # otherwise the pattern may be a text, such as LLLG
         period = config.integer("sliding_window_pattern", 4)
-    kinds = config.layer_types_by_period(spec.num_layers, period)
-    return with_positions_in_windows(spec, config.windows(kinds, window))
+    kinds = config.layer_types_by_period(usual.num_layers, period)
+    return usual.model(with_positions_in_windows(layer, config.windows(kinds, window)), norm)
 
 
 FAMILY = Family("Exaone4ForCausalLM", exaone4_spec)

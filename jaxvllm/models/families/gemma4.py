@@ -8,9 +8,10 @@ earlier layer of their kind. Tokens of small models mean something to each layer
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxvllm.models.attention import GroupedQueryAttention, KvProjections
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family, beside_vision
 from jaxvllm.models.families.gemma3 import rope_entries
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.layer_embedding import LayerEmbedding
@@ -27,80 +28,73 @@ _ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 def gemma4_spec(config: HfConfig) -> ModelSpec:
     # Only the tokens of an image would see those after them.
     config.refuse({"enable_moe_block": (None, False), "use_bidirectional_attention": (None, False, "vision")})
-    num_layers, hidden_size = config.integer("num_hidden_layers", 30), config.integer("hidden_size", 2304)
-    vocab_size, ffn_size = config.integer("vocab_size", 262_144), config.integer("intermediate_size", 9216)
-    num_heads, num_kv_heads = config.integer("num_attention_heads", 8), config.integer("num_key_value_heads", 4)
-    kinds = [*config.layer_types_by_period(num_layers, 6)[:-1], _FULL]  # the last one always sees all
-    norm = RmsNorm(config.number("rms_norm_eps", 1e-6))
-    activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
-    max_position = config.integer("max_position_embeddings", 131_072)
-    num_shared = config.integer("num_kv_shared_layers", 0, least=0)
-    has_bias = config.flag("attention_bias", False)
-    key_is_value = config.flag("attention_k_eq_v", False)
-    sliding = GroupedQueryAttention(
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=config.integer("head_dim", 256),
-        norm=norm,
-        qk_norm="head",
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        v_norm=True,
+    config = config.with_defaults(
+        vocab_size=262_144,
+        hidden_size=2304,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        intermediate_size=9216,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
     )
+    usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
+    of_full, of_sliding = rope_entries(config)
+    activation = config.activation("hidden_activation", "gelu_pytorch_tanh")
+    own_size = config.integer("hidden_size_per_layer_input", 256, least=0)
+    if own_size:
+        config.refuse({"vocab_size_per_layer_input": (None, config.integer("vocab_size"))})
+    small = replace(
+        usual.attention(norm),
+        qk_norm="head",
+        v_norm=True,
+        scale=1.0,
+        qkv_bias=usual.attention_bias,
+        o_bias=usual.attention_bias,
+    )
+    sliding = Block(
+        norm=norm,
+        placement="sandwich",
+        attention=small,
+        ffn=GatedFfn(usual.hidden_size, usual.ffn_size, activation),
+        rope=config.rope(of_sliding, 10_000.0, usual.head_size, usual.max_position),
+        window=config.integer("sliding_window", 512),
+        embedding=LayerEmbedding(own_size, usual.num_layers, usual.hidden_size, activation, norm) if own_size else None,
+        has_scale=True,
+    )
+    large = replace(small, head_size=config.integer("global_head_dim", 512))
+    if config.flag("attention_k_eq_v", False):
+        num_kv_heads = config.integer("num_global_key_value_heads", small.num_kv_heads)
+        large = replace(large, num_kv_heads=num_kv_heads, kv="key")
     full = replace(
         sliding,
-        head_size=config.integer("global_head_dim", 512),
-        num_kv_heads=config.integer("num_global_key_value_heads", num_kv_heads) if key_is_value else num_kv_heads,
-        kv="key" if key_is_value else "key and value",
+        attention=large,
+        rope=config.rope(of_full or _ROPE, 1_000_000.0, large.head_size, usual.max_position),
+        window=None,
     )
-    own = num_layers - num_shared
-    none: KvProjections = "none"
+    kinds = [*config.layer_types_by_period(usual.num_layers, 6)[:-1], _FULL]  # the last one always sees all
+    own = usual.num_layers - config.integer("num_kv_shared_layers", 0, least=0)
+    is_wide = config.flag("use_double_wide_mlp", False)
 
-    def attention(layer: int) -> GroupedQueryAttention:
-        of_kind = full if kinds[layer] == _FULL else sliding
-        return of_kind if layer < own else replace(of_kind, kv=none)
+    def layer(number: int) -> Block:
+        """Returns a layer of its kind. The last ones read the last earlier one of their kind, and may be wider."""
+        kind, attention = (full, large) if kinds[number] == _FULL else (sliding, small)
+        if number < own:
+            return kind
+        earlier = [source for source in range(own) if kinds[source] == kinds[number]]
+        if not earlier:
+            raise ValueError(
+                f"config num_kv_shared_layers {usual.num_layers - own} leaves no {kinds[number]} layer to read from"
+            )
+        ffn = GatedFfn(usual.hidden_size, usual.ffn_size * (2 if is_wide else 1), activation)
+        return replace(kind, attention=replace(attention, kv="none"), ffn=ffn, reads=earlier[-1])
 
-    def source(layer: int) -> int | None:
-        earlier = [number for number in range(own) if kinds[number] == kinds[layer]]
-        if layer >= own and not earlier:
-            raise ValueError(f"config num_kv_shared_layers {num_shared} leaves no {kinds[layer]} layer to read from")
-        return earlier[-1] if layer >= own else None
-
-    if own_size := config.integer("hidden_size_per_layer_input", 256, least=0):
-        config.refuse({"vocab_size_per_layer_input": (None, vocab_size)})
-    wide = 2 if config.flag("use_double_wide_mlp", False) else 1
-    of_full, of_sliding = rope_entries(config)
-    return ModelSpec(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=sliding.head_size,
-        ffn_size=ffn_size,
-        norm=norm,
-        max_position=max_position,
-        attention_scale=1.0,
-        windows=config.windows(kinds, config.integer("sliding_window", 512)),
-        ropes=(
-            config.rope(of_full or _ROPE, 1_000_000.0, full.head_size, max_position),
-            config.rope(of_sliding, 10_000.0, sliding.head_size, max_position),
-        ),
-        layer_rope=tuple(int(kind != _FULL) for kind in kinds),
-        activation=activation,
-        placement="sandwich",
-        qk_norm="head",
+    return replace(
+        usual.model(map(layer, range(usual.num_layers)), norm),
+        max_position=usual.max_position,
         logit_soft_cap=config.optional_number("final_logit_softcapping"),
-        embed_scale=hidden_size**0.5,
-        tie_embeddings=config.flag("tie_word_embeddings", True),
-        attentions=tuple(map(attention, range(num_layers))),
-        ffns=tuple(
-            GatedFfn(hidden_size, ffn_size * (1 if layer < own else wide), activation) for layer in range(num_layers)
-        ),
-        reads=tuple(map(source, range(num_layers))) if num_shared else (),
-        layer_embedding=LayerEmbedding(own_size, num_layers, hidden_size, activation, norm) if own_size else None,
-        layer_scales=True,
+        embed_scale=usual.hidden_size**0.5,
     )
 
 

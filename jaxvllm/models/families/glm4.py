@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
@@ -20,10 +21,17 @@ NORMS = {
 
 
 def glm4_spec(config: HfConfig) -> ModelSpec:
-    values = {"partial_rotary_factor": 0.5, "head_dim": 128, "attention_bias": True} | dict(config.values)
-    spec = llama_spec(replace(config, values=values), num_kv_heads=2)
-    eps = config.number("rms_norm_eps", 1.5625e-7)
-    return replace(spec, norm=RmsNorm(eps), placement="sandwich", rope_pairs="neighbours", o_bias=False)
+    usual = UsualParts(config.with_defaults(partial_rotary_factor=0.5, head_dim=128, num_key_value_heads=2))
+    norm = RmsNorm(config.number("rms_norm_eps", 1.5625e-7))
+    has_bias = config.flag("attention_bias", True)
+    layer = Block(
+        norm=norm,
+        placement="sandwich",
+        attention=replace(usual.attention(norm), rope_pairs="neighbours", qkv_bias=has_bias),
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
+    )
+    return usual.model([layer] * usual.num_layers, norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import PlainFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
@@ -17,18 +18,17 @@ def gpt_neox_spec(config: HfConfig) -> ModelSpec:
     # Older configs call the base and the part of a head that turns otherwise.
     values = {"hidden_act": "gelu", "partial_rotary_factor": config.number("rotary_pct", 0.25)}
     values["rope_theta"] = config.number("rotary_emb_base", 10_000.0)
-    values |= {key: value for key, value in config.values.items() if value is not None}
+    config = replace(config, values=values | {key: value for key, value in config.values.items() if value is not None})
+    usual, norm = UsualParts(config), LayerNorm(config.number("layer_norm_eps", 1e-5))
     has_bias = config.flag("attention_bias", True)
-    spec = llama_spec(replace(config, values=values))
-    ffn = PlainFfn(spec.hidden_size, spec.ffn_size, replace(config, values=values).activation("hidden_act"))
-    return replace(
-        spec,
-        norm=LayerNorm(config.number("layer_norm_eps", 1e-5)),
+    layer = Block(
+        norm=norm,
         placement="twin" if config.flag("use_parallel_residual", True) else "pre",
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        ffns=(ffn,) * spec.num_layers,
+        attention=replace(usual.attention(norm), qkv_bias=has_bias, o_bias=has_bias),
+        ffn=PlainFfn(usual.hidden_size, usual.ffn_size, config.activation("hidden_act")),
+        rope=usual.rope(),
     )
+    return usual.model([layer] * usual.num_layers, norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:

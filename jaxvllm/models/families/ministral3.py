@@ -3,28 +3,40 @@
 from dataclasses import replace
 
 from jaxvllm.models.attention import QueryGrowth
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family, beside_vision
-from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.families.mistral import mistral_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
 
 
 def ministral3_spec(config: HfConfig) -> ModelSpec:
-    values = {"head_dim": 128} | dict(config.values)
-    spec = llama_spec(replace(config, values=values), theta=1_000_000.0, eps=1e-5, num_kv_heads=8)
+    usual = UsualParts(config.with_defaults(head_dim=128, num_key_value_heads=8, rope_theta=1_000_000.0))
+    norm, has_bias = RmsNorm(config.number("rms_norm_eps", 1e-5)), usual.attention_bias
+    attention = replace(usual.attention(norm), qkv_bias=has_bias, o_bias=has_bias, q_growth=_growth(config))
+    layer = Block(
+        norm=norm,
+        attention=attention,
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
+        window=config.optional_integer("sliding_window"),
+    )
+    return usual.model([layer] * usual.num_layers, norm)
+
+
+def _growth(config: HfConfig) -> QueryGrowth | None:
     parameters = config.rope_parameters()
     beta, period = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
-    growth = None
-    if beta:
-        if not isinstance(beta, int | float) or not isinstance(period, int) or beta < 0 or period < 1:
-            raise ValueError(
-                f"config rope_parameters llama_4_scaling_beta = {beta!r} must be positive, and needs "
-                f"original_max_position_embeddings, not {period!r}"
-            )
-        growth = QueryGrowth(float(beta), period)
-    window = config.optional_integer("sliding_window")
-    return replace(spec, windows=(window,) * spec.num_layers, q_growth=growth)
+    if not beta:
+        return None
+    if not isinstance(beta, int | float) or not isinstance(period, int) or beta < 0 or period < 1:
+        raise ValueError(
+            f"config rope_parameters llama_4_scaling_beta = {beta!r} must be positive, and needs "
+            f"original_max_position_embeddings, not {period!r}"
+        )
+    return QueryGrowth(float(beta), period)
 
 
 def mistral3_spec(config: HfConfig) -> ModelSpec:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
+from jaxvllm.models.attention import GroupedQueryAttention
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.ffn import PlainFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
 from jaxvllm.models.params import declare_layer
-from jaxvllm.models.spec import ModelSpec, PositionTable, RopeSpec
+from jaxvllm.models.spec import ModelSpec, PositionTable
 from jaxvllm.models.weight_names import OuterNames, Source, attention_sources, named_norms, with_biases
 
 OFFSET = 2
@@ -30,24 +32,27 @@ def opt_spec(config: HfConfig) -> ModelSpec:
     if hidden_size % num_heads:
         raise ValueError(f"config hidden_size {hidden_size} must be a multiple of num_attention_heads {num_heads}")
     head_size = hidden_size // num_heads
+    norm = LayerNorm(1e-5)
+    layer = Block(
+        norm=norm,
+        attention=GroupedQueryAttention(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            norm=norm,
+            scale=head_size**-0.5,
+            qkv_bias=has_bias,
+            o_bias=has_bias,
+        ),
+        ffn=PlainFfn(hidden_size, ffn_size, activation, has_bias),
+    )
     return ModelSpec(
         vocab_size=config.integer("vocab_size", 50_272),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        ffn_size=ffn_size,
-        norm=LayerNorm(1e-5),
+        layers=(layer,) * num_layers,
+        norm=norm,
         max_position=num_positions,
-        attention_scale=head_size**-0.5,
-        windows=(None,) * num_layers,
-        ropes=(RopeSpec(()),),
-        layer_rope=(0,) * num_layers,
         positions=PositionTable(num_positions + OFFSET, OFFSET),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        ffns=(PlainFfn(hidden_size, ffn_size, activation, has_bias),) * num_layers,
         tie_embeddings=config.flag("tie_word_embeddings", True),
     )
 

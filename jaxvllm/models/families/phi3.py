@@ -15,10 +15,9 @@ def phi3_spec(config: HfConfig) -> ModelSpec:
     if parameters.get("rope_type", parameters.get("type")) == "yarn":
         parameters["rope_type"] = "longrope"
     values = dict(config.values) | {"rope_parameters": parameters, "rope_scaling": None}
-    values.setdefault("original_max_position_embeddings", 4096)
-    spec = llama_spec(replace(config, values=values), eps=1e-5)
-    window = config.optional_integer("sliding_window")
-    return replace(spec, windows=(window,) * spec.num_layers)
+    meant = replace(config, values=values).with_defaults(original_max_position_embeddings=4096, rms_norm_eps=1e-5)
+    spec, window = llama_spec(meant), config.optional_integer("sliding_window")
+    return replace(spec, layers=spec.layers[0].in_windows([window] * spec.num_layers))
 
 
 FAMILY = Family("Phi3ForCausalLM", phi3_spec, layer_sources=fused_projections)

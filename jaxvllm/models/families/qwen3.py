@@ -2,17 +2,26 @@
 
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
 from jaxvllm.models.families.qwen2 import qwen_windows
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
 
 
 def qwen3_spec(config: HfConfig) -> ModelSpec:
     # The default of head_dim is 128, whatever the hidden size is.
-    spec = llama_spec(replace(config, values={"head_dim": 128} | dict(config.values)))
-    return replace(spec, qk_norm="head", windows=qwen_windows(config, spec.num_layers))
+    usual, norm = UsualParts(config.with_defaults(head_dim=128)), RmsNorm(config.number("rms_norm_eps", 1e-6))
+    has_bias = usual.attention_bias
+    layer = Block(
+        norm=norm,
+        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
+    )
+    return usual.model(layer.in_windows(qwen_windows(config)), norm)
 
 
 FAMILY = Family("Qwen3ForCausalLM", qwen3_spec)

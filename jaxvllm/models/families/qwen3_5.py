@@ -7,9 +7,9 @@ rope turns the first quarter of a head.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxvllm.models.attention import Attention
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.gated_delta import GatedDeltaNet, GatedDeltaRule
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
@@ -32,12 +32,15 @@ def qwen3_5_spec(config: HfConfig) -> ModelSpec:
     config.refuse({"attn_output_gate": (None, True)})
     # The sections of the rope are for images: the axes of a text's positions are all the same.
     rope = {"partial_rotary_factor": 0.25} | config.rope_parameters()
-    values = {"head_dim": 256, "num_key_value_heads": 4} | dict(config.values) | {"rope_parameters": rope}
-    spec = llama_spec(replace(config, values=values))
-    norm = RmsNorm(config.number("rms_norm_eps", 1e-6))
-    usual = replace(spec, norm=replace(norm, offset=1.0), qk_norm="head")
-    every = config.layer_types(
-        [_LINEAR if (layer + 1) % 4 else _FULL for layer in range(spec.num_layers)], (_FULL, _LINEAR)
+    config = config.with_defaults(head_dim=256, num_key_value_heads=4)
+    usual = UsualParts(replace(config, values=dict(config.values) | {"rope_parameters": rope}))
+    eps = config.number("rms_norm_eps", 1e-6)
+    norm, has_bias = RmsNorm(eps, offset=1.0), usual.attention_bias
+    full = Block(
+        norm=norm,
+        attention=replace(usual.attention(norm), qk_norm="head", gated=True, qkv_bias=has_bias, o_bias=has_bias),
+        ffn=usual.gated_ffn(),
+        rope=usual.rope(),
     )
     num_keys, num_values = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
     if num_values % num_keys:
@@ -48,11 +51,12 @@ def qwen3_5_spec(config: HfConfig) -> ModelSpec:
         value_size=config.integer("linear_value_head_dim", 128),
         conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
     )
-    mixers: dict[str, Attention] = {
-        _LINEAR: GatedDeltaNet(spec.hidden_size, num_keys, rule, norm),
-        _FULL: replace(usual.usual_attention, gated=True),
-    }
-    return replace(usual, attentions=tuple(mixers[kind] for kind in every))
+    linear = Block(
+        norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=usual.gated_ffn()
+    )
+    every = [_LINEAR if (layer + 1) % 4 else _FULL for layer in range(usual.num_layers)]
+    kinds = config.layer_types(every, (_FULL, _LINEAR))
+    return usual.model((full if kind == _FULL else linear for kind in kinds), norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import PlainFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
@@ -14,17 +15,17 @@ from jaxvllm.models.weight_names import Source, attention_sources, norm_sources,
 
 
 def starcoder2_spec(config: HfConfig) -> ModelSpec:
-    has_bias, activation = config.flag("use_bias", True), config.activation("hidden_act", "gelu_pytorch_tanh")
-    spec = llama_spec(config, tied=True, num_kv_heads=2)
-    window = config.optional_integer("sliding_window")
-    return replace(
-        spec,
-        norm=LayerNorm(config.number("norm_epsilon", 1e-5)),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        windows=(window,) * spec.num_layers,
-        ffns=(PlainFfn(spec.hidden_size, spec.ffn_size, activation, has_bias),) * spec.num_layers,
+    usual = UsualParts(config.with_defaults(tie_word_embeddings=True, num_key_value_heads=2))
+    norm, has_bias = LayerNorm(config.number("norm_epsilon", 1e-5)), config.flag("use_bias", True)
+    activation = config.activation("hidden_act", "gelu_pytorch_tanh")
+    layer = Block(
+        norm=norm,
+        attention=replace(usual.attention(norm), qkv_bias=has_bias, o_bias=has_bias),
+        ffn=PlainFfn(usual.hidden_size, usual.ffn_size, activation, has_bias),
+        rope=usual.rope(),
+        window=config.optional_integer("sliding_window"),
     )
+    return usual.model([layer] * usual.num_layers, norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:

@@ -22,10 +22,11 @@ class DraftModel:
     spec: ModelSpec
 
     def __post_init__(self) -> None:
-        if any(window is not None for window in self.spec.windows) or self.spec.attention_soft_cap is not None:
-            raise ValueError("a draft model must see all positions, without a soft cap: take another")
+        if any(layer.window is not None for layer in self.spec.layers):
+            raise ValueError("a draft model must see all positions: take another")
         # Its keys and values are in one array of pages.
-        if self.spec.reads or {layer.memory for layer in self.spec.layers} != {self.spec.usual_attention.memory(None)}:
+        one_size = len({layer.memory for layer in self.spec.layers}) == 1
+        if self.spec.shares_memory or not one_size or self.spec.layers[0].memory.keeps_state:
             raise ValueError("all layers of a draft model must keep keys and values of one size: take another")
 
     @property

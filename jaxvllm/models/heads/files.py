@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxvllm.models.attention import GroupedQueryAttention
+from jaxvllm.models.block import Block
 from jaxvllm.models.families import find_family, mimo
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
+from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
+from jaxvllm.models.heads.head import Declarations
 from jaxvllm.models.heads.kinds import SPECULATORS, open_draft
 from jaxvllm.models.heads.medusa import MedusaHeads
 from jaxvllm.models.heads.mtp import MtpHead
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.norm import bias_of
 from jaxvllm.models.orbax_tree import TREE
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
@@ -23,6 +28,8 @@ from jaxvllm.models.weight_names import Source, separate_projections
 
 # Tensors that say again what others say.
 _REDUNDANT = ("t2d",)
+# The tensors of an embedding and an LM head, where a head has its own.
+_OWN = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}
 # The names of the parts of an MTP head.
 _OF_DEEPSEEK = {
     "embedding_norm": "enorm",
@@ -51,6 +58,14 @@ class _Tensors:
     def take(self, name: str, *shape: int) -> np.ndarray:
         self._left.discard(name)
         return self._files.tensor(name, shape)
+
+    def those(self, names: Mapping[str, str]) -> frozenset[str]:
+        """Returns the keys of the tensors in `names` that are there."""
+        return frozenset(key for key, name in names.items() if name in self)
+
+    def named(self, decls: Declarations, names: Mapping[str, str]) -> Params:
+        """Returns the arrays that are declared and have a tensor in `names`."""
+        return {key: self.take(name, *decls[key].shape) for key, name in names.items() if key in decls}
 
     def layer(self, sources: Mapping[str, tuple[Source, ...]]) -> Params:
         """Returns the arrays of a layer, of which `sources` tells the parts."""
@@ -89,16 +104,14 @@ def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) ->
     with _told_of(directory):
         spec = replace(llama_spec(HfConfig(config)), tie_embeddings=False)
     _check_hidden(directory, spec.hidden_size, target)
-    tensors, E = _Tensors(directory), spec.hidden_size
-    params: Params = {"fc": tensors.take("fc.weight", E, 2 * E)}
-    if "fc.bias" in tensors:
-        params["fc_bias"] = tensors.take("fc.bias", E)
+    tensors = _Tensors(directory)
+    head = EagleHead(spec, tensors.those({"fc_bias": "fc.bias", **_OWN}))
+    params = tensors.named(head.declare(), {"fc": "fc.weight", "fc_bias": "fc.bias", **_OWN})
     layers = [dict(separate_projections(spec, number, f"layers.{number}.")) for number in range(spec.num_layers)]
     del layers[0]["attention_norm"]  # `fc` stands in front of it
     params["layers"] = [tensors.layer(layer) for layer in layers]
-    params |= _outer(tensors, spec.vocab_size, spec)
     tensors.end()
-    return EagleHead(spec), params
+    return head, params
 
 
 def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[Eagle3Head, Params]:
@@ -129,32 +142,40 @@ def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     _check_hidden(directory, values.get("target_hidden_size") or E, target)
     if "embed_tokens.weight" not in tensors:
         _check_hidden(directory, E, target)
-    params: Params = {"fc": tensors.take("fc.weight", E, len(depths) * H)}
-    if norm_before_fc:
-        params["input_norm"] = tensors.take("input_norm.weight", len(depths) * H)
-    if fc_norm:
-        params["fc_norms"] = np.stack([tensors.take(f"fc_norm.{i}.weight", H) for i in range(len(depths))])
     names = [f"layers.{number}." for number in range(spec.num_layers)]
     if "midlayer.hidden_norm.weight" in tensors:
         names[0] = "midlayer."
     if f"{names[0]}self_attn.q_norm.weight" in tensors:
-        spec = replace(spec, qk_norm="head")  # the layers are those of a Qwen 3
+        spec = replace(spec, layers=tuple(map(_with_head_norms, spec.layers)))  # those of a Qwen 3
     sources = [dict(separate_projections(spec, number, name)) for number, name in enumerate(names)]
     sources[0]["qkv"] = tuple(
         replace(part, shape=(part.shape[0], 2 * E), view=(*part.view[:2], 2 * E)) for part in sources[0]["qkv"]
     )
-    params["layers"] = [tensors.layer(layer) for layer in sources]
-    params["layers"][0]["feature_norm"] = tensors.take(f"{names[0]}hidden_norm.weight", E)
-    params["final_norm"] = tensors.take("norm.weight", E)
     if "lm_head.weight" not in tensors:
         raise ValueError(f"{directory} lacks the tensor lm_head.weight: an EAGLE-3 head has an LM head of its own")
-    params |= _outer(tensors, size, spec)
+    has = {"input_norm": norm_before_fc, "fc_norms": fc_norm, "embed": _OWN["embed"] in tensors}
+    head = Eagle3Head(
+        spec,
+        tuple(depths),
+        H,
+        size,
+        target.vocab_size,
+        frozenset(name for name, is_there in has.items() if is_there),
+        norm_before_residual,
+        norm_output,
+    )
+    outer = {"fc": "fc.weight", "input_norm": "input_norm.weight", "final_norm": "norm.weight", **_OWN}
+    params = tensors.named(head.declare(), outer)
+    if fc_norm:
+        params["fc_norms"] = np.stack([tensors.take(f"fc_norm.{i}.weight", H) for i in range(len(depths))])
+    params["layers"] = [tensors.layer(layer) for layer in sources]
+    params["layers"][0]["feature_norm"] = tensors.take(f"{names[0]}hidden_norm.weight", E)
     ids = np.arange(size)
     if "d2t" in tensors:
         ids += tensors.integers("d2t", size)
     params["columns"] = _columns(directory, ids, target.vocab_size)
     tensors.end()
-    return Eagle3Head(spec, tuple(depths), norm_before_residual, norm_output), params
+    return head, params
 
 
 def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MedusaHeads, Params]:
@@ -168,15 +189,7 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     _check_hidden(directory, config.get("hidden_size") or E, target)
     is_vllm = "blocks.0.layers.0.weight" in tensors
     start = "medusa_heads." if "medusa_heads.0.0.linear.weight" in tensors else ""
-    params: Params = {"blocks": []}
-    for head in range(count):
-        blocks = []
-        for number in range(depth):
-            name = f"blocks.{head}.layers.{number}" if is_vllm else f"{start}{head}.{number}.linear"
-            blocks.append({"weight": tensors.take(f"{name}.weight", E, E)})
-            if f"{name}.bias" in tensors:
-                blocks[-1]["bias"] = tensors.take(f"{name}.bias", E)
-        params["blocks"].append(blocks)
+    params: Params = {}
     size, ids = target.vocab_size, None
     if "token_map" in tensors:
         with _told_of(directory):
@@ -191,6 +204,19 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
             f"{directory} has no LM heads, such as {names[0]}: each Medusa head has one, unless its config.json says "
             '"original_lm_head": true, so that all share the one of the model'
         )
+    blocks = [
+        [f"blocks.{head}.layers.{number}" if is_vllm else f"{start}{head}.{number}.linear" for number in range(depth)]
+        for head in range(count)
+    ]
+    has_biases = any(f"{name}.bias" in tensors for head in blocks for name in head)
+    medusa = MedusaHeads(E, count, depth, len(names), size, target.vocab_size, has_biases, ids is not None)
+    params["blocks"] = [
+        [
+            tensors.named(decls, {"weight": f"{name}.weight", bias_of("weight"): f"{name}.bias"})
+            for name, decls in zip(*head, strict=True)
+        ]
+        for head in zip(blocks, medusa.declare()["blocks"], strict=True)
+    ]
     if names:
         # A head may have rows for all tokens, also where it only guesses some.
         is_whole = ids is not None and tensors.num_rows(names[0]) > size
@@ -201,7 +227,7 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
             f"{directory}: heads that share the model's LM head have its whole vocabulary, not a token_map"
         )
     tensors.end()
-    return MedusaHeads(E, count, depth), params
+    return medusa, params
 
 
 def read_mtp(
@@ -220,36 +246,46 @@ def read_mtp(
                 "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
             )
         # The layer of a head is computed by `decoder_layer`, which knows no other block.
-        if target.placement != "pre" or target.residual_scale != 1 or target.attentions or target.ffns:
+        [layer, *others] = dict.fromkeys(replace(layer, window=None, rope=None) for layer in target.layers)
+        if others or not _is_usual(layer):
             raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
         if (directory / TREE).is_dir():
             raise ValueError("a converted model has no MTP layer, which is no part of the decoder: give the original")
-    rope = target.ropes[target.layer_rope[-1]]
-    spec = replace(target, num_layers=1, windows=(None,), ropes=(rope,), layer_rope=(0,))
+    spec = replace(target, layers=(replace(target.layers[-1], window=None),))
     is_mimo = family is mimo.FAMILY
     layers, first = ("mtp_layers", 0) if is_mimo else ("layers", target.num_layers)
     prefix = "model." if is_mimo else family.prefixes[0]
     starts = [f"{prefix}{layers}.{first + number}." for number in range(min(count, most))]
     depths = (target.num_layers,) if is_mimo else ()
     heads = tuple(MtpHead(spec, depths, number) for number in range(len(starts)))
-    return heads, {"heads": [_mtp_params(directory, start, spec, family) for start in starts]}
+    read = zip(heads, starts, strict=True)
+    return heads, {"heads": [_mtp_params(directory, start, head, family) for head, start in read]}
 
 
-def _mtp_params(directory: Path, start: str, spec: ModelSpec, family: Family) -> Params:
-    """Returns the arrays of the MTP head whose tensors begin with `start`."""
+def _mtp_params(directory: Path, start: str, head: MtpHead, family: Family) -> Params:
+    """Returns the arrays of an MTP head, whose tensors begin with `start`."""
     is_mimo = family is mimo.FAMILY
     # The first of these are copies of the model's own.
     copies = ("embed_tokens.weight", "shared_head.head.weight")
-    tensors, E = _Tensors(directory, start, tuple(start + name for name in copies)), spec.hidden_size
-    params: Params = {
-        key: tensors.take(f"{start}{name}.weight", *((E, 2 * E) if key == "fc" else (E,)))
-        for key, name in (_OF_MIMO if is_mimo else _OF_DEEPSEEK).items()
-    }
+    tensors = _Tensors(directory, start, tuple(start + name for name in copies))
+    names = {key: f"{start}{name}.weight" for key, name in (_OF_MIMO if is_mimo else _OF_DEEPSEEK).items()}
+    params = tensors.named(head.declare(), names)
     if is_mimo:
         params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)  # it has the feature first
-    params["layers"] = [tensors.layer(family.layer_sources(spec, 0, start))]
+    params["layers"] = [tensors.layer(family.layer_sources(head.spec, 0, start))]
     tensors.end()
     return params
+
+
+def _is_usual(layer: Block) -> bool:
+    """Returns whether the layer is that of a Llama, but for norms of heads and biases."""
+    has_usual_parts = isinstance(layer.attention, GroupedQueryAttention) and isinstance(layer.ffn, GatedFfn)
+    return has_usual_parts and layer == Block(layer.attention, layer.ffn, layer.norm)
+
+
+def _with_head_norms(layer: Block) -> Block:
+    assert isinstance(layer.attention, GroupedQueryAttention), "EAGLE's layers are those of a Llama"
+    return replace(layer, attention=replace(layer.attention, qk_norm="head"))
 
 
 @contextmanager
@@ -267,16 +303,6 @@ def _check_hidden(directory: Path, hidden_size: int, target: ModelSpec) -> None:
             f"{directory} is a head for hidden states of {hidden_size}, and the model has {target.hidden_size}: "
             "take the head that was trained for it"
         )
-
-
-def _outer(tensors: _Tensors, vocab_size: int, spec: ModelSpec) -> Params:
-    """Returns the embedding and the LM head, where a head has its own."""
-    outer: Params = {}
-    if "embed_tokens.weight" in tensors:
-        outer["embed"] = tensors.take("embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-    if "lm_head.weight" in tensors:
-        outer["lm_head"] = tensors.take("lm_head.weight", vocab_size, spec.hidden_size)
-    return outer
 
 
 def _columns(directory: Path, ids: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -9,6 +9,8 @@ from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ModelAxis
 
+# The declarations of a head's arrays, in the tree that its parameters have.
+type Declarations = dict[str, Any]
 # Where the parameters of a draft head are among those of its model. Every device has them whole.
 DRAFT = "draft"
 

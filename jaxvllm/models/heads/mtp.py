@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import project_logits
 from jaxvllm.models.heads.eagle import decoder_layer, embedded
-from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.heads.head import DRAFT, Declarations
 from jaxvllm.models.layer_input import Attend
-from jaxvllm.models.ops import project
+from jaxvllm.models.linear import Linear
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ModelAxis
@@ -20,7 +20,7 @@ from sharding.axis import ModelAxis
 class MtpHead:
     """A layer of the model's family over the normed embedding beside the normed feature, through `fc`.
 
-    `spec` describes the layer. The embedding and the LM head are those of the model. `depths` names the model's last
+    `spec` has the layer. The embedding and the LM head are those of the model. `depths` names the model's last
     layer if the head was trained on states before the final norm, and nothing if it was trained on states after it.
     Each head but the first sees what the head before it thought.
     """
@@ -32,6 +32,19 @@ class MtpHead:
     @property
     def feature_size(self) -> int:
         return self.spec.hidden_size
+
+    @property
+    def fc(self) -> Linear:
+        """The projection of an embedding beside a feature."""
+        E = self.spec.hidden_size
+        return Linear((E, 2 * E), (None, "embed"))
+
+    def declare(self) -> Declarations:
+        """Returns the declarations of its arrays, which every device has whole."""
+        norm, size = self.spec.norm, (self.spec.hidden_size,)
+        norms = [norm.declare(name, size, (None,)) for name in ("embedding_norm", "feature_norm", "final_norm")]
+        outer = {name: decl for decls in (self.fc.declare("fc"), *norms) for name, decl in decls.items()}
+        return outer | {"layers": [layer.declare() for layer in self.spec.layers]}
 
     def features(self, params: Params, hidden: jax.Array, states: jax.Array) -> jax.Array:
         return states[0] if self.depths else hidden
@@ -51,10 +64,10 @@ class MtpHead:
         # first head, and each other head begins one token later than the one before it.
         embedding = jnp.where(positions[:, None] > 1 + self.number, embedded(params, token_ids, axis), 0)
         parts = [norm.apply(own, "embedding_norm", embedding), norm.apply(own, "feature_norm", features)]
-        x = project(jnp.concatenate(parts, axis=1), own["fc"])
-        [layer] = own["layers"]
-        h = norm.apply(layer, "attention_norm", x)
-        x, kv = decoder_layer(self.spec, layer, self.number, x, h, positions, kv, attend)
+        x = self.fc.apply(own, "fc", jnp.concatenate(parts, axis=1))
+        [layer], [weights] = self.spec.layers, own["layers"]
+        h = norm.apply(weights, "attention_norm", x)
+        x, kv = decoder_layer(layer, weights, self.number, x, h, positions, kv, attend)
         hidden = norm.apply(own, "final_norm", x)
         return hidden, hidden, kv
 

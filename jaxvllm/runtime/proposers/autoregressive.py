@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.heads.head import DraftHead
 from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.params import Params, activation_dtype
 from jaxvllm.runtime.cache_shape import DraftCache, KVCachePages
 from jaxvllm.runtime.proposers.proposer import Drafts, Known, SeenStep
@@ -40,7 +41,7 @@ class AutoregressiveProposer:
     def cache(self) -> DraftCache:
         spec, count = self.heads[0].spec, len(self.heads)
         num_features = count * self.heads[0].feature_size
-        return DraftCache(count * spec.num_layers, spec.num_kv_heads, spec.head_size, num_features)
+        return DraftCache(count * spec.num_layers, spec.layers[0].memory, num_features)
 
     @property
     def sees_all(self) -> bool:
@@ -163,16 +164,24 @@ class AutoregressiveProposer:
     ) -> tuple[jax.Array, jax.Array, KVCachePages]:
         """Runs `head` over `token_ids` i32[T] with `features` [T, F]: its hidden states, and the next features."""
         *others, pages = kv_pages
-        spec, backend = head.spec, model.backend
+        layer, backend = head.spec.layers[0], model.backend
         # Pages that left the window of the model's first group are somebody else's.
         window = model.shape.groups(model.spec)[0].window or NO_WINDOW
-        memory = spec.usual_attention.memory(None)
-        plan = memory.plan(rows, pages, spec.num_heads, activation_dtype(params), backend)
+        memory = layer.memory
+        assert isinstance(memory, KeysAndValues), "draft heads keep keys and values"
+        plan = memory.plan(rows, pages, layer.attention.num_heads, activation_dtype(params), backend)
 
         def attend(
-            kv: jax.Array, given: LayerInput, q: jax.Array, k: jax.Array | None, v: jax.Array | None
+            kv: jax.Array,
+            given: LayerInput,
+            q: jax.Array,
+            k: jax.Array | None,
+            v: jax.Array | None,
+            *,
+            scale: float,
+            soft_cap: float | None,
         ) -> tuple[jax.Array, jax.Array]:
-            options: dict[str, Any] = {"scale": spec.attention_scale, "plan": plan, "backend": backend}
+            options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "plan": plan, "backend": backend}
             return memory.attend(kv, given.number, rows, q, k, v, window, **options)
 
         hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def computed(head: DraftHead, own: Params, tokens: np.ndarray, features: Any) ->
     params = of_target(own)
     positions = jnp.arange(1, len(tokens) + 1, dtype=jnp.int32)
     ids, features = jnp.asarray(tokens, jnp.int32), jnp.asarray(features, jnp.float32)
-    hidden, after, _ = head.apply(params, ids, positions, features, (), dense_attend(head.spec), ALONE)  # type: ignore[attr-defined]
+    hidden, after, _ = head.apply(params, ids, positions, features, (), dense_attend, ALONE)  # type: ignore[attr-defined]
     return np.asarray(head.logits(params, hidden, TARGET, TARGET, ALONE)), np.asarray(after)
 
 
@@ -52,12 +53,18 @@ def eagle3_shapes(config: Mapping[str, Any], first: str = "midlayer.") -> dict[s
     return shapes
 
 
+def assert_declared(head: Any, own: Any) -> None:
+    """A head declares the arrays that were read for it, and no others."""
+    assert jax.tree.map(lambda decl: decl.shape, head.declare()) == jax.tree.map(np.shape, own)
+
+
 @pytest.mark.parametrize("extra", [{}, {"fc.bias": [E]}, {"embed_tokens.weight": [V, E], "lm_head.weight": [V, E]}])
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}])
 def test_eagle(config: dict[str, Any], extra: dict[str, list[int]], tmp_path: Path) -> None:
     config = CONFIG | config
     tensors = write_head(tmp_path, config, eagle_shapes(config) | extra)
     head, own = read_eagle(tmp_path, checkpoint.read_config(tmp_path), TARGET)
+    assert_declared(head, own)
     embed = tensors.get("embed_tokens.weight", OF_TARGET["embed_tokens"])
     lm_head = tensors.get("lm_head.weight", OF_TARGET["lm_head"])
     assert_near(head.features(of_target(own), jnp.asarray(HIDDEN), jnp.zeros((0, 9, E))), HIDDEN)
@@ -117,6 +124,7 @@ def test_eagle3_of_speculators(norm_before_residual: bool | None, tmp_path: Path
 def assert_eagle3(directory: Path, tensors: reference.Tensors, config: dict[str, Any], depths: tuple[int, ...]) -> None:
     """The head in `directory` computes what `reference` makes of `tensors`, over a prompt and three steps."""
     head, own = read_eagle3(directory, checkpoint.read_config(directory), TARGET)
+    assert_declared(head, own)
     assert head.depths == depths
     features = reference.eagle3_features(tensors, config, STATES)
     got = head.features(of_target(own), jnp.asarray(HIDDEN), jnp.asarray(STATES, jnp.float32))
@@ -179,6 +187,7 @@ def test_medusa(names: str, size: int | str, lm_heads: str, tmp_path: Path) -> N
             read_medusa(tmp_path, checkpoint.read_config(tmp_path), TARGET)
         return
     heads, own = read_medusa(tmp_path, checkpoint.read_config(tmp_path), TARGET)
+    assert_declared(heads, own)
     got = heads.logits(of_target(own), jnp.asarray(HIDDEN, jnp.float32), 3, TARGET, TARGET, ALONE)
     for number in range(3):
         x = HIDDEN

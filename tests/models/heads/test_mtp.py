@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,6 +76,7 @@ def test_a_head(kind: str, number: int, tmp_path: Path) -> None:
     heads, own = read_mtp(tmp_path, checkpoint.read_config(tmp_path), target, 3)
     assert len(heads) == len(own["heads"]) == 2
     head = heads[number]
+    assert jax.tree.map(lambda decl: decl.shape, head.declare()) == jax.tree.map(np.shape, own["heads"][number])
     # MiMo's was trained on what is in front of the model's final norm, the other on what is after it.
     assert head.depths == ((LAYERS,) if kind == "mimo" else ())
     features = head.features(of_target(own), jnp.asarray(HIDDEN), jnp.asarray(STATES))
@@ -84,7 +86,7 @@ def test_a_head(kind: str, number: int, tmp_path: Path) -> None:
         # The first token beside a feature, which has no embedding, is one further for each head.
         positions = jnp.arange(1 + number, len(tokens) + 1 + number, dtype=jnp.int32)
         given = jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(features, jnp.float32)
-        hidden, after, _ = head.apply(params, *given, (), dense_attend(head.spec), ALONE)
+        hidden, after, _ = head.apply(params, *given, (), dense_attend, ALONE)
         of_head = place_of(start, number)
         expected = reference.mtp(tensors, config, names, of_head, OF_TARGET["embed_tokens"][tokens], features)
         logits = head.logits(params, hidden, target, target, ALONE)
