@@ -279,23 +279,23 @@ class Scheduler:
         finished: list[Finished] = []
         forks: dict[str, list[Fork]] = {}
         for request_id, request in searches.items():
-            running = self._beams.of(request)
-            if running is None:  # preempted by another search
+            beams = self._beams.of(request)
+            if beams is None:  # preempted by another search
                 continue
-            candidates = [step_outcome.proposed(running, output, row_of[slot]) for slot in running.slots]
-            survivors = running.search.advance(candidates)
-            if running.search.is_over:
-                finished.append(Finished(request, FinishReason.STOP, beams=tuple(running.search.best())))
+            candidates = [step_outcome.proposed(beams, output, row_of[slot]) for slot in beams.slots]
+            survivors = beams.search.advance(candidates)
+            if beams.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(beams.search.best())))
                 self.finish(request_id)
                 continue
-            sources = self._beams.keep(running, survivors)
+            sources = self._beams.keep(beams, survivors)
             self._running.put(request_id, sources[0])
             while not self._beams.can_fork(sources):
                 forks.pop(self._preempt_last().request_id, None)
                 if self._beams.of(request) is None:
                     break
             else:
-                forks[request_id] = self._beams.fork(running, sources, survivors)
+                forks[request_id] = self._beams.fork(beams, sources, survivors)
         return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
@@ -426,14 +426,14 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._shared.leaving(slot)
         request = self.slots.tenant(slot)
-        running = self._beams.of(request)
-        if running is None:
+        beams = self._beams.of(request)
+        if beams is None:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
         self.side_store.release(slot)
-        if running is not None:  # all beams together: a preempted search starts again
-            self._beams.close(running)
+        if beams is not None:  # all beams together: a preempted search starts again
+            self._beams.close(beams)
         else:
             self.cache.release(slot)
             self.slots.vacate(slot)
