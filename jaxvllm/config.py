@@ -65,6 +65,7 @@ class EngineConfig:
     num_pages: Tokens | None = None
     memory_utilization: Share = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens
+    enable_prompt_embeds: bool = False  # a prompt may be an array of embeddings, for which each device has a store
     async_scheduling: bool = True  # the host plans a step while the devices compute the one before it
     scheduler: str = "v1"  # what may share a step: static, continuous, v0 or v1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # requests wait in the order of arrival, or of priority
@@ -167,18 +168,20 @@ class EngineConfig:
             raise ValueError(f"process_id must be from 0 to below num_processes, not {index!r}")
         # `str`, so that (1, 8) and 8 get an error that says what to write.
         if MeshShape.parse(str(self.mesh)).stages > 1:
-            self._check_stages()
+            self._check_guesses_of_tokens(f"mesh {self.mesh} divides the layers among stages", "or a mesh of DxM")
+        if self.enable_prompt_embeds:
+            self._check_guesses_of_tokens("enable_prompt_embeds lets prompts have no tokens", "or leave one out")
         for name in ("row_buckets", "token_buckets"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, tuple | list) and value):
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
 
-    def _check_stages(self) -> None:
-        """Raises NotImplementedError for options that do not work in stages."""
+    def _check_guesses_of_tokens(self, why: str, way_out: str) -> None:
+        """Raises NotImplementedError where what guesses tokens computes something itself, which `why` rules out."""
         if (drafting := self.drafting) is not None and drafting.method not in ("ngram", "suffix"):
             raise NotImplementedError(
-                f"mesh {self.mesh} divides the layers among stages, and drafts of a model or head are not supported "
-                "there: use the method ngram or suffix, or a mesh of DxM"
+                f"{why}, and drafts of a model or head are not supported there: use the method ngram or suffix, "
+                f"{way_out}"
             )
 
     @property

@@ -299,7 +299,6 @@ OPTIONS: Mapping[str, Option] = {
     "task": Refused("engines generate text and embed it", neutral=("auto", "generate", "embed", "embedding")),
     "convert": Refused("engines generate text and embed it", neutral=("auto", "none", "embed")),
     "skip_tokenizer_init": Refused("a model without a tokenizer takes token ids anyhow", "nothing"),
-    "enable_prompt_embeds": Refused("prompts are text or token ids", "nothing"),
     "enable_mm_embeds": Refused("prompts are text or token ids", "nothing"),
     "mm_encoder_only": Refused(f"{_TEXT_ONLY}", "nothing"),
     "disable_sliding_window": Refused("a window is what the model was trained with", "nothing"),

@@ -4,7 +4,7 @@ The structs are vLLM's, with vLLM's names (a block is a page) and encoding: sinc
 map with its tag under `type`, and a batch is an array. Routers that read vLLM's events read these.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import extend_page_hashes
-from jaxvllm.core.request import Request
+from jaxvllm.core.request import Prompt, Request
 
 # What vLLM calls the memory of the device that computes. Routers weigh tiers by this name, whatever the device is.
 DEVICE_MEDIUM = "GPU"
@@ -37,7 +37,8 @@ class BlockStored(KVEvent, frozen=True):
     lora_id: int | None  # an older way of saying `lora_name`
     medium: str | None
     lora_name: str | None
-    # What hashes depend on beside tokens: the cache_salt, which is told of the first page of a prompt alone.
+    # What hashes depend on beside tokens: the cache_salt, which is told of the first page of a prompt alone, and the
+    # keys of side inputs, in hexadecimal digits.
     extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int | None = None  # of the layers; group 0 sees most
     kv_cache_spec_kind: str | None = None
@@ -73,9 +74,14 @@ def hash_key(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-def page_keys(token_ids: NDArray[np.int32], page_size: int, salt: str | None = None) -> list[int]:
+def page_keys(
+    token_ids: NDArray[np.int32],
+    page_size: int,
+    salt: str | None = None,
+    extra_keys: Callable[[int, int], Sequence[bytes]] | None = None,
+) -> list[int]:
     """Returns how events name the full pages of a prompt, first to last."""
-    return [hash_key(digest) for digest in extend_page_hashes([], token_ids, page_size, salt)]
+    return [hash_key(digest) for digest in extend_page_hashes([], token_ids, page_size, salt, extra_keys)]
 
 
 class KVEventLog:
@@ -101,7 +107,7 @@ class KVEventLog:
         `hashes` are those of all its full pages. An event is made of each run of columns that follow each other.
         """
         self._end_removed()
-        page_size, token_ids, salt = self._page_size, request.token_ids(), request.asked.prompt.cache_salt
+        page_size, token_ids = self._page_size, request.token_ids()
         for first, end in _runs(columns):
             event = BlockStored(
                 block_hashes=[hash_key(digest) for digest in hashes[first:end]],
@@ -111,7 +117,7 @@ class KVEventLog:
                 lora_id=None,
                 medium=DEVICE_MEDIUM,
                 lora_name=None,
-                extra_keys=None if salt is None or first else [(salt,), *[None] * (end - 1)],
+                extra_keys=_extra_keys(request.asked.prompt, page_size, first, end),
                 group_idx=group,
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window if kind == "sliding_window" else None,
@@ -141,6 +147,19 @@ class KVEventLog:
         if self._removed:
             self._events.append(BlockRemoved(self._removed, DEVICE_MEDIUM, group_idx=self._removed_group))
             self._removed = []
+
+
+def _extra_keys(prompt: Prompt, page_size: int, first: int, end: int) -> list[tuple[str, ...] | None] | None:
+    """Returns the extra keys of each page from column `first` to `end`, or None where no page has any."""
+    if prompt.cache_salt is None and not prompt.side_inputs:
+        return None
+    keys = [
+        [key.hex() for key in prompt.extra_keys(column * page_size, (column + 1) * page_size)]
+        for column in range(first, end)
+    ]
+    if prompt.cache_salt is not None and not first:
+        keys[0].insert(0, prompt.cache_salt)
+    return [tuple(of_page) or None for of_page in keys] if any(keys) else None
 
 
 def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:

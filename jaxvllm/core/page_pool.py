@@ -27,18 +27,27 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def extend_page_hashes(
-    hashes: list[bytes], token_ids: NDArray[np.int32], page_size: int, salt: str | None
+    hashes: list[bytes],
+    token_ids: NDArray[np.int32],
+    page_size: int,
+    salt: str | None,
+    extra_keys: Callable[[int, int], Sequence[bytes]] | None = None,
 ) -> list[bytes]:
     """Extends `hashes` in place to one entry per full page of `token_ids`, and returns it.
 
-    Entry i is SHA-256 over entry i-1 and the tokens of page i, so equal hashes mean equal tokens from the
-    start of the prompt on. `salt` seeds the chain: requests with different salts never share a page.
+    Entry i is SHA-256 over entry i-1, the tokens of page i and its extra keys, so equal hashes mean equal inputs from
+    the start of the prompt on. `salt` seeds the chain: requests with different salts never share a page.
+    `extra_keys` returns what else tells the positions from one to another apart: keys of equal length, often none.
     """
     parent = hashes[-1] if hashes else hashlib.sha256(b"" if salt is None else b"salt:" + salt.encode()).digest()
     tokens = token_ids[len(hashes) * page_size :].tobytes()
     page_bytes = page_size * token_ids.itemsize
     for end in range(page_bytes, len(tokens) + 1, page_bytes):
-        parent = hashlib.sha256(parent + tokens[end - page_bytes : end]).digest()
+        page = tokens[end - page_bytes : end]
+        if extra_keys is not None:
+            start = len(hashes) * page_size
+            page = b"".join((page, *extra_keys(start, start + page_size)))
+        parent = hashlib.sha256(parent + page).digest()
         hashes.append(parent)
     return hashes
 

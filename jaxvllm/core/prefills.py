@@ -10,6 +10,7 @@ from jaxvllm.core.request import Request
 from jaxvllm.core.running_requests import RunningRequests
 from jaxvllm.core.running_searches import RunningSearches
 from jaxvllm.core.shared_pages import SharedPages
+from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotIds, SlotTable
 from jaxvllm.core.step_plan import SCORE_BATCH, Admission, PageEntries, StepRoom
 from jaxvllm.core.step_rows import Chunk
@@ -39,6 +40,7 @@ class Prefills:
     queue: WaitingQueue
     running: RunningRequests
     shared: SharedPages
+    side_store: SideStore
     constrained: ConstrainedRows
     beams: RunningSearches
 
@@ -130,16 +132,20 @@ class Prefills:
             has_rows = (num_rows if self.running else self.slots.num_free - len(self.shared.loads)) > num_forks
             if not has_rows or not self.cache.can_take(prefix, target, num_forks):
                 break
+            num_cached = prefix.num_pages * self.cache.page_size
+            sides = [side for side in request.asked.prompt.side_inputs if side.end > num_cached]
+            if not self.side_store.can_take(sides):
+                break
             self.queue.pop()
             if self.shared.begin_load(request, prefix):
                 self.queue.set_aside(queued)
                 continue
-            num_cached = prefix.num_pages * self.cache.page_size
             slot = self._occupy(queued, prefix, target, num_cached)
+            side_rows = self.side_store.take(slot, sides)
             chosen.chunks.append(chunk := self._next_chunk(slot, budget, chosen.chunks))
             self.cache.cover(slot, chunk.end)
             budget -= chunk.length
-            chosen.admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached))
+            chosen.admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached, side_rows))
         for entry in postponed:
             self.queue.put_back(entry)
 

@@ -16,6 +16,7 @@ from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.side_input import SideInput
 from jaxvllm.core.token_constraint import GuardedConstraint
 
 type TokenIds = NDArray[np.int32]
@@ -36,11 +37,25 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt that the model can take: at least one token, at most the model's length, all in the vocabulary."""
+    """A prompt that the model can take: at least one token, at most the model's length, all in the vocabulary.
+
+    Where `side_inputs` have values for positions, the token ids are placeholders. They are in order and do not overlap.
+    """
 
     text: str | None  # None when the caller gave token ids
     token_ids: TokenIds
     cache_salt: str | None = None  # the prefix cache shares pages only between prompts with the same salt
+    side_inputs: tuple[SideInput, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for side in self.side_inputs:
+            if side.first < end or side.end > len(self.token_ids):
+                raise ValueError(
+                    f"a side input for positions {side.first} to {side.end - 1} overlaps another, or is not in order, "
+                    f"or outside of a prompt of {len(self.token_ids)} tokens"
+                )
+            end = side.end
 
     @cached_property
     def token_list(self) -> list[int]:
@@ -52,7 +67,25 @@ class Prompt:
         if not isinstance(other, Prompt):
             return NotImplemented
         same_ids = np.array_equal(self.token_ids, other.token_ids)
-        return same_ids and (self.text, self.cache_salt) == (other.text, other.cache_salt)
+        mine, theirs = ((one.text, one.cache_salt, one.side_inputs) for one in (self, other))
+        return same_ids and mine == theirs
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The tokens after the last side input, which are all where there is none. A text goes on after them."""
+        return self.token_list[self.side_inputs[-1].end :] if self.side_inputs else self.token_list
+
+    @property
+    def known_token_ids(self) -> TokenIds:
+        """The token ids without the placeholders."""
+        if not self.side_inputs:
+            return self.token_ids
+        return np.delete(self.token_ids, np.concatenate([np.arange(s.first, s.end) for s in self.side_inputs]))
+
+    def extra_keys(self, start: int, end: int) -> list[bytes]:
+        """Returns what the hash of a page with the positions from `start` to `end` has beside its tokens."""
+        keys = (side.key(start, end) for side in self.side_inputs)
+        return [key for key in keys if key is not None]
 
 
 @dataclass(frozen=True)
@@ -264,5 +297,7 @@ class Request:
     def hashes(self, page_size: int) -> list[bytes]:
         """Returns the hash chain of all full pages of `token_ids()`. Each page is hashed once in a request's life."""
         if len(self.page_hashes) < self.num_tokens // page_size:
-            extend_page_hashes(self.page_hashes, self.token_ids(), page_size, self.asked.prompt.cache_salt)
+            prompt = self.asked.prompt
+            extra_keys = prompt.extra_keys if prompt.side_inputs else None
+            extend_page_hashes(self.page_hashes, self.token_ids(), page_size, prompt.cache_salt, extra_keys)
         return self.page_hashes

@@ -21,6 +21,7 @@ from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.running_requests import RunningRequests
 from jaxvllm.core.running_searches import RunningSearches
 from jaxvllm.core.shared_pages import SharedPages
+from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import (
     Finished,
@@ -47,8 +48,12 @@ class Scheduler:
         policy: Policy,
         max_num_batched_tokens: int,
         source: PageSource | None = None,
+        side_store: SideStore | None = None,
     ):
-        """Begins without requests. `source` may have pages that the prefix cache does not have."""
+        """Begins without requests. `source` may have pages that the prefix cache does not have.
+
+        Without a `side_store` no prompt may have side inputs.
+        """
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
         self.cache = cache
@@ -60,7 +65,8 @@ class Scheduler:
         self._beams = RunningSearches(slots, cache)
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
-        parts = self._running, self._shared, self._constrained, self._beams
+        self.side_store = SideStore(0) if side_store is None else side_store
+        parts = self._running, self._shared, self.side_store, self._constrained, self._beams
         self._prefills = Prefills(slots, cache, policy, self.queue, *parts)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
@@ -105,16 +111,24 @@ class Scheduler:
         """
         if request.request_id in self.queue or request.request_id in self._running:
             raise ValueError(f"request id {request.request_id!r} is in use: choose another")
-        self.check_fits(request.num_tokens, request.limit, request.num_beams)
+        num_side_rows = sum(map(len, request.asked.prompt.side_inputs))
+        self.check_fits(request.num_tokens, request.limit, request.num_beams, num_side_rows)
         self.queue.push(request, watched)
 
-    def check_fits(self, num_prompt_tokens: int, limit: int, num_beams: int | None = None) -> None:
+    def check_fits(
+        self, num_prompt_tokens: int, limit: int, num_beams: int | None = None, num_side_rows: int = 0
+    ) -> None:
         """Raises ValueError for a request that could not finish even if it had every page and slot."""
         if num_beams is not None and num_beams > self.slots.num_slots:
             raise ParameterError(
                 f"beam_width (n over HTTP) {num_beams} exceeds the {self.slots.num_slots} sequences that run at once: "
                 "lower it, or raise max_num_seqs",
                 "n",
+            )
+        if num_side_rows > self.side_store.num_rows:
+            raise ParameterError(
+                f"side inputs for {num_side_rows} positions need as many rows, and the store has "
+                f"{self.side_store.num_rows}: shorten them, or raise max_model_len"
             )
         if (shortage := self.cache.shortage(limit - 1, num_prompt_tokens, num_beams)) is not None:
             beams = "" if num_beams is None else f" for each of {num_beams} beams"
@@ -150,6 +164,7 @@ class Scheduler:
         the beams of a search. So requests get slots only while there are rows for them.
         """
         self._free_unseen()
+        self._release_side_rows()
         most = self.max_num_batched_tokens if room is None else min(self.max_num_batched_tokens, room.num_tokens)
         decoding = self.slots.decoding()
         decode = self._next_rows(decoding)
@@ -197,7 +212,8 @@ class Scheduler:
         if len(constrained) and (given := self._constrained.given(decode, forced)):
             decode = decode[[slot not in given for slot in decode.tolist()]]
             chunks = [*(self._take_forced(slot, tokens) for slot, tokens in given.items()), *chunks]
-        plan = StepRows(decode, chunks, new_pages, prompts.admissions, *most_of_row).plan(self.slots, self._constrained)
+        computed = StepRows(decode, chunks, new_pages, prompts.admissions, *most_of_row)
+        plan = computed.plan(self.slots, self._constrained, self.side_store)
         if self._beams:
             self.slots.is_undecided[plan.slots] = self.slots.is_beam[plan.slots] & plan.samples
         for chunk in chunks:
@@ -263,23 +279,23 @@ class Scheduler:
         finished: list[Finished] = []
         forks: dict[str, list[Fork]] = {}
         for request_id, request in searches.items():
-            running = self._beams.of(request)
-            if running is None:  # preempted by another search
+            beams = self._beams.of(request)
+            if beams is None:  # preempted by another search
                 continue
-            candidates = [step_outcome.proposed(running, output, row_of[slot]) for slot in running.slots]
-            survivors = running.search.advance(candidates)
-            if running.search.is_over:
-                finished.append(Finished(request, FinishReason.STOP, beams=tuple(running.search.best())))
+            candidates = [step_outcome.proposed(beams, output, row_of[slot]) for slot in beams.slots]
+            survivors = beams.search.advance(candidates)
+            if beams.search.is_over:
+                finished.append(Finished(request, FinishReason.STOP, beams=tuple(beams.search.best())))
                 self.finish(request_id)
                 continue
-            sources = self._beams.keep(running, survivors)
+            sources = self._beams.keep(beams, survivors)
             self._running.put(request_id, sources[0])
             while not self._beams.can_fork(sources):
                 forks.pop(self._preempt_last().request_id, None)
                 if self._beams.of(request) is None:
                     break
             else:
-                forks[request_id] = self._beams.fork(running, sources, survivors)
+                forks[request_id] = self._beams.fork(beams, sources, survivors)
         return tuple(finished), tuple(fork for of_one in forks.values() for fork in of_one)
 
     def masks(self, plan: StepPlan, num_words: int) -> list[tuple[int, Ints]]:
@@ -309,6 +325,12 @@ class Scheduler:
             return waiting
         slot = self._running.slot(request_id)
         return None if slot is None else self._release(slot)
+
+    def _release_side_rows(self) -> None:
+        """Frees the rows of positions that are computed. What rows compute again are tokens after their prompts."""
+        for slot, end in self.side_store.holders():
+            if self.slots.num_computed[slot] >= end:
+                self.side_store.release(slot)
 
     # Growing: the pages for the most tokens that every decoding request may get in a step.
 
@@ -404,13 +426,14 @@ class Scheduler:
         """Frees slot and pages. Generated pages enter the prefix cache here, off the path of a decode step."""
         self._shared.leaving(slot)
         request = self.slots.tenant(slot)
-        running = self._beams.of(request)
-        if running is None:
+        beams = self._beams.of(request)
+        if beams is None:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
-        if running is not None:  # all beams together: a preempted search starts again
-            self._beams.close(running)
+        self.side_store.release(slot)
+        if beams is not None:  # all beams together: a preempted search starts again
+            self._beams.close(beams)
         else:
             self.cache.release(slot)
             self.slots.vacate(slot)
@@ -426,6 +449,7 @@ class Scheduler:
         self.slots.check_invariants()
         self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
         self._beams.check_invariants()
+        self.side_store.check_invariants()
         self._running.check_invariants()
         self.queue.check_invariants()
         assert not any(request_id in self.queue for request_id in self._running), "a request waits and runs"
@@ -434,6 +458,7 @@ class Scheduler:
         assert len(aside) == len(loads), "a load is nobody's"
         if not self._running and not aside:
             assert self.cache.is_empty, "an idle scheduler holds pages"
+            assert not self.side_store.num_held, "an idle scheduler holds rows of side inputs"
             self._shared.check_idle()
 
 

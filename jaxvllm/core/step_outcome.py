@@ -151,12 +151,12 @@ def _forced(slots: SlotTable, slot: int, place: int, num_after: int) -> Iterator
         yield Emitted(slots.tenant(slot), place, token)
 
 
-def proposed(running: RunningSearch, output: StepOutput, row: int) -> Candidates:
+def proposed(beams: RunningSearch, output: StepOutput, row: int) -> Candidates:
     """Returns the next tokens that the beam of `row` proposes."""
-    if running.request.sampling_params.wants_distributions:
+    if beams.request.sampling_params.wants_distributions:
         distributions = DISTRIBUTIONS.of(output.reports)
         assert distributions is not None, "a step with beams was planned without distributions"
-        return Candidates.best(distributions[row], running.search.params.num_candidates)
+        return Candidates.best(distributions[row], beams.search.params.num_candidates)
     assert output.logprobs is not None, "a step with beams was planned without log-probabilities"
     return Candidates(output.logprobs.top_ids[row], output.logprobs.top[row])
 

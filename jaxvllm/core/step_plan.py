@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Beam
 from jaxvllm.core.request import FinishReason, Request
+from jaxvllm.core.side_store import SideRows
 
 type Ints = NDArray[np.int32]
 
@@ -61,6 +62,7 @@ class Admission:
     request: Request
     pages: Ints  # i32[groups, columns]: its page tables; trash where it needs no page, or none yet
     num_cached: int = 0  # leading tokens whose KV the pages hold already
+    side_rows: tuple[SideRows, ...] = ()  # rows of the side store that are to be filled for it
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class StepPlan:
     is known on the device, and here when an output was read.
 
     `new_pages` are the pages that rows may need beyond those they have. `token_ids` are the prefill rows' inputs, row
-    after row. `next_tokens[r]` is the token after a chunk of a prompt that is scored (any one after the last chunk),
+    after row; `-1 - r` stands for row r of the side store, so that inputs of both kinds are one array and one transfer.
+    `next_tokens[r]` is the token after a chunk of a prompt that is scored (any one after the last chunk),
     else NOT_SCORED. `epochs` tell a slot's tenants apart when the output comes back.
     """
 

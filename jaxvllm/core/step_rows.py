@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxvllm.core.constrained_rows import ConstrainedRows
+from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotIds, SlotTable, some
 from jaxvllm.core.step_plan import NOT_SCORED, Admission, PageEntries, StepPlan
 
@@ -39,7 +40,7 @@ class StepRows:
     row_tokens: int
     num_drafts: int
 
-    def plan(self, slots: SlotTable, constrained: ConstrainedRows) -> StepPlan:
+    def plan(self, slots: SlotTable, constrained: ConstrainedRows, side_store: SideStore) -> StepPlan:
         """Returns the plan of these rows, whose tokens count as computed from now on."""
         decode, chunks = self.decode, self.chunks
         num_decode, num_rows = len(decode), len(decode) + len(chunks)
@@ -58,7 +59,15 @@ class StepRows:
             are_prompts[row] = chunk.of_prompt
             if chunk.of_prompt and slots.tenant(chunk.slot).wants_scores:
                 next_tokens[row] = 0 if chunk.yields else slots.token_ids[chunk.slot, chunk.end]
-        inputs = [slots.token_ids[c.slot, c.start : c.end] for c in chunks]
+        inputs = [
+            side_store.inputs(
+                chunk.slot,
+                chunk.start,
+                slots.token_ids[chunk.slot, chunk.start : chunk.end],
+                slots.tenant(chunk.slot).asked.prompt.side_inputs,
+            )
+            for chunk in chunks
+        ]
         plan = StepPlan(
             slots=rows.astype(np.int32),
             epochs=slots.epoch[rows],

@@ -17,6 +17,8 @@ from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.side_input import SideInputRules
+from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.drafting import Drafting
@@ -81,6 +83,7 @@ class EngineParts:
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults
     pooler: Pooler
+    side_inputs: SideInputRules | None
     startup: StartupClock  # every phase but the first token
 
 
@@ -217,7 +220,11 @@ def build(
             enable_prefix_caching=config.enable_prefix_caching,
             events=events,
         )
-        return Scheduler(SlotTable(seqs, resolved.max_model_len), cache, POLICIES[config.scheduler], tokens, connector)
+        slots, side_store = (
+            SlotTable(seqs, resolved.max_model_len),
+            SideStore(0 if shape.side is None else shape.side.num_rows),
+        )
+        return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
 
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
@@ -237,6 +244,7 @@ def build(
         eos_token_ids=eos,
         defaults=defaults,
         pooler=pooler,
+        side_inputs=resolved.side_inputs,
         startup=clock,
     )
 

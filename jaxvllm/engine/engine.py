@@ -94,7 +94,9 @@ class Engine:
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
-        self._rules = RequestRules.of(config, parts.max_model_len, parts.eos_token_ids, self.vocab_size)
+        self.side_inputs = parts.side_inputs
+        rules = (parts.max_model_len, parts.eos_token_ids, self.vocab_size, parts.side_inputs)
+        self._rules = RequestRules.of(config, *rules)
         self._constraints = parts.constraints
         self._arrivals = count()
         self._seeds = random.Random(config.seed)
@@ -158,7 +160,8 @@ class Engine:
         num_prompt_tokens = len(request.prompt.token_ids)
         num_beams = None if request.beam_search is None else request.beam_search.beam_width
         # All replicas are equal.
-        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request), num_beams)
+        num_side_rows = sum(map(len, request.prompt.side_inputs))
+        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request), num_beams, num_side_rows)
 
     def _grammar(
         self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None

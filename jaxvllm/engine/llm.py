@@ -67,8 +67,11 @@ class LLM:
         """Completes the prompts and returns their outputs in the order given.
 
         A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids` and perhaps a
-        `cache_salt`. Give one `sampling_params` for all prompts, or one for each. Everything is checked before
-        anything is queued, so a ValueError, which names the prompt's index, leaves the engine as it was.
+        `cache_salt`. With `enable_prompt_embeds` the mapping may have `prompt_embeds` instead, an array of floats with
+        a row for each position, which takes the place of the token's embedding.
+
+        Give one `sampling_params` for all prompts, or one for each. Everything is checked before anything is queued, so
+        a ValueError, which names the prompt's index, leaves the engine as it was.
         """
         return self._complete(self._check(_as_list(prompts), sampling_params, priority), use_tqdm)
 

@@ -78,7 +78,7 @@ class OutputProcessor:
         self, request: GenerationRequest, child_ids: Sequence[str], arrival_time: float, warnings: Sequence[str] = ()
     ) -> None:
         """Adds a request whose completions the scheduler knows as `child_ids`. All its outputs have the `warnings`."""
-        params, prompt_ids = request.params, request.prompt.token_list
+        params, prompt_ids = request.params, request.prompt.last_tokens
         stops = StopStrings(params.stop) if params.stop else None
         completions = {
             child_id: LiveCompletion(
@@ -299,7 +299,7 @@ class OutputProcessor:
         assert search is not None, "only a beam search finds beams"
         shown = path[:-1] if beam.is_complete else path
         stream = (
-            CompletionText.open(self._tokenizer, params, live.request.prompt.token_list) if self._tokenizer else None
+            CompletionText.open(self._tokenizer, params, live.request.prompt.last_tokens) if self._tokenizer else None
         )
         if stream is not None:
             stream.push([one.token_id for one in shown])

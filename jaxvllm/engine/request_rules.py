@@ -8,6 +8,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
+from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.core.slots import MAX_STOP_IDS
 from jaxvllm.core.value_checks import shown
 from jaxvllm.kv_transfer.tickets import NAME as TRANSFER
@@ -26,9 +27,17 @@ class RequestRules:
     has_reasoning: bool = False  # and knows its marks
     logprobs_mode: LogprobsMode = "raw_logprobs"
     has_peers: bool = False  # engines to which prompts may be handed over
+    side_inputs: SideInputRules | None = None  # None: a prompt may have none
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> Self:
+    def of(
+        cls,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        side_inputs: SideInputRules | None = None,
+    ) -> Self:
         """Returns the rules of an engine built from `config`. The other arguments come from its model."""
         return cls(
             max_model_len,
@@ -39,6 +48,7 @@ class RequestRules:
             has_reasoning=config.reasoning_parser is not None,
             logprobs_mode=config.logprobs_mode,
             has_peers=config.kv_transfer is not None and config.kv_transfer.kv_connector == "peer",
+            side_inputs=side_inputs,
         )
 
     def check(self, request: GenerationRequest) -> None:
@@ -55,6 +65,8 @@ class RequestRules:
         if request.beam_search is not None:
             self._check_beams(request)
         self._check_transfer(request)
+        if request.prompt.side_inputs:
+            self._check_side_inputs(request)
         if request.session_id is not None and not isinstance(request.session_id, str):
             raise ParameterError(f"session_id must be a string, not {request.session_id!r}", "session_id")
         priority = request.priority
@@ -66,6 +78,27 @@ class RequestRules:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
+
+    def _check_side_inputs(self, request: GenerationRequest) -> None:
+        if self.side_inputs is None:
+            raise ParameterError(
+                "prompt_embeds needs an engine that has room for it: start with enable_prompt_embeds "
+                "(--enable-prompt-embeds), or give the prompt as text or token ids",
+                "prompt_embeds",
+            )
+        for side in request.prompt.side_inputs:
+            self.side_inputs.check(side)
+        for name, is_asked in (
+            ("prompt_logprobs", request.params.prompt_logprobs is not None),
+            ("use_beam_search", request.beam_search is not None),
+            ("explain", request.wants_explanation),
+            (TRANSFER, wants_remote_decode(request.kv_transfer_params)),
+            (TRANSFER, wants_remote_prefill(request.kv_transfer_params)),
+        ):
+            if is_asked:
+                raise ParameterError(
+                    f"{name} is for prompts of tokens, and prompt_embeds has none: leave one of them out", name
+                )
 
     def _check_transfer(self, request: GenerationRequest) -> None:
         params = request.kv_transfer_params

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
+from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
@@ -16,6 +17,7 @@ from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers import Proposer
+from jaxvllm.runtime.side_rows import SideShape
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.host import kernels_multiply_bfloat16
@@ -38,6 +40,7 @@ class ResolvedConfig:
     page_size: int
     page_dtype: jnp.dtype
     quantization: str | None  # of the layers' matrices
+    takes_side_inputs: bool
 
     @classmethod
     def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> Self:
@@ -50,6 +53,11 @@ class ResolvedConfig:
         # The length goes into the spec because some RoPE scalings depend on it.
         spec = model_spec(read, config.max_model_len)
         dtype = _dtype(config, read, platform)
+        if config.enable_prompt_embeds and spec.layer_embedding is not None:
+            raise NotImplementedError(
+                "enable_prompt_embeds needs a model without embeddings for each layer, which are those of tokens: "
+                "leave it out, or take another model"
+            )
         # The limits of a step in requests and in tokens. If the config sets only one, the other adapts to it.
         seqs, tokens = (64, 512) if on_cpu else (256, 2048)
         max_num_seqs = config.max_num_seqs or min(seqs, config.max_num_batched_tokens or seqs)
@@ -67,6 +75,7 @@ class ResolvedConfig:
             page_size=config.page_size,
             page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
             quantization=config.quantization,
+            takes_side_inputs=config.enable_prompt_embeds,
         )
 
     def forms(self, backend: Backend, num_devices: int) -> Forms:
@@ -92,7 +101,26 @@ class ResolvedConfig:
             draft=None if proposer is None else proposer.cache,
             has_index=proposer is not None and proposer.reads_index,
             has_drafts=proposer is not None,
+            side=self._side_shape,
         )
+
+    @property
+    def _side_shape(self) -> SideShape | None:
+        """The shape of the store of side inputs, or None if there is none.
+
+        The longest prompt has room. A row takes little beside the keys and values of its token, in all layers.
+        """
+        if not self.takes_side_inputs:
+            return None
+        return SideShape(self.max_model_len, self.spec.hidden_size, self.dtype)
+
+    @property
+    def side_inputs(self) -> SideInputRules | None:
+        """The side inputs that the engine takes, or None if it takes none."""
+        if not self.takes_side_inputs:
+            return None
+        largest = jnp.finfo(self.dtype).max  # type: ignore[no-untyped-call]
+        return SideInputRules(self.spec.hidden_size, float(largest))
 
 
 def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:

@@ -49,14 +49,25 @@ def forward[Kv](
 
 
 def embed_tokens(
-    params: Params, spec: ModelSpec, tokens: jax.Array, positions: jax.Array, axis: ModelAxis = ALONE
+    params: Params,
+    spec: ModelSpec,
+    tokens: jax.Array,
+    positions: jax.Array,
+    axis: ModelAxis = ALONE,
+    side_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns what the first layer computes with, [T, E], for tokens i32[T] at positions i32[T]."""
+    """Returns what the first layer computes with, [T, E], for tokens i32[T] at positions i32[T].
+
+    With `side_rows` [N, E], the token `-1 - r` is its row r, as it is: transformers does not scale `inputs_embeds`.
+    """
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, axis)
         if spec.embed_scale != 1:
             # Rounded to the dtype of the weights first, as every checkpoint was trained.
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        if side_rows is not None:
+            rows = jnp.take(side_rows, -1 - tokens, axis=0, mode="clip")
+            x = jnp.where(tokens[:, None] < 0, rows.astype(x.dtype), x)
         if spec.positions is not None:
             x = x + jnp.take(params["positions"], positions + spec.positions.offset, axis=0, mode="clip")
         return x

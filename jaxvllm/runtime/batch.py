@@ -53,7 +53,7 @@ class Batch:
     decodes: jax.Array  # bool[R]: the input token is the slot's last one
     next_tokens: jax.Array  # i32[R]: after a row whose tokens are scored, else NOT_SCORED
     new_pages: tuple[OpenedPages, ...]  # one a group
-    token_ids: jax.Array  # i32[T]; 0 where a decode row reads the state
+    token_ids: jax.Array  # i32[T]; 0 where a decode row reads the state; -1 - r is row r of the side store
 
 
 def max_new_pages(bucket: Bucket, sizes: SlotSizes) -> tuple[int, ...]:

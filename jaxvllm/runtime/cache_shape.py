@@ -15,6 +15,7 @@ from jaxvllm.models.layer_loops import known_windows
 from jaxvllm.models.layer_memory import PAGE_AXES, LayerMemory
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.side_rows import SideShape
 from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import DeviceState, new_state
 from pallas_kernels.backend import Backend
@@ -73,6 +74,7 @@ class CacheShape:
     draft: DraftCache | None = None
     has_index: bool = False  # whether the slot state has a suffix index
     has_drafts: bool = False  # whether there is a proposer
+    side: SideShape | None = None  # of the store of side inputs
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
@@ -182,7 +184,7 @@ class CacheShape:
         windows = tuple(group.window for group in self.groups(spec))
         num_features = None if self.draft is None else self.draft.num_features
         sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
-        return SlotSizes(*sizes, windows, num_features, self.has_index, self.has_drafts)
+        return SlotSizes(*sizes, windows, num_features, self.has_index, self.has_drafts, self.side)
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
         """Returns the abstract slot state, which every device of `mesh` has whole."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 class TokensSoFar:
     """The tokens of R requests, prompt first. What lies after a row's `num_tokens` has no meaning."""
 
-    token_ids: jax.Array  # i32[R, the most tokens that a request may have]
+    token_ids: jax.Array  # i32[R, the most tokens that a request may have]; 0 where a side input has the values
     num_tokens: jax.Array  # i32[R]
     num_prompt_tokens: jax.Array  # i32[R]
 

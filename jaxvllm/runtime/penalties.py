@@ -20,7 +20,7 @@ MAX_COUNT = 2**15 - 1
 
 def _prompt_bits(admission: Admission) -> NDArray[np.int32] | None:
     request = admission.request
-    return pack_bits(request.prompt_token_ids) if request.sampling_params.is_penalized else None
+    return pack_bits(request.asked.prompt.known_token_ids) if request.sampling_params.is_penalized else None
 
 
 REPETITION = SlotField("repetition_penalty", np.float32, 1, lambda a: a.request.sampling_params.repetition_penalty)

@@ -29,6 +29,7 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    FillSideRows,
     ForkSlots,
     Forward,
     Mask,
@@ -46,6 +47,7 @@ from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.readouts import BY_NAME, DEVICE_READOUTS, Forwarded
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions
+from jaxvllm.runtime.side_rows import store_side_rows
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
     RECALL_WORDS,
@@ -130,6 +132,7 @@ class Runner:
         self._params = params
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
         self._sizes = shape.sizes(spec)
+        self._side = shape.side
         # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self._overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
         self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
@@ -165,7 +168,16 @@ class Runner:
         num_groups = len(shape.groups(spec))
         self._copies = cache(lambda: tuple(make_program(recipe) for recipe in copy_recipes(pages, num_groups, mesh)))
         self.contents_like = contents_like(pages, num_groups, mesh)
-        rarely = (self._admit_rare, self._recall, self._recount, self._store_masks, self._fork)
+        rarely: list[Callable[[], object]] = [
+            self._admit_rare,
+            self._recall,
+            self._recount,
+            self._store_masks,
+            self._fork,
+        ]
+        if shape.side is not None:
+            self._fill_side_rows = cache(partial(compile_update, store_side_rows, shape.side.nothing()))
+            rarely.append(self._fill_side_rows)
         with ThreadPoolExecutor(1) as other:
             no_admissions = pack_admissions((), self._sizes)
             admit_later = other.submit(compile_update, partial(admit, sizes=self._sizes), no_admissions)
@@ -196,6 +208,10 @@ class Runner:
                     self._call(Recall(packed))
                 for packed in pack_recounts(admission):
                     self._call(Recount(packed))
+                for filled in admission.side_rows:
+                    assert self._side is not None, "there is no side store"
+                    for packed in self._side.pack(filled):
+                        self._call(FillSideRows(packed))
         bucket = self.programs.choose(plan)
         packed = pack(plan, bucket, self._sizes)
         if not plan.is_split:
@@ -327,6 +343,8 @@ class Runner:
                 self._state = self._recall()(self._state, packed)
             case Recount(packed):
                 self._state = self._recount()(self._state, packed)
+            case FillSideRows(packed):
+                self._state = self._fill_side_rows()(self._state, packed)
             case Mask(packed):
                 self._state = self._store_masks()(self._state, packed)
             case ForkSlots(packed):

@@ -16,6 +16,7 @@ import numpy as np
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.side_rows import SideShape
 
 # The value of each slot field for all slots and the trash slot, by name. Donated to every call that changes it.
 type DeviceState = dict[str, jax.Array]
@@ -54,6 +55,7 @@ class SlotSizes:
     num_features: int | None = None  # that a proposer keeps of a row's last token; None: there is no such proposer
     has_index: bool = False  # whether there is a suffix index of their histories
     has_drafts: bool = False  # whether there is a proposer
+    side: SideShape | None = None  # of the store of side inputs; None: there is none
 
     @property
     def num_groups(self) -> int:

@@ -1,7 +1,7 @@
 """Slot state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
 
 Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read there, and what it holds never changes.
-Only the suffix index belongs to no slot.
+Only the suffix index and the side store belong to no slot.
 """
 
 import math
@@ -53,7 +53,9 @@ def new_state(sizes: SlotSizes) -> DeviceState:
     """Returns the slot state of an engine without requests."""
     rows = sizes.num_slots + 1
     state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
-    return state | new_index(sizes) if sizes.has_index else state
+    if sizes.has_index:
+        state |= new_index(sizes)
+    return state if sizes.side is None else state | sizes.side.new()
 
 
 @dataclass(frozen=True)

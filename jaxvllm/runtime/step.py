@@ -19,6 +19,7 @@ from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.prompt_scores import PromptScores, score
 from jaxvllm.runtime.proposers import Proposer, SeenStep
 from jaxvllm.runtime.readouts.readout import Unsampled
+from jaxvllm.runtime.side_rows import SIDE_ROWS, known_tokens
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
     DeviceOutput,
@@ -63,7 +64,9 @@ def forward(
     is_decode = batch.decodes[rows.token_rows] & rows.is_real()
     token_ids = jnp.where(is_decode, state["history"][slots, starts][rows.token_rows], batch.token_ids)
     depths = () if proposer is None else proposer.depths
-    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, depths)
+    computed, kv_pages = compute(
+        params, kv_pages, token_ids, rows, tables, model, depths, side_rows=state.get(SIDE_ROWS)
+    )
     hidden = computed.hidden
     if proposer is not None:
         with jax.named_scope("see"):
@@ -71,7 +74,7 @@ def forward(
             kv_pages, state = proposer.see(step)
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
-        state = record(state, at, rows.positions, token_ids)
+        state = record(state, at, rows.positions, known_tokens(state, token_ids))
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
     scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None)

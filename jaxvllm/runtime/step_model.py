@@ -82,15 +82,17 @@ def compute(
     model: StepModel,
     depths: tuple[int, ...] = (),
     most_drafted: int | None = None,
+    side_rows: jax.Array | None = None,
 ) -> tuple[Computed, KVCachePages]:
     """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages].
 
+    With `side_rows` [N, E], the token `-1 - r` is its row r.
     With `most_drafted` all but the first token of a row are drafts, and no row has more tokens than that. `commit` then
     says how many of them count.
     """
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
-    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis)
+    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis, side_rows)
     embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
     with_tables = replace(rows, page_table=tables)
 

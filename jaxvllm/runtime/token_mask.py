@@ -53,7 +53,7 @@ def store_masks(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 def pack_bits(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """Returns i32[words]: the bits of `token_ids`, which are in no order, as far as the largest of them."""
-    bits = np.zeros(mask_words(int(token_ids.max()) + 1) * BITS, np.bool_)
+    bits = np.zeros(mask_words(int(token_ids.max(initial=-1)) + 1) * BITS, np.bool_)
     bits[token_ids] = True
     return np.packbits(bits, bitorder="little").view("<i4")
 

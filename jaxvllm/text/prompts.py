@@ -9,10 +9,11 @@ import numpy as np
 from jaxvllm.core.errors import ContextLengthError, ParameterError
 from jaxvllm.core.request import Prompt, TokenIds
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.side_input import PLACEHOLDER, SideInput
 from jaxvllm.text.tokenizer import Tokenizer
 
-# The keys of a prompt that is a mapping, as in vLLM. It has one of the first two, and may have a salt.
-FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+# The keys of a prompt that is a mapping, as in vLLM. It has one of the first three, and may have a salt.
+FIELDS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 
 type PromptLike = str | Sequence[int] | Mapping[str, Any]
 
@@ -57,15 +58,49 @@ class PromptReader:
         return self.max_model_len * (1 if self.tokenizer is None else self.tokenizer.longest_token)
 
     def read(self, prompt: PromptLike, *, add_special_tokens: bool = True, room: PromptRoom = ANY_LENGTH) -> Prompt:
-        """Reads a prompt from a text, from token ids, or from a mapping with either and perhaps a `cache_salt`."""
-        inner, salt = self._unpack(prompt) if isinstance(prompt, Mapping) else (prompt, None)
+        """Reads a prompt from a text, from token ids, or from a mapping with either and perhaps a `cache_salt`.
+
+        A mapping may have `prompt_embeds` instead, an array f[N, E] of what the embedding table would give.
+        """
         keep = self._kept(room)
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            return self._read_embeds(prompt, room, keep)
+        inner, salt = self._unpack(prompt) if isinstance(prompt, Mapping) else (prompt, None)
         if isinstance(inner, str):
             ids = self._tokenize(inner, add_special_tokens, room, keep)
             return Prompt(inner, self._check(ids, room, keep), salt)
         if isinstance(inner, bytes) or not isinstance(inner, Sequence | np.ndarray):
             raise ParameterError(f"a prompt is a string, token ids or a mapping of one, not {type(inner).__name__}")
         return Prompt(None, self._check(cast(Sequence[int], inner), room, keep), salt)
+
+    def _read_embeds(self, mapping: Mapping[str, Any], room: PromptRoom, keep: int | None) -> Prompt:
+        field = "prompt_embeds"
+        salt = self._salt(mapping)
+        if others := [name for name in FIELDS[:2] if mapping.get(name) is not None]:
+            raise ParameterError(
+                f"prompt_embeds is a whole prompt, and {others[0]} is another: give one of them", field
+            )
+        try:
+            values = np.asarray(mapping[field])
+        except Exception as error:  # an array of another library converts itself
+            raise ParameterError(f"prompt_embeds must be an array that NumPy can read: {error}", field) from error
+        # The kind of bfloat16 is that of unknown bytes.
+        if values.ndim != 2 or not (values.dtype.kind == "f" or values.dtype.name == "bfloat16") or not values.shape[1]:
+            raise ParameterError(
+                "prompt_embeds must be an array of floats with a row for each position and a column for each element "
+                f"of the hidden state, not {values.dtype} of shape {values.shape}",
+                field,
+            )
+        if not len(values):
+            raise ParameterError("prompt_embeds is empty: give at least one row", field)
+        if keep is not None:
+            values = values[-keep:]
+        self._check_length(len(values), room)
+        try:
+            side = SideInput.of(0, values)
+        except ValueError as error:
+            raise ParameterError(f"prompt_embeds: {error}", field) from error
+        return Prompt(None, np.full(len(values), PLACEHOLDER, np.int32), salt, (side,))
 
     def _kept(self, room: PromptRoom) -> int | None:
         """Returns how many of a prompt's last tokens are kept, or None if all are."""
@@ -115,31 +150,29 @@ class PromptReader:
         return self.max_model_len if scores_only else self.max_model_len - 1
 
     def _unpack(self, mapping: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:
+        salt = self._salt(mapping)
+        given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
+        if not given or isinstance(mapping.get("prompt_token_ids"), str):
+            raise ParameterError("a prompt mapping needs a `prompt` text, `prompt_token_ids` or `prompt_embeds`")
+        return given[0], salt
+
+    @staticmethod
+    def _salt(mapping: Mapping[str, Any]) -> str | None:
+        """Returns the salt of a prompt that is a mapping, whose fields are all known."""
         unknown = [key for key in mapping if key not in FIELDS]
         if unknown:
             raise ParameterError(f"unknown prompt fields {unknown}: known are {', '.join(FIELDS)}")
         salt = mapping.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ParameterError(f"cache_salt must be a string that is not empty, not {salt!r}", "cache_salt")
-        given = [mapping[key] for key in ("prompt_token_ids", "prompt") if mapping.get(key) is not None]
-        if not given or isinstance(mapping.get("prompt_token_ids"), str):
-            raise ParameterError("a prompt mapping needs a `prompt` text or `prompt_token_ids`")
-        return given[0], salt
+        return salt
 
     def _check(self, ids: Sequence[int], room: PromptRoom, keep: int | None) -> TokenIds:
         if len(ids) == 0:
             raise ParameterError("the prompt is empty: give at least one token")
         if keep is not None:
             ids = ids[-keep:]
-        if len(ids) > self._max_tokens(room.scores_only):
-            why = "exceeds" if room.scores_only else "leaves no room for an output within"
-            raise ContextLengthError(
-                f"prompt of {len(ids)} tokens {why} max_model_len {self.max_model_len}: shorten it, or raise "
-                "max_model_len",
-                num_tokens=len(ids),
-                max_prompt_tokens=self._max_tokens(room.scores_only),
-                max_model_len=self.max_model_len,
-            )
+        self._check_length(len(ids), room)
         try:
             token_ids = np.asarray(ids)
         except ValueError:
@@ -152,3 +185,14 @@ class PromptReader:
                 f"prompt token id {low if low < 0 else high} is outside the vocabulary of {self.vocab_size} tokens"
             )
         return token_ids.astype(np.int32)
+
+    def _check_length(self, num_tokens: int, room: PromptRoom) -> None:
+        if num_tokens > self._max_tokens(room.scores_only):
+            why = "exceeds" if room.scores_only else "leaves no room for an output within"
+            raise ContextLengthError(
+                f"prompt of {num_tokens} tokens {why} max_model_len {self.max_model_len}: shorten it, or raise "
+                "max_model_len",
+                num_tokens=num_tokens,
+                max_prompt_tokens=self._max_tokens(room.scores_only),
+                max_model_len=self.max_model_len,
+            )

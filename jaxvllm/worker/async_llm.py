@@ -426,7 +426,8 @@ class AsyncLLM(EngineClient):
         if self._reader is None:
             self._reader = self._readers.reader(facts)
         self._facts = facts
-        self._rules = RequestRules.of(self.config, facts.max_model_len, facts.eos_token_ids, facts.vocab_size)
+        rules = (facts.max_model_len, facts.eos_token_ids, facts.vocab_size, facts.side_inputs)
+        self._rules = RequestRules.of(self.config, *rules)
         self._was_ready = True
         self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")

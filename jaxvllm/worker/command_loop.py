@@ -258,4 +258,5 @@ class CommandLoop:
             default_max_tokens=engine.defaults.max_tokens,
             most_tokens=engine.defaults.most_tokens,
             pooler=engine.pooler,
+            side_inputs=engine.side_inputs,
         )

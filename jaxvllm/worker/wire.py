@@ -9,6 +9,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, TokenIds
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.engine.commands import AnyCommand
 from jaxvllm.engine.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -94,6 +95,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     default_max_tokens: int | None = None  # of a request without a limit of its own
     most_tokens: int | None = None  # that any request may generate
     pooler: Pooler | None = None  # None: prompts cannot be pooled
+    side_inputs: SideInputRules | None = None  # None: prompts have none
 
 
 class Ready(Message, frozen=True):

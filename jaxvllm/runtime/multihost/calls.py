@@ -78,6 +78,13 @@ class Recount:
 
 
 @dataclass(frozen=True)
+class FillSideRows:
+    """Fills rows of the side store."""
+
+    packed: NDArray[np.int32]  # [SIDE_BATCH, words], made by `SideShape.pack`
+
+
+@dataclass(frozen=True)
 class ForkSlots:
     """Makes slots copies of others."""
 
@@ -99,7 +106,21 @@ class Abandon:
     """Tells the processes that wait for a call that there will be none. It is no call of a device itself."""
 
 
-type Call = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | SampleRows | ForkSlots | Reset | Close
+type Call = (
+    Admit
+    | AdmitRare
+    | Recall
+    | Recount
+    | FillSideRows
+    | Step
+    | Forward
+    | Mask
+    | Read
+    | SampleRows
+    | ForkSlots
+    | Reset
+    | Close
+)
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
@@ -120,6 +141,7 @@ _KINDS: tuple[type[Message], ...] = (
     Read,
     SampleRows,
     ForkSlots,
+    FillSideRows,
 )
 _NO_WORDS = np.zeros(0, np.int32)
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
+from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Explanation
 from jaxvllm.server.protocol.fields import (
     ALL_LOGPROBS,
@@ -33,7 +34,8 @@ type Prompts = Annotated[list[Tokens], FailFast()]
 class CompletionRequest(EngineFields, SamplingFields, CompletionFields):
     """A text to continue, or several, each as text or as token ids."""
 
-    prompt: str | Strings | Tokens | Prompts
+    prompt: str | Strings | Tokens | Prompts | None = None  # required, but beside prompt_embeds, where "" is none
+    prompt_embeds: str | Strings | None = None  # base64 of .npy files with floats [N, hidden size], each a prompt
     max_tokens: int | None = None  # None: 16, as OpenAI's; 0, with echo or prompt_logprobs: only score the prompt
     logprobs: Annotated[int, Field(ge=-1)] | None = None  # up to the server's --max-logprobs; -1: the vocabulary
     echo: bool | None = None  # begin the answer with the prompt; with max_tokens 0 the answer is only the prompt
@@ -72,8 +74,18 @@ class CompletionRequest(EngineFields, SamplingFields, CompletionFields):
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 
     def prompts(self) -> list[OnePrompt]:
-        """Returns the prompts as a list, even if there is only one."""
-        return as_prompts(self.prompt, "prompt", MAX_PROMPTS)
+        """Returns the prompts of text or tokens as a list, even if there is only one."""
+        if self.embeds and not self.prompt:
+            return []
+        if self.prompt is None:
+            raise ParameterError("prompt is missing: give a text, token ids, or prompt_embeds", "prompt")
+        return as_prompts(self.prompt, "prompt", MAX_PROMPTS - len(self.embeds))
+
+    @property
+    def embeds(self) -> list[str]:
+        """The prompts of embeddings."""
+        given = self.prompt_embeds
+        return [given] if isinstance(given, str) else list(given or ())
 
 
 class CompletionChoice(Reply):

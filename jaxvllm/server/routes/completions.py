@@ -9,11 +9,11 @@ from fastapi.concurrency import run_in_threadpool
 
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
-from jaxvllm.server.errors import ApiError
+from jaxvllm.server.errors import ApiError, concerning
 from jaxvllm.server.exchange import DONE, Events, event, respond
 from jaxvllm.server.generation import Generation
 from jaxvllm.server.http.request_id import RequestId
-from jaxvllm.server.protocol.completions import CompletionRequest, CompletionResponse
+from jaxvllm.server.protocol.completions import MAX_PROMPTS, CompletionRequest, CompletionResponse
 from jaxvllm.server.protocol.fields import (
     draft_spans_of,
     explanation_of,
@@ -23,6 +23,7 @@ from jaxvllm.server.protocol.fields import (
     usage_of,
 )
 from jaxvllm.server.protocol.logprobs import Ranked, Told, completion_logprobs, prompt_logprobs
+from jaxvllm.server.protocol.npy import read_npy
 from jaxvllm.server.protocol.request_times import times_of
 from jaxvllm.server.protocol.response_format import form_given_as
 from jaxvllm.server.routes.documented import STREAMED
@@ -193,6 +194,8 @@ class _Exchange:
 
 def _read(service: Service, body: CompletionRequest, room: PromptRoom) -> list[Prompt]:
     prompts = body.prompts()
+    if body.embeds:
+        return _read_embeds(service, body, prompts, room)
     if body.echo and service.reader.tokenizer is None:
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
     if not body.echo and (forwarded := service.read_forwarded(body, room)) is not None:
@@ -209,3 +212,20 @@ def _read(service: Service, body: CompletionRequest, room: PromptRoom) -> list[P
     return [
         one if one.text is not None else replace(one, text=service.tokenizer.decode(one.token_list)) for one in read
     ]
+
+
+def _read_embeds(
+    service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]], room: PromptRoom
+) -> list[Prompt]:
+    """Returns the prompts of embeddings, and after them those of text or tokens."""
+    field = "prompt_embeds"
+    if body.echo:
+        raise ApiError(
+            400, f"echo tells the text of a prompt, and {field} has none: leave one of them out", param="echo"
+        )
+    if len(body.embeds) > MAX_PROMPTS:
+        raise ApiError(400, f"{field} has {len(body.embeds)} prompts, and {MAX_PROMPTS} are the most", param=field)
+    with concerning(field):
+        read = [service.reader.read({field: read_npy(text, field)}, room=room) for text in body.embeds]
+    adds = body.add_special_tokens is not False
+    return read + service.read_prompts(prompts, field="prompt", add_special_tokens=adds, room=room)

@@ -30,6 +30,7 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    FillSideRows,
     ForkSlots,
     Forward,
     Mask,
@@ -65,10 +66,11 @@ CALLS: tuple[Call, ...] = (
     SampleRows(Bucket(16, 4)),
     SampleRows(Bucket(4, 4, is_split=True)),
     ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
+    FillSideRows(np.arange(-6, 0, dtype=np.int32).reshape(2, 3)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | ForkSlots
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | ForkSlots | FillSideRows
 
 
 def same(one: Message | None, other: Message | None) -> bool:
