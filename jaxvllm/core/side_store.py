@@ -28,7 +28,7 @@ class SideRows:
 
 
 @dataclass
-class _Content:
+class _RowsOfContent:
     """The rows that have one content, and how often a slot holds them."""
 
     rows: Ints
@@ -41,7 +41,7 @@ class SideStore:
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self._free = list(range(num_rows))
-        self._entries: dict[bytes, _Content] = {}
+        self._entries: dict[bytes, _RowsOfContent] = {}
         self._kept: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._num_kept = 0  # rows of these
         self._held: dict[int, tuple[SideInput, ...]] = {}  # by slot
@@ -78,7 +78,7 @@ class SideStore:
                 split = len(self._free) - len(side)
                 rows = np.array(self._free[split:], np.int32)
                 del self._free[split:]
-                self._entries[side.digest] = _Content(rows)
+                self._entries[side.digest] = _RowsOfContent(rows)
                 filled.append(SideRows(rows, side))
             self._entries[side.digest].count += 1
         return tuple(filled)
