@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.forms.form import Activation
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
-from jaxvllm.models.router import Router
 
 _SHARED = "shared_"  # before the names of the arrays of the shared expert
 
@@ -33,7 +33,7 @@ class ExpertsFfn:
 
     hidden_size: int
     size: int  # of the inner features of an expert
-    router: Router
+    router: ExpertRouter
     activation: Activation = "silu"
     shared: GatedFfn | None = None
     is_shared_gated: bool = False  # the sigmoid of a number of each token multiplies what the shared expert returns

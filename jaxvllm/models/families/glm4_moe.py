@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jaxvllm.models.attention import QkNorm
 from jaxvllm.models.block import Block
+from jaxvllm.models.expert_router import ExpertGroups, ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import qwen3_moe
 from jaxvllm.models.families.family import Family
@@ -12,7 +13,6 @@ from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
-from jaxvllm.models.router import ExpertGroups, Router
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import Source, shared_expert_sources, whole
 
@@ -35,10 +35,10 @@ def glm4_moe_spec(config: HfConfig) -> ModelSpec:
     return usual.model((dense if number < first else sparse for number in range(usual.num_layers)), norm)
 
 
-def deepseek_router(config: HfConfig) -> Router:
+def deepseek_router(config: HfConfig) -> ExpertRouter:
     """Returns the router of DeepSeek V3, which chooses among groups of experts where there are several."""
     groups, kept = config.integer("n_group", 1), config.integer("topk_group", 1)
-    return Router(
+    return ExpertRouter(
         config.integer("hidden_size"),
         config.integer("n_routed_experts", 128),
         config.integer("num_experts_per_tok", 8),

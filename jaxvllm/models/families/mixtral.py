@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from jaxvllm.models.block import Block
+from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
-from jaxvllm.models.router import Router
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import Source, attention_sources, expert_sources, norm_sources, whole
 
@@ -20,7 +20,7 @@ def mixtral_spec(config: HfConfig) -> ModelSpec:
     layer = Block(
         norm=norm,
         attention=usual.attention(norm),
-        ffn=usual.experts(Router(usual.hidden_size, num_experts, top_k), usual.ffn_size),
+        ffn=usual.experts(ExpertRouter(usual.hidden_size, num_experts, top_k), usual.ffn_size),
         rope=usual.rope(),
         window=config.optional_integer("sliding_window"),
     )

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
+from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
-from jaxvllm.models.router import Router
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import (
     Source,
@@ -38,9 +38,9 @@ def qwen3_moe_spec(config: HfConfig) -> ModelSpec:
     return usual.model((sparse if n in with_experts else dense for n in range(usual.num_layers)), norm)
 
 
-def qwen_router(config: HfConfig) -> Router:
+def qwen_router(config: HfConfig) -> ExpertRouter:
     """Returns the softmax over all experts, whose best count as much as they do there, or add up to one."""
-    return Router(
+    return ExpertRouter(
         config.integer("hidden_size"),
         config.integer("num_experts", 128),
         config.integer("num_experts_per_tok", 8),

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
+from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import Norm
 from jaxvllm.models.rope import RopeSpec
-from jaxvllm.models.router import Router
 from jaxvllm.models.spec import ModelSpec
 
 
@@ -61,7 +61,7 @@ class UsualParts:
             scale=self.head_size**-0.5,
         )
 
-    def experts(self, router: Router, size: int, shared_size: int = 0) -> ExpertsFfn:
+    def experts(self, router: ExpertRouter, size: int, shared_size: int = 0) -> ExpertsFfn:
         """Returns experts of `size`, and beside them one of `shared_size`, where that is not 0."""
         activation = self.config.activation("hidden_act", "silu")
         shared = GatedFfn(self.hidden_size, shared_size, activation) if shared_size else None

@@ -1,4 +1,4 @@
-"""`Router`: which experts a token chooses, and how much each of them counts."""
+"""`ExpertRouter`: which experts a token chooses, and how much each of them counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
-class Router:
+class ExpertRouter:
     """Chooses `top_k` of `num_experts` experts for each token. All of it is computed in float32."""
 
     hidden_size: int
