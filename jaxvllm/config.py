@@ -53,6 +53,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
     quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
+    enable_expert_parallel: bool = False  # each device of a model has some experts whole, and not a part of each
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own

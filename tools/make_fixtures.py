@@ -69,7 +69,7 @@ MODEL_TYPES = {
     "Glm4Moe": "glm4_moe",
 }
 
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,7 +77,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**EVEN, **EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
-    "qwen2_moe": ("Qwen2Moe", {**EVEN, **EXPERTS, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
+    "qwen2_moe": ("Qwen2Moe", {**EVEN, **EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2}),
     "mixtral": (
         "Mixtral",
         {**EVEN, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 32},
@@ -89,7 +89,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **EVEN,
             "n_routed_experts": 12,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
+            "moe_intermediate_size": 24,
             "n_shared_experts": 2,
             "n_group": 3,
             "topk_group": 2,

@@ -11,6 +11,7 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.models import checkpoint
+from jaxvllm.models.experts import by_expert
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.params import Layout
@@ -52,6 +53,7 @@ class ResolvedConfig:
         read = config.overridden(hf_config)
         # The length goes into the spec because some RoPE scalings depend on it.
         spec = model_spec(read, config.max_model_len)
+        spec = by_expert(spec) if config.enable_expert_parallel else spec
         dtype = _dtype(config, read, platform)
         if config.enable_prompt_embeds and spec.layer_embedding is not None:
             raise NotImplementedError(

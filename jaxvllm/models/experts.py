@@ -11,6 +11,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.ffn import GatedFfn
@@ -19,6 +20,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
+from jaxvllm.models.spec import ModelSpec
 
 _SHARED = "shared_"  # before the names of the arrays of the shared expert
 
@@ -129,3 +131,18 @@ class ExpertsFfn:
         if not self.is_shared_gated:
             return out
         return out * jax.nn.sigmoid(self.shared_gate.apply(weights, "shared_gate", x))
+
+
+def by_expert(spec: ModelSpec) -> ModelSpec:
+    """Returns the spec whose devices have some experts whole, instead of a part of each.
+
+    Raises ValueError for a model without experts.
+    """
+    if not any(isinstance(layer.ffn, ExpertsFfn) for layer in spec.layers):
+        raise ValueError("enable_expert_parallel needs a model with experts, and this one has none: leave it out")
+
+    def of(layer: Block) -> Block:
+        ffn = layer.ffn
+        return replace(layer, ffn=replace(ffn, is_by_expert=True)) if isinstance(ffn, ExpertsFfn) else layer
+
+    return replace(spec, layers=tuple(map(of, spec.layers)))

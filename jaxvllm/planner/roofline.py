@@ -5,6 +5,7 @@ devices. Other costs (launches, latency, padding, activations, imperfect overlap
 fast.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -42,8 +43,10 @@ class StepRates:
     Positions read, and pairs of a query and a position that it sees, are sums over all layers.
     """
 
-    layer_bytes: int  # weights of the layers, which every microbatch reads
+    layer_bytes: int  # weights of the layers without experts, which every microbatch reads
     outer_bytes: int  # other weights that every step reads
+    expert_bytes: int  # of all experts
+    chosen: float  # the part of them that a token chooses
     kv_bytes: float  # keys and values of one token in one layer
     num_layers: int  # that see positions
     state_bytes: int  # states of a row, in all layers that keep one
@@ -58,8 +61,10 @@ class StepRates:
         share = deployment.share
         attentions = [layer.attention for layer in share.spec.layers if not layer.memory.keeps_state]
         return cls(
-            layer_bytes=share.layer_bytes,
+            layer_bytes=share.layer_bytes - share.expert_bytes,
             outer_bytes=share.bytes_read - share.layer_bytes,
+            expert_bytes=share.expert_bytes,
+            chosen=share.chosen,
             kv_bytes=deployment.page_bytes / (deployment.page_size * len(attentions)),
             num_layers=len(attentions),
             state_bytes=deployment.state_bytes,
@@ -75,11 +80,13 @@ class StepRates:
     def memory(self, num_tokens: float, num_rows: float, positions_read: float, ticks: int = 1) -> float:
         """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens.
 
-        The states of each row are read and written once.
+        The states of each row are read and written once. Of experts those are read that one of the tokens chooses, if
+        all are chosen alike.
         ticks: how often the weights of the layers are read
         """
         kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes + 2 * num_rows * self.state_bytes
-        return (self.outer_bytes + ticks * self.layer_bytes + kv) / self.bandwidth
+        experts = self.expert_bytes * (1 - math.pow(1 - self.chosen, num_tokens / ticks))
+        return (self.outer_bytes + ticks * (self.layer_bytes + experts) + kv) / self.bandwidth
 
     def compute(self, num_tokens: float, num_rows: float, pairs: float) -> float:
         """Returns the seconds of all multiplications."""

@@ -27,6 +27,12 @@ class _DeclaredArrays:
     elements: int  # of each of them, on this device
     num_bytes: int  # of all
 
+    @property
+    def multiplied(self) -> int:
+        """The elements of each by which a token is multiplied: not those of experts that it does not choose."""
+        chosen, of = self.decl.chosen or (1, 1)
+        return self.elements * chosen // of
+
 
 @dataclass(frozen=True)
 class Share:
@@ -56,6 +62,17 @@ class Share:
         return sum(one.num_bytes for one in self._arrays() if one.is_of_layers)
 
     @property
+    def expert_bytes(self) -> int:
+        """The bytes of all experts, of which a step reads those that some token has chosen."""
+        return sum(one.num_bytes for one in self._arrays() if one.decl.chosen is not None)
+
+    @property
+    def chosen(self) -> float:
+        """The part of the experts that a token chooses, in the first layer that has any."""
+        chosen, of = next((one.decl.chosen for one in self._arrays() if one.decl.chosen is not None), (0, 1))
+        return chosen / of
+
+    @property
     def smallest_matrix_bytes(self) -> int:
         """The bytes of the smallest matrix of one layer. Smaller temporaries cannot hold a copy of a matrix."""
         matrices = (one for one in self._arrays() if one.is_of_layers and one.decl.is_multiplied)
@@ -65,7 +82,7 @@ class Share:
         """Counts the floating-point operations of a step's matrix products, without attention."""
         # Outside the layers the head is the only matrix, and only rows that sample need it.
         return sum(
-            2 * (num_tokens if one.is_of_layers else num_rows) * one.count * one.elements
+            2 * (num_tokens if one.is_of_layers else num_rows) * one.count * one.multiplied
             for one in self._arrays()
             if one.decl.is_multiplied
         )

@@ -1,0 +1,45 @@
+"""Engines whose model has experts: one text whether devices have a part of each expert or some of them whole."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxvllm import LLM
+from tests.engine.tiny import assert_idle, greedy_tokens, tiny_llm
+from tests.models.fixture import Fixture
+
+# A gated expert beside the others, and layers without experts between.
+FIXTURE = Fixture.load("qwen2_moe")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield FIXTURE.write_checkpoint(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1x2", {"enable_expert_parallel": True}),
+        ("2x3", {"enable_expert_parallel": True}),
+        ("1x2x2", {"enable_expert_parallel": True}),
+        ("1x2", {"quantization": "int8"}),
+    ],
+)
+def test_experts_on_devices(mesh: str, options: dict[str, object], directory: Path) -> None:
+    with tiny_llm(directory, max_model_len=FIXTURE.max_model_len, mesh=mesh, **options) as llm:
+        tokens = greedy_tokens(llm, FIXTURE.prompts)
+        if "quantization" not in options:
+            assert tokens == FIXTURE.greedy
+        else:  # the matrices are rounded, so the tokens are others, but as many
+            assert list(map(len, tokens)) == list(map(len, FIXTURE.greedy)) and tokens != FIXTURE.greedy
+        assert_idle(llm)
+
+
+def test_experts_that_cannot_be_divided_are_refused(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="6 experts do not divide over 4 devices: use a mesh of 1x1, 1x2, or"):
+        LLM(str(directory), mesh="1x4", enable_expert_parallel=True)
+    dense = Fixture.load("qwen3").write_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="enable_expert_parallel needs a model with experts, and this one has none"):
+        LLM(str(dense), enable_expert_parallel=True)
