@@ -32,13 +32,13 @@ class SideInput:
     """
 
     first: int
-    width: int  # values in a row
+    hidden_size: int  # values in a row
     data: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        if self.first < 0 or self.width < 1 or not self.data or len(self.data) % (self.width * _FLOAT.itemsize):
+        if self.first < 0 or self.hidden_size < 1 or not self.data or len(self.data) % self._row_bytes:
             raise ValueError(
-                f"a side input is one row or more of {self.width} values from position {self.first} on, not "
+                f"a side input is one row or more of {self.hidden_size} values from position {self.first} on, not "
                 f"{len(self.data)} bytes"
             )
         if not np.isfinite(self.values).all():
@@ -47,12 +47,16 @@ class SideInput:
 
     @classmethod
     def of(cls, first: int, values: NDArray[Any]) -> Self:
-        """Makes one of an array [N, width], of any float dtype."""
+        """Makes one of an array [N, hidden_size], of any float dtype."""
         with np.errstate(over="ignore"):  # a float64 that is too large is told as infinite
             return cls(first, values.shape[1], values.astype(_FLOAT).tobytes())
 
     def __len__(self) -> int:
-        return len(self.data) // (self.width * _FLOAT.itemsize)
+        return len(self.data) // self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.hidden_size * _FLOAT.itemsize
 
     @property
     def end(self) -> int:
@@ -61,17 +65,17 @@ class SideInput:
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """The rows, f32[N, width], which are read-only."""
-        return np.frombuffer(self.data, _FLOAT).reshape(-1, self.width)
+        """The rows, f32[N, hidden_size], which are read-only."""
+        return np.frombuffer(self.data, _FLOAT).reshape(-1, self.hidden_size)
 
     @cached_property
     def digest(self) -> bytes:
         """A hash of all rows, whatever their positions. It is computed once, on first use."""
-        return blake2b(self.width.to_bytes(8, "big") + self._row_digests, digest_size=_DIGEST).digest()
+        return blake2b(self.hidden_size.to_bytes(8, "big") + self._row_digests, digest_size=_DIGEST).digest()
 
     @cached_property
     def _row_digests(self) -> bytes:
-        size, rows = self.width * _FLOAT.itemsize, memoryview(self.data)
+        size, rows = self._row_bytes, memoryview(self.data)
         return b"".join(
             blake2b(rows[at : at + size], digest_size=_ROW_DIGEST).digest() for at in range(0, len(rows), size)
         )
@@ -93,15 +97,15 @@ class SideInput:
 class SideInputRules:
     """The side inputs that an engine takes as prompts."""
 
-    width: int  # of the model's hidden state
+    hidden_size: int
     largest: float  # that the dtype of the activations can hold
 
     def check(self, side: SideInput) -> None:
         """Raises ValueError for rows that the model cannot compute with."""
-        if side.width != self.width:
+        if side.hidden_size != self.hidden_size:
             raise ParameterError(
-                f"prompt_embeds has {side.width} values in a row, and the hidden state of this model has {self.width}: "
-                "give rows of its embedding table, or rows made for it",
+                f"prompt_embeds has {side.hidden_size} values in a row, and the hidden state of this model has "
+                f"{self.hidden_size}: give rows of its embedding table, or rows made for it",
                 "prompt_embeds",
             )
         most = float(np.abs(side.values).max())

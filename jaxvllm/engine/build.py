@@ -220,10 +220,8 @@ def build(
             enable_prefix_caching=config.enable_prefix_caching,
             events=events,
         )
-        slots, side_store = (
-            SlotTable(seqs, resolved.max_model_len),
-            SideStore(0 if shape.side is None else shape.side.num_rows),
-        )
+        slots = SlotTable(seqs, resolved.max_model_len)
+        side_store = None if shape.side is None else SideStore(shape.side.num_rows)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
 
     clock.ready(programs.num_loaded, programs.num_compiled)

@@ -24,15 +24,15 @@ class SideShape:
     """The size of the store."""
 
     num_rows: int
-    width: int  # of the hidden state
+    hidden_size: int
     dtype: jnp.dtype  # of the activations
 
     def new(self) -> dict[str, jax.Array]:
         """Returns the part of the state that is the store."""
-        return {SIDE_ROWS: jnp.zeros((self.num_rows, self.width), self.dtype)}
+        return {SIDE_ROWS: jnp.zeros((self.num_rows, self.hidden_size), self.dtype)}
 
     def pack(self, filled: SideRows) -> list[NDArray[np.int32]]:
-        """Returns the arguments of `store_side_rows`, i32[SIDE_BATCH, 1 + width] each: a row's number and its bits."""
+        """Returns the arguments of `store_side_rows`, i32[SIDE_BATCH, 1 + E] each: a row's number and its bits."""
         packed = []
         for first in range(0, len(filled.rows), SIDE_BATCH):
             rows = filled.rows[first : first + SIDE_BATCH]
@@ -43,7 +43,7 @@ class SideShape:
 
     def nothing(self) -> NDArray[np.int32]:
         """Returns an argument of `store_side_rows` that changes no row."""
-        packed = np.zeros((SIDE_BATCH, 1 + self.width), np.int32)
+        packed = np.zeros((SIDE_BATCH, 1 + self.hidden_size), np.int32)
         packed[:, 0] = self.num_rows  # past all, so dropped
         return packed
 

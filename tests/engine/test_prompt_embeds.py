@@ -220,6 +220,8 @@ def test_what_is_wrong_is_refused_before_anything_is_queued(llm: LLM) -> None:
         ask(llm, [{"prompt_embeds": rows, "prompt": "a"}])
     with pytest.raises(ValueError, match="unknown prompt fields"):
         ask(llm, [{"prompt_embeds": rows, "embeds": rows}])
+    with pytest.raises(ValueError, match="explain is for prompts of tokens"):
+        llm.engine.check("explained", {"prompt_embeds": rows}, SHORT, wants_explanation=True)
     with pytest.raises(ValueError, match="use_beam_search is for prompts of tokens"):
         llm.beam_search([{"prompt_embeds": rows}], BeamSearchParams(beam_width=2, max_tokens=2))
 

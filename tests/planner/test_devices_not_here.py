@@ -58,7 +58,7 @@ LLAMA_STEPS = {"v5e": ("largest", "decode"), "h200": ("decode",)}
 COMPILE = """
 import json, sys
 from dataclasses import asdict
-from jaxvllm.planner.compile_worker import Steps
+from jaxvllm.planner.compile_worker import CompiledSteps
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 
@@ -66,7 +66,7 @@ StepCompiler.compile = lambda self, bucket: StepProgram(self.compile_begin(bucke
 for line in sys.stdin:
     names, text = json.loads(line)
     deployment = Deployment.from_json(text)
-    steps = Steps(deployment)
+    steps = CompiledSteps(deployment)
     found = {name: asdict(steps.compile(getattr(deployment, name))) for name in names}
     print(json.dumps([deployment.pool_bytes(steps.num_pages), found]))
 """

@@ -24,7 +24,7 @@ from sharding.placement import mesh_of
 from tests.models.fixture import Fixture
 from tests.runtime.test_step_memory import SHAPE
 
-STORE = SideShape(num_rows=600, width=5, dtype=jnp.dtype(jnp.bfloat16))
+STORE = SideShape(num_rows=600, hidden_size=5, dtype=jnp.dtype(jnp.bfloat16))
 
 
 def test_rows_get_the_values_that_were_packed_and_others_keep_theirs() -> None:

@@ -58,6 +58,8 @@ class Evil:
         (saved(np.zeros((2, 2), "V2")), r"for \|V2 of shape"),
         (with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 4), }"), "this has 0 bytes"),
         (with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 4), }", bytes(16)), "this has 16 bytes"),
+        (with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 10**30), }"), "base64 of a .npy file"),
+        (with_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': (0, {10**30}), }}"), "base64 of a .npy file"),
         (with_header("__import__('os')._exit(1)"), "base64 of a .npy file"),
         (with_header("(" * 110), "base64 of a .npy file"),
     ],

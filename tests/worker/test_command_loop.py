@@ -67,6 +67,7 @@ def engine(**methods: Any) -> Any:
         max_model_len=64,
         eos_token_ids=(2,),
         pooler=Pooler("LAST", 4),
+        side_inputs=None,
         defaults=SimpleNamespace(params=SamplingParams(), max_tokens=None, most_tokens=None),
         stats=lambda: STATS,
         is_broken=False,

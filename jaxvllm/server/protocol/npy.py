@@ -36,13 +36,9 @@ def read_npy(text: str, field: str) -> NDArray[Any]:
             raise ValueError(f"version {version} of the format has names of columns")
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, in_columns, dtype = read_header(stream)
-    except Exception as error:  # NumPy parses the header as Python, which may fail in many ways
+        rest = data[stream.tell() :]
+        if dtype.kind not in "fiub" or math.prod(shape) * dtype.itemsize != len(rest):
+            raise ValueError(f"this has {len(rest)} bytes for {dtype} of shape {shape}; save it as float32")
+        return np.frombuffer(rest, dtype).reshape(shape, order="F" if in_columns else "C")
+    except Exception as error:  # NumPy reads the header as Python, and its sizes may be any
         raise ParameterError(f"{field} must be {_FORM}: {error}", field) from error
-    rest = len(data) - stream.tell()
-    if dtype.kind not in "fiub" or math.prod(shape) * dtype.itemsize != rest:
-        raise ParameterError(
-            f"{field} must be {_FORM}, and this has {rest} bytes for {dtype} of shape {shape}: save it as float32",
-            field,
-        )
-    flat = np.frombuffer(data, dtype, offset=stream.tell())
-    return flat.reshape(shape, order="F" if in_columns else "C")
