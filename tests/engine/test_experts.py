@@ -22,7 +22,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ("mesh", "options"),
     [
         ("1x2", {"enable_expert_parallel": True}),
-        ("2x3", {"enable_expert_parallel": True}),
         ("1x2x2", {"enable_expert_parallel": True}),
         ("1x2", {"quantization": "int8"}),
     ],
