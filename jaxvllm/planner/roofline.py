@@ -80,8 +80,8 @@ class StepRates:
     def memory(self, num_tokens: float, num_rows: float, positions_read: float, ticks: int = 1) -> float:
         """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens.
 
-        The states of each row are read and written once. Of experts those are read that one of the tokens chooses, if
-        all are chosen alike.
+        The states of each row are read and written once. Experts are read if one of the tokens chooses them, where
+        each is as likely as the others.
         ticks: how often the weights of the layers are read
         """
         kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes + 2 * num_rows * self.state_bytes
