@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxvllm.models.expert_router import ExpertRouter
+from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import Forms
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.int8 import CpuInt8
 from jaxvllm.models.forms.turned import Turned
@@ -145,6 +147,17 @@ def test_no_copy_of_int8_in_another_dtype() -> None:
     params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), CpuKernel(host_chip())))
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
+
+
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+def test_no_stack_of_experts_is_copied(layout: Layout) -> None:
+    # Sixteen experts, of which one has 4 and 2 MiB in two matrices: the smaller stack of a layer has 32.
+    experts = ExpertsFfn(1024, 512, ExpertRouter(1024, 16, 2))
+    spec = replace(SPEC, layers=tuple(replace(layer, ffn=experts) for layer in SPEC.layers))
+    kernel = CpuKernel(host_chip())
+    forms = Forms(kernel, kernel, kernel, kernel) if layout == "separate" else PLAIN_FORMS
+    params = abstract_params(spec, jnp.float32, layout, MESH, forms)
+    assert StepCompiler(params, KV, spec, SHAPE, REFERENCE, MESH).compile(DECODE).step_bytes < 32 * 2**20
 
 
 def test_a_copy_of_weights_would_be_seen() -> None:
