@@ -9,6 +9,7 @@ from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.compiler import GrammarCompiler
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.source import grammar_source
+from jaxvllm.grammar.vocabulary import GrammarVocabulary
 from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.text.tokenizer import Tokenizer
 
@@ -33,11 +34,11 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), VOCAB_SIZE, (EOS,))
 
 
-def poisoned_source(params: StructuredOutputsParams, special_tokens: dict[str, int]) -> str:
+def poisoned_source(params: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> str:
     """Like `grammar_source`, but the expressions "endless" and "crashing", with anything after them, are `POISON`."""
     schema = POISON.get((params.regex or "").split(" ")[0])
     if schema is None:
-        return grammar_source(params, special_tokens)
+        return grammar_source(params, vocabulary)
     return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
