@@ -67,6 +67,10 @@ MODEL_TYPES = {
     "Qwen2Moe": "qwen2_moe",
     "Qwen3Moe": "qwen3_moe",
     "Glm4Moe": "glm4_moe",
+    "MiniMaxM2": "minimax_m2",
+    "Ernie4_5_Moe": "ernie4_5_moe",
+    "GraniteMoe": "granitemoe",
+    "Qwen3_5Moe": "qwen3_5_moe_text",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -81,6 +85,54 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
         "Mixtral",
         {**EVEN, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 32},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            **EVEN,
+            "head_dim": 12,
+            "rotary_dim": 6,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 24,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            **EVEN,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            **EVEN,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **{key: value for key, value in EVEN.items() if key != "intermediate_size"},
+            **EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+        },
     ),
     "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
     "glm4_moe": (
@@ -329,7 +381,7 @@ def make(name: str) -> None:
         **NO_SPECIAL,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5") else 0.0
+    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap.

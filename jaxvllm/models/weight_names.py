@@ -138,6 +138,15 @@ def expert_sources(
     }
 
 
+def stacked_expert_sources(decls: Mapping[str, ParamDecl], gate_up: str, down: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of experts of which one tensor has all, gate and up together."""
+    num_experts, _, F, E = decls["experts_gate_up"].shape
+    return {
+        "experts_gate_up": whole(gate_up, (num_experts, 2 * F, E), (num_experts, 2, F, E)),
+        "experts_down": whole(down, (num_experts, E, F)),
+    }
+
+
 def shared_expert_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of an expert beside the others, whose gate and up are separate tensors."""
     _, F, E = decls["shared_gate_up"].shape

@@ -6,6 +6,7 @@ from typing import Any
 from jaxvllm.models.families import (
     cohere,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
     gemma2,
     gemma3,
@@ -15,8 +16,10 @@ from jaxvllm.models.families import (
     gpt2,
     gpt_neox,
     granite,
+    granitemoe,
     llama,
     mimo,
+    minimax_m2,
     ministral3,
     mistral,
     mixtral,
@@ -29,6 +32,7 @@ from jaxvllm.models.families import (
     qwen2_moe,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     seed_oss,
     smollm3,
@@ -68,6 +72,10 @@ FAMILIES: tuple[Family, ...] = (
     mixtral.FAMILY,
     olmoe.FAMILY,
     glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
+    ernie4_5_moe.FAMILY,
+    granitemoe.FAMILY,
+    *qwen3_5_moe.FAMILIES,
 )
 
 

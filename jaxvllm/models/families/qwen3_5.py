@@ -10,6 +10,7 @@ from dataclasses import replace
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
+from jaxvllm.models.ffn import Ffn
 from jaxvllm.models.gated_delta import GatedDeltaNet, GatedDeltaRule
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
@@ -17,11 +18,11 @@ from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import (
     Source,
+    attention_sources,
     gated_ffn_sources,
     named_norms,
     norm_sources,
     rows_of_heads,
-    separate_projections,
     with_biases,
 )
 
@@ -29,6 +30,11 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def qwen3_5_spec(config: HfConfig) -> ModelSpec:
+    return hybrid_spec(config, UsualParts(config).gated_ffn())
+
+
+def hybrid_spec(config: HfConfig, ffn: Ffn) -> ModelSpec:
+    """Returns the spec of a Qwen 3.5 with this FFN in all layers."""
     config.refuse({"attn_output_gate": (None, True)})
     # The sections of the rope are for images: the axes of a text's positions are all the same.
     rope = {"partial_rotary_factor": 0.25} | config.rope_parameters()
@@ -39,7 +45,7 @@ def qwen3_5_spec(config: HfConfig) -> ModelSpec:
     full = Block(
         norm=norm,
         attention=replace(usual.attention(norm), qk_norm="head", gated=True, qkv_bias=has_bias, o_bias=has_bias),
-        ffn=usual.gated_ffn(),
+        ffn=ffn,
         rope=usual.rope(),
     )
     num_keys, num_values = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
@@ -51,19 +57,22 @@ def qwen3_5_spec(config: HfConfig) -> ModelSpec:
         value_size=config.integer("linear_value_head_dim", 128),
         conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
     )
-    linear = Block(
-        norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=usual.gated_ffn()
-    )
+    linear = Block(norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=ffn)
     every = [_LINEAR if (layer + 1) % 4 else _FULL for layer in range(usual.num_layers)]
     kinds = config.layer_types(every, (_FULL, _LINEAR))
     return usual.model((full if kind == _FULL else linear for kind in kinds), norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer. Each tensor of linear attention lists one kind of rows, of all key heads."""
+    """Returns the sources of a layer."""
+    return mixer_sources(spec, layer, prefix) | gated_ffn_sources(spec, layer, prefix)
+
+
+def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of a layer but for its FFN. Tensors of linear attention have one kind of rows each."""
     mixer = spec.layers[layer].attention
     if not isinstance(mixer, GatedDeltaNet):
-        return separate_projections(spec, layer, prefix)
+        return norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
     decls, rule, K, E = declare_layer(spec, layer), mixer.rule, mixer.num_key_heads, spec.hidden_size
     r, Dk, Dv, C = rule.values_per_key, rule.key_size, rule.value_size, rule.channels
     prefix_in = f"{prefix}linear_attn."
@@ -78,7 +87,7 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     def of_values(name: str, first: int, count: int, *tail: int) -> Source:
         return rows_of_heads(prefix_in + name, (K, count, *tail), first)
 
-    found = gated_ffn_sources(spec, layer, prefix) | norm_sources(spec, layer, prefix)
+    found = norm_sources(spec, layer, prefix)
     found |= with_biases(decls, prefix, {"delta_out": "linear_attn.out_proj"})
     found |= named_norms(decls, prefix, {"delta_norm": "linear_attn.norm"})
     return found | {
