@@ -29,22 +29,18 @@ def forward[Kv](
     attend: Attend[Kv],
     axis: ModelAxis = ALONE,
     recur: Recur[Kv] = no_recur,
-    is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, Kv]:
     """Returns the hidden states after the final norm, and the cache with this step's keys and values.
 
     tokens, positions  # i32[T]: packed rows; every token id must be in the vocabulary, also those of padding
     The hidden states are [T, E] in the dtype of the parameters, and the same on every device. `kv` is any pytree that
-    `attend` and `recur` understand; the layers only pass it on. `is_real` bool[T] is False for padding, which may be
-    computed or not.
+    `attend` and `recur` understand; the layers only pass it on.
     Inside shard_map, `spec` and `params` are one device's share (`Spread.shard`), and each layer is summed over `axis`
     after the attention and after the FFN (Megatron-LM, arXiv 1909.08053).
     """
     x = embed_tokens(params, spec, tokens, positions, axis)
     embeddings = embed_for_layers(params, spec, tokens, x, axis)
-    x, _, kv = run_layers(
-        params, spec, x, positions, kv, attend, axis, embeddings=embeddings, recur=recur, is_real=is_real
-    )
+    x, _, kv = run_layers(params, spec, x, positions, kv, attend, axis, embeddings=embeddings, recur=recur)
     return final_norm(params, spec, x), kv
 
 
@@ -102,7 +98,10 @@ def run_layers[Kv](
     recur: Recur[Kv] = no_recur,
     is_real: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Kv]:
-    """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache."""
+    """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache.
+
+    `is_real` bool[T] is False for padding, which may be computed or not.
+    """
     with jax.named_scope("rope"):
         rotation = rotations(spec.ropes, positions)
 

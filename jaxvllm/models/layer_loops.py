@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.form import item_of
 from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.ops import InStack, OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
@@ -242,7 +243,7 @@ class _Run:
                 array = slices[name]
             else:
                 at = _computed(where, turn, i)
-                array = jax.tree.map(partial(_at, index=at), stack)
+                array = jax.tree.map(partial(item_of, index=at), stack)
             weights[name] = Slice(array) if self.decls[name].storage == "matrix" else array
         return weights
 
@@ -250,10 +251,6 @@ class _Run:
 def _length(stack: Any) -> int:
     """Returns how many layers a stack has."""
     return len(jax.tree.leaves(stack)[0])
-
-
-def _at(stack: jax.Array, index: Scalar) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 
 def _computed(table: np.ndarray, turn: Scalar, i: Scalar) -> Scalar:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 from jax.typing import DTypeLike
 
-from jaxvllm.models.forms.form import Activation, Arrays, Form, Matrix
+from jaxvllm.models.forms.form import Activation, Arrays, Experts, Form, Matrix
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
 
 
@@ -37,7 +37,7 @@ class InStack:
 
 
 Weight = jax.Array | Matrix | OneOf | Slice
-Experts = jax.Array | Matrix | OneOf | InStack
+ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 
 
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
@@ -61,35 +61,36 @@ def project_gated(x: jax.Array, weight: Weight, activation: Activation, bias: ja
     return activate(gate_up[:, 0], activation) * gate_up[:, 1]
 
 
-def project_grouped(x: jax.Array, weight: Experts, starts: jax.Array) -> jax.Array:
+def project_grouped(x: jax.Array, weight: ExpertsWeight, starts: jax.Array) -> jax.Array:
     """Multiplies each row of x [N, in] by the matrix of its group, of weight [X, .., in]: [N, ..].
 
     Rows starts[g] to starts[g + 1], i32[X + 1], are those of group g. The others are arbitrary afterwards.
     """
-    form, stacks, index, first = _experts(weight)
-    return form.grouped_product(x, stacks, index, starts, first)
+    form, experts = _experts(weight)
+    return form.grouped_product(x, experts, starts)
 
 
-def project_grouped_gated(x: jax.Array, weight: Experts, starts: jax.Array, activation: Activation) -> jax.Array:
+def project_grouped_gated(x: jax.Array, weight: ExpertsWeight, starts: jax.Array, activation: Activation) -> jax.Array:
     """Returns activation(gate x) * up x, [N, F], for rows in groups, as above, and weight [X, 2, F, in]."""
-    form, stacks, index, first = _experts(weight)
-    if (gated := form.grouped_gated_product(x, stacks, index, starts, first, activation)) is not None:
+    form, experts = _experts(weight)
+    if (gated := form.grouped_gated_product(x, experts, starts, activation)) is not None:
         return gated
-    gate_up = form.grouped_product(x, stacks, index, starts, first)  # [N, 2, F]
+    gate_up = form.grouped_product(x, experts, starts)  # [N, 2, F]
     return activate(gate_up[:, 0], activation) * gate_up[:, 1]
 
 
-def _experts(weight: Experts) -> tuple[Form, list[Arrays], jax.Array | int, jax.Array | int]:
-    """Returns the form of experts, the stacks of them, which one it is, and the first expert of the layer in it."""
+def _experts(weight: ExpertsWeight) -> tuple[Form, Experts]:
+    """Returns the form of experts, and where they are."""
     if isinstance(weight, OneOf):
-        return *_opened(weight.matrices), weight.index, 0
+        form, stacks = _opened(weight.matrices)
+        return form, Experts(stacks, weight.index)
+    form, [arrays] = _opened([weight.stack if isinstance(weight, InStack) else weight])
     if not isinstance(weight, InStack):
-        return *_opened([weight]), 0, 0
-    form, [arrays] = _opened([weight.stack])
+        return form, Experts([arrays])
     # Layers and experts become one dimension, for which nothing is moved.
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
     num_experts = next(iter(arrays.values())).shape[1]
-    return form, [flat], 0, weight.index * num_experts
+    return form, Experts([flat], first=weight.index * num_experts)
 
 
 def lookup_table(weight: jax.Array | Matrix) -> jax.Array:

@@ -107,15 +107,40 @@ def rows_of_heads(name: str, view: tuple[int, ...], first: int, begin: int = 0, 
 
 def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of a gated FFN whose gate and up are separate tensors."""
-    decls = declare_layer(spec, layer)
-    sources = with_biases(decls, prefix, {"down": "mlp.down_proj"})
-    for key, kind in (("gate_up", "weight"), ("gate_up_bias", "bias")):
+    return gated_sources(declare_layer(spec, layer), f"{prefix}mlp.")
+
+
+def gated_sources(decls: Mapping[str, ParamDecl], prefix: str, ours: str = "") -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of gate, up and down, whose tensors begin with `prefix`, and our arrays with `ours`."""
+    sources = with_biases(decls, prefix, {f"{ours}down": "down_proj"})
+    for key, kind in ((f"{ours}gate_up", "weight"), (f"{ours}gate_up_bias", "bias")):
         if key in decls:
             _, *shape = decls[key].shape
             sources[key] = tuple(
-                Source(f"{prefix}mlp.{half}_proj.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
+                Source(f"{prefix}{half}_proj.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
                 for i, half in enumerate(("gate", "up"))
             )
+    return sources
+
+
+def sparse_projections(shared: str = "", **others: str) -> LayerSources:
+    """Returns the sources of layers that have a gated FFN or experts, one by one, both of which are named `mlp`.
+
+    shared: the name of an expert beside the others there
+    others: the tensors there of further arrays that layers with experts have
+    """
+
+    def sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+        decls, start = declare_layer(spec, layer), f"{prefix}mlp."
+        if "router" not in decls:
+            return separate_projections(spec, layer, prefix)
+        found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
+        found |= expert_sources(decls, f"{start}experts.")
+        if "shared_gate_up" in decls:
+            found |= gated_sources(decls, f"{start}{shared}.", "shared_")
+        tensors = {"router": "gate.weight", **others}
+        return found | {key: whole(start + name, decls[key].shape) for key, name in tensors.items()}
+
     return sources
 
 
@@ -144,18 +169,6 @@ def stacked_expert_sources(decls: Mapping[str, ParamDecl], gate_up: str, down: s
     return {
         "experts_gate_up": whole(gate_up, (num_experts, 2 * F, E), (num_experts, 2, F, E)),
         "experts_down": whole(down, (num_experts, E, F)),
-    }
-
-
-def shared_expert_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tuple[Source, ...]]:
-    """Returns the sources of an expert beside the others, whose gate and up are separate tensors."""
-    _, F, E = decls["shared_gate_up"].shape
-    halves = enumerate(("gate", "up"))
-    return {
-        "shared_gate_up": tuple(
-            Source(f"{prefix}{name}_proj.weight", (F, E), (half, 0, 0), (1, F, E)) for half, name in halves
-        ),
-        "shared_down": whole(f"{prefix}down_proj.weight", decls["shared_down"].shape),
     }
 
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
-from pallas_kernels.small_matmul.api import DTYPES, Gate, arguments
+from pallas_kernels.small_matmul.api import DTYPES, Gate, arguments, check_alike
 
 
 def grouped_matmul(
@@ -74,17 +74,12 @@ def _check(x: jax.Array, stacks: Sequence[jax.Array], starts: jax.Array, scales:
     from pallas_kernels.small_matmul.kernel import COLUMNS
 
     first = stacks[0]
-    if any((stack.shape, stack.dtype) != (first.shape, first.dtype) for stack in stacks):
-        raise ValueError(f"all stacks must be alike, got {', '.join(sorted({str(one.shape) for one in stacks}))}")
+    check_alike(stacks, scales, "stacks")
     if x.ndim != 2 or first.ndim < 3 or x.shape[1] != first.shape[-1] or not x.size:
         raise ValueError(f"x must be [rows, in] for stacks [groups, .., in], got {x.shape} and {first.shape}")
     if first.shape[-2] < COLUMNS:
         raise ValueError(f"matrices of groups must have at least {COLUMNS} rows, got {first.shape}")
     if starts.shape != (len(first) + 1,) or starts.dtype != jnp.int32:
         raise ValueError(f"starts must be i32[{len(first) + 1}], got {starts.dtype}{list(starts.shape)}")
-    if scales is not None:
-        wanted = (first.shape[:-1], jnp.float32)
-        if len(scales) != len(stacks) or any((one.shape, one.dtype) != wanted for one in scales):
-            raise ValueError(f"each of {len(stacks)} stacks {first.shape} needs scales f32{list(first.shape[:-1])}")
     if x.dtype.name not in DTYPES or first.dtype != (x.dtype if scales is None else jnp.int8):
         raise ValueError(f"x and matrices must agree, or matrices be int8 with scales, got {x.dtype} and {first.dtype}")

@@ -85,14 +85,20 @@ def arguments(matrices: Sequence[jax.Array], scales: Sequence[jax.Array] | None)
 
 def _check(x: jax.Array, matrices: Sequence[jax.Array], scales: Sequence[jax.Array] | None) -> None:
     first = matrices[0]
-    if any((matrix.shape, matrix.dtype) != (first.shape, first.dtype) for matrix in matrices):
-        raise ValueError(f"all matrices must be alike, got {', '.join(sorted({str(m.shape) for m in matrices}))}")
+    check_alike(matrices, scales, "matrices")
     if x.ndim != 2 or first.ndim < 2 or x.shape[1] != first.shape[-1] or not x.size:
         raise ValueError(f"x must be [rows, in] for matrices [.., in], got {x.shape} and {first.shape}")
-    if scales is not None:
-        wanted = (first.shape[:-1], jnp.float32)
-        if len(scales) != len(matrices) or any((one.shape, one.dtype) != wanted for one in scales):
-            raise ValueError(f"each of {len(matrices)} matrices {first.shape} needs scales f32{list(first.shape[:-1])}")
     if x.dtype.name not in DTYPES or first.dtype != (x.dtype if scales is None else jnp.int8):
         rule = f"x and matrices must both be of {' or '.join(DTYPES)}" if scales is None else "matrices must be int8"
         raise ValueError(f"{rule}, got {x.dtype} and {first.dtype}")
+
+
+def check_alike(arrays: Sequence[jax.Array], scales: Sequence[jax.Array] | None, what: str) -> None:
+    """Raises ValueError if the arrays, which are called `what`, differ, or their scales do not fit them."""
+    first = arrays[0]
+    if any((one.shape, one.dtype) != (first.shape, first.dtype) for one in arrays):
+        raise ValueError(f"all {what} must be alike, got {', '.join(sorted({str(one.shape) for one in arrays}))}")
+    if scales is not None:
+        wanted = (first.shape[:-1], jnp.float32)
+        if len(scales) != len(arrays) or any((one.shape, one.dtype) != wanted for one in scales):
+            raise ValueError(f"each of {len(arrays)} {what} {first.shape} needs scales f32{list(first.shape[:-1])}")

@@ -5,15 +5,13 @@ from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertRouter
-from jaxvllm.models.experts import ExpertsFfn
-from jaxvllm.models.families import qwen3_moe
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import Source, shared_expert_sources, whole
+from jaxvllm.models.weight_names import Source, sparse_projections, whole
 
 
 def ernie4_5_moe_spec(config: HfConfig) -> ModelSpec:
@@ -46,17 +44,13 @@ def ernie4_5_moe_spec(config: HfConfig) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer, with experts or without."""
-    found = dict(qwen3_moe.sources(spec, layer, prefix))
-    ffn = spec.layers[layer].ffn
-    if isinstance(ffn, ExpertsFfn):
-        decls = declare_layer(spec, layer)
+    """Returns the sources of a layer, whose bias for the choice has a dimension more than ours."""
+    found, decls = dict(_MOST(spec, layer, prefix)), declare_layer(spec, layer)
+    if "router_choice" in decls:
         [count] = decls["router_choice"].shape
-        name = f"{prefix}mlp.moe_statics.e_score_correction_bias"
-        found["router_choice"] = whole(name, (1, count), (count,))
-        if ffn.shared is not None:
-            found |= shared_expert_sources(decls, f"{prefix}mlp.shared_experts.")
+        found["router_choice"] = whole(f"{prefix}mlp.moe_statics.e_score_correction_bias", (1, count), (count,))
     return found
 
 
+_MOST = sparse_projections("shared_experts")
 FAMILY = Family("Ernie4_5_MoeForCausalLM", ernie4_5_moe_spec, layer_sources=sources)

@@ -1,20 +1,16 @@
 """GLM-4.5 to 4.7: dense layers first, then experts, chosen by a sigmoid with a bias for the choice alone."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.attention import QkNorm
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertGroups, ExpertRouter
-from jaxvllm.models.experts import ExpertsFfn
-from jaxvllm.models.families import qwen3_moe
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
-from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import Source, shared_expert_sources, whole
+from jaxvllm.models.weight_names import sparse_projections
 
 
 def glm4_moe_spec(config: HfConfig) -> ModelSpec:
@@ -51,14 +47,5 @@ def deepseek_router(config: HfConfig) -> ExpertRouter:
     )
 
 
-def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer, with experts or without."""
-    found = dict(qwen3_moe.sources(spec, layer, prefix))
-    if isinstance(spec.layers[layer].ffn, ExpertsFfn):
-        decls = declare_layer(spec, layer)
-        found |= shared_expert_sources(decls, f"{prefix}mlp.shared_experts.")
-        found["router_choice"] = whole(f"{prefix}mlp.gate.e_score_correction_bias", decls["router_choice"].shape)
-    return found
-
-
-FAMILY = Family("Glm4MoeForCausalLM", glm4_moe_spec, layer_sources=sources, understood=("use_qk_norm",))
+SOURCES = sparse_projections("shared_experts", router_choice="gate.e_score_correction_bias")
+FAMILY = Family("Glm4MoeForCausalLM", glm4_moe_spec, layer_sources=SOURCES, understood=("use_qk_norm",))

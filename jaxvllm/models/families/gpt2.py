@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.usual import multi_head
 from jaxvllm.models.ffn import PlainFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
@@ -28,20 +28,10 @@ def gpt2_spec(config: HfConfig) -> ModelSpec:
         raise ValueError(f"config n_embd {hidden_size} must be a multiple of n_head {num_heads}")
     ffn_size = config.optional_integer("n_inner") or 4 * hidden_size
     activation = config.activation("activation_function", "gelu_new")
-    head_size = hidden_size // num_heads
     norm = LayerNorm(config.number("layer_norm_epsilon", 1e-5))
     layer = Block(
         norm=norm,
-        attention=GroupedQueryAttention(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_size=head_size,
-            norm=norm,
-            scale=head_size**-0.5,
-            qkv_bias=True,
-            o_bias=True,
-        ),
+        attention=multi_head(hidden_size, num_heads, norm, has_bias=True),
         ffn=PlainFfn(hidden_size, ffn_size, activation),
     )
     return ModelSpec(

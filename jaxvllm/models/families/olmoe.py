@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertRouter
-from jaxvllm.models.families import qwen3_moe
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.weight_names import sparse_projections
 
 
 def olmoe_spec(config: HfConfig) -> ModelSpec:
@@ -26,4 +26,4 @@ def olmoe_spec(config: HfConfig) -> ModelSpec:
     return usual.model([layer] * usual.num_layers, norm)
 
 
-FAMILY = Family("OlmoeForCausalLM", olmoe_spec, layer_sources=qwen3_moe.sources, understood=("num_experts",))
+FAMILY = Family("OlmoeForCausalLM", olmoe_spec, layer_sources=sparse_projections(), understood=("num_experts",))

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.usual import multi_head
 from jaxvllm.models.ffn import PlainFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
@@ -31,20 +31,10 @@ def opt_spec(config: HfConfig) -> ModelSpec:
     has_bias, activation = config.flag("enable_bias", True), config.activation("activation_function", "relu")
     if hidden_size % num_heads:
         raise ValueError(f"config hidden_size {hidden_size} must be a multiple of num_attention_heads {num_heads}")
-    head_size = hidden_size // num_heads
     norm = LayerNorm(1e-5)
     layer = Block(
         norm=norm,
-        attention=GroupedQueryAttention(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_size=head_size,
-            norm=norm,
-            scale=head_size**-0.5,
-            qkv_bias=has_bias,
-            o_bias=has_bias,
-        ),
+        attention=multi_head(hidden_size, num_heads, norm, has_bias=has_bias),
         ffn=PlainFfn(hidden_size, ffn_size, activation, has_bias),
     )
     return ModelSpec(

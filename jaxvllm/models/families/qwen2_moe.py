@@ -1,19 +1,15 @@
 """Qwen 1.5 and 2 with experts: a gated expert beside the others, and biases on queries, keys and values."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
-from jaxvllm.models.experts import ExpertsFfn
-from jaxvllm.models.families import qwen3_moe
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.qwen3_moe import qwen_router, sparse_layers
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
-from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import Source, shared_expert_sources, whole
+from jaxvllm.models.weight_names import sparse_projections
 
 
 def qwen2_moe_spec(config: HfConfig) -> ModelSpec:
@@ -32,14 +28,5 @@ def qwen2_moe_spec(config: HfConfig) -> ModelSpec:
     return usual.model((sparse if n in with_experts else dense for n in range(usual.num_layers)), norm)
 
 
-def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer, with experts or without."""
-    found = dict(qwen3_moe.sources(spec, layer, prefix))
-    if isinstance(spec.layers[layer].ffn, ExpertsFfn):
-        decls = declare_layer(spec, layer)
-        found |= shared_expert_sources(decls, f"{prefix}mlp.shared_expert.")
-        found["shared_gate"] = whole(f"{prefix}mlp.shared_expert_gate.weight", decls["shared_gate"].shape)
-    return found
-
-
-FAMILY = Family("Qwen2MoeForCausalLM", qwen2_moe_spec, layer_sources=sources, understood=("num_experts",))
+SOURCES = sparse_projections("shared_expert", shared_gate="shared_expert_gate.weight")
+FAMILY = Family("Qwen2MoeForCausalLM", qwen2_moe_spec, layer_sources=SOURCES, understood=("num_experts",))

@@ -14,7 +14,7 @@ from jaxvllm.models.weight_names import (
     LayerSources,
     Source,
     expert_sources,
-    shared_expert_sources,
+    gated_sources,
     stacked_expert_sources,
     whole,
 )
@@ -34,7 +34,7 @@ def sources_of(are_stacked: bool) -> LayerSources:
 
     def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
         decls, start = declare_layer(spec, layer), f"{prefix}mlp."
-        found = mixer_sources(spec, layer, prefix) | shared_expert_sources(decls, f"{start}shared_expert.")
+        found = mixer_sources(spec, layer, prefix) | gated_sources(decls, f"{start}shared_expert.", "shared_")
         if are_stacked:
             found |= stacked_expert_sources(decls, f"{start}experts.gate_up_proj", f"{start}experts.down_proj")
         else:

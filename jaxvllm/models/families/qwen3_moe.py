@@ -1,25 +1,15 @@
 """Qwen 3 with experts: a norm over each query and key head, and experts in the layers that the config names."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertRouter
-from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
-from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import (
-    Source,
-    attention_sources,
-    expert_sources,
-    norm_sources,
-    separate_projections,
-    whole,
-)
+from jaxvllm.models.weight_names import sparse_projections
 
 
 def qwen3_moe_spec(config: HfConfig) -> ModelSpec:
@@ -56,14 +46,4 @@ def sparse_layers(config: HfConfig) -> list[int]:
     return [n for n in range(config.integer("num_hidden_layers")) if n not in dense and (n + 1) % step == 0]
 
 
-def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer, with experts or without."""
-    if not isinstance(spec.layers[layer].ffn, ExpertsFfn):
-        return separate_projections(spec, layer, prefix)
-    decls = declare_layer(spec, layer)
-    found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
-    found |= expert_sources(decls, f"{prefix}mlp.experts.")
-    return found | {"router": whole(f"{prefix}mlp.gate.weight", decls["router"].shape)}
-
-
-FAMILY = Family("Qwen3MoeForCausalLM", qwen3_moe_spec, layer_sources=sources, understood=("num_experts",))
+FAMILY = Family("Qwen3MoeForCausalLM", qwen3_moe_spec, layer_sources=sparse_projections(), understood=("num_experts",))

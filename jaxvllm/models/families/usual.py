@@ -14,6 +14,14 @@ from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.spec import ModelSpec
 
 
+def multi_head(hidden_size: int, num_heads: int, norm: Norm, *, has_bias: bool) -> GroupedQueryAttention:
+    """Returns attention whose heads have the hidden size together, each with a key and a value of its own."""
+    head_size = hidden_size // num_heads
+    return GroupedQueryAttention(
+        hidden_size, num_heads, num_heads, head_size, norm, scale=head_size**-0.5, qkv_bias=has_bias, o_bias=has_bias
+    )
+
+
 @dataclass(frozen=True)
 class UsualParts:
     """The parts of a decoder with the sizes of `config`. A family takes them as they are, or changes them.

@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.form import Activation, Arrays, Form
+from jaxvllm.models.forms.form import Activation, Arrays, Experts, Form
 from jaxvllm.models.forms.plain import MATRIX
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
@@ -44,37 +44,22 @@ class OnCpu(Form):
         ours, scales = self.operands(matrices)
         return small_gated_matmul(x, ours, index, scales=scales, gate=activation, chip=self.chip)
 
-    def grouped_product(
-        self,
-        x: jax.Array,
-        stacks: Sequence[Arrays],
-        index: jax.Array | int,
-        starts: jax.Array,
-        first: jax.Array | int,
-    ) -> jax.Array:
-        ours, scales = self._experts(stacks, first)
-        y = grouped_matmul(x, ours, index, starts, scales=scales, chip=self.chip)
+    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+        ours, scales = self._experts(experts)
+        y = grouped_matmul(x, ours, experts.index, starts, scales=scales, chip=self.chip)
         return y.reshape(x.shape[0], *ours[0].shape[1:-1])
 
     def grouped_gated_product(
-        self,
-        x: jax.Array,
-        stacks: Sequence[Arrays],
-        index: jax.Array | int,
-        starts: jax.Array,
-        first: jax.Array | int,
-        activation: Activation,
+        self, x: jax.Array, experts: Experts, starts: jax.Array, activation: Activation
     ) -> jax.Array | None:
         if activation != "silu" and activation != "gelu_tanh":
             return None
-        ours, scales = self._experts(stacks, first)
-        return grouped_gated_matmul(x, ours, index, starts, scales=scales, gate=activation, chip=self.chip)
+        ours, scales = self._experts(experts)
+        return grouped_gated_matmul(x, ours, experts.index, starts, scales=scales, gate=activation, chip=self.chip)
 
-    def _experts(
-        self, stacks: Sequence[Arrays], first: jax.Array | int
-    ) -> tuple[list[jax.Array], list[jax.Array] | None]:
-        assert isinstance(first, int) and first == 0, "on a CPU each layer has arrays of its own"
-        return self.operands(stacks)
+    def _experts(self, experts: Experts) -> tuple[list[jax.Array], list[jax.Array] | None]:
+        assert isinstance(experts.first, int) and not experts.first, "on a CPU each layer has arrays of its own"
+        return self.operands(experts.stacks)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,18 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Arrays = Mapping[str, jax.Array]
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: matrices `first` and on of stack number `index`, which is known while the step runs.
+
+    The arrays of a stack have one of each matrix.
+    """
+
+    stacks: Sequence[Arrays]
+    index: jax.Array | int = 0
+    first: jax.Array | int = 0
+
+
 class Form(ABC):
     """A way to keep matrices `[.., in]`. It is frozen and hashable.
 
@@ -54,38 +66,25 @@ class Form(ABC):
         """Returns activation(a x) * b x for a matrix of the halves a and b, if the form has its own way to do that."""
         return None
 
-    def grouped_product(
-        self,
-        x: jax.Array,
-        stacks: Sequence[Arrays],
-        index: jax.Array | int,
-        starts: jax.Array,
-        first: jax.Array | int,
-    ) -> jax.Array:
+    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
         """Multiplies each row of x [N, in] by the matrix of its group, as `over_groups` says: [N, ..].
 
-        Group g has matrix first + g of stack number `index`, whose arrays have one of each matrix.
+        Group g has expert number g.
         """
 
         def of_stack(arrays: Arrays) -> jax.Array:
             def product(tile: jax.Array, group: jax.Array) -> jax.Array:
-                one = {name: _at(array, first + group) for name, array in arrays.items()}
+                one = {name: item_of(array, experts.first + group) for name, array in arrays.items()}
                 return self.product(tile, one, None)
 
             return over_groups(x, starts, product)
 
-        branches = [partial(of_stack, arrays) for arrays in stacks]
-        result: jax.Array = jax.lax.switch(index, branches) if len(branches) > 1 else branches[0]()
+        branches = [partial(of_stack, arrays) for arrays in experts.stacks]
+        result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
         return result
 
     def grouped_gated_product(
-        self,
-        x: jax.Array,
-        stacks: Sequence[Arrays],
-        index: jax.Array | int,
-        starts: jax.Array,
-        first: jax.Array | int,
-        activation: Activation,
+        self, x: jax.Array, experts: Experts, starts: jax.Array, activation: Activation
     ) -> jax.Array | None:
         """Returns activation(a x) * b x for matrices of the halves a and b, if the form has its own way to do that."""
         return None
@@ -99,8 +98,9 @@ class Form(ABC):
         return Matrix(self, dict(arrays))
 
 
-def _at(stack: jax.Array, number: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False, allow_negative_indices=False)
+def item_of(stack: jax.Array, index: jax.Array | int) -> jax.Array:
+    """Returns one item of a stack, by a number that is known while the step runs."""
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["form"])

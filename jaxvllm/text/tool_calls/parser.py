@@ -4,15 +4,21 @@ import json
 import secrets
 import string
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
-from jaxvllm.text.tool_calls.format import OPEN_ENDED, ReadingState, ToolCallFormat
-from jaxvllm.text.tool_calls.json_scanner import WHITESPACE, JsonScanner
-from jaxvllm.text.tool_calls.python_scanner import PythonScanner
-from jaxvllm.text.tool_calls.typed_values import as_json, types_of
+from jaxvllm.text.tool_calls.format import OPEN_ENDED, ToolCallFormat
+from jaxvllm.text.tool_calls.json_scanner import WHITESPACE
+from jaxvllm.text.tool_calls.readers import (
+    MAX_HEADER,
+    ArgumentsReader,
+    CallReader,
+    KeywordsReader,
+    Reader,
+    ValueReader,
+)
+from jaxvllm.text.tool_calls.typed_values import types_of
 
-MAX_HEADER = 256  # characters of a function's name with what surrounds it, and of a parameter's name
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -27,8 +33,8 @@ class ToolCallParser:
         self._format = format
         self._schemas = schemas or {}
         self._pending = ""  # the end of the text that is not understood yet; at most a header and a mark
-        self._reader: _Reader | None = None  # of a state that ends itself
-        self._value: _ValueReader | None = None
+        self._reader: Reader | None = None  # of a state that ends itself
+        self._value: ValueReader | None = None
         self._events: list[Event] = []
         self._record: list[str] = []  # what was read since the content, or since the last call ended
         self._spaces: list[str] = []  # white space after the content, which does not belong to it if a call follows
@@ -77,6 +83,16 @@ class ToolCallParser:
         if text:
             self._events.append(Arguments(self._num_calls - 1, text))
 
+    def parameter(self, key: str) -> None:
+        """Begins the arguments with this key, or goes on with it."""
+        before = ", " if self._num_parameters else "{"
+        self.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        self._num_parameters += 1
+
+    def end_parameters(self) -> None:
+        """Ends arguments that consist of parameters."""
+        self.arguments("}" if self._num_parameters else "{}")
+
     def _end(self) -> None:
         self._events.append(CallEnd(self._num_calls - 1))
         self._record.clear()
@@ -121,11 +137,11 @@ class ToolCallParser:
             self._call_ended = False
         self._reader = None
         if state.reads == "arguments":
-            self._reader = _ArgumentsReader(self, state.name)
+            self._reader = ArgumentsReader(self, state.name)
         elif state.reads == "call":
-            self._reader = _CallReader(self, state.is_bare)
+            self._reader = CallReader(self, state.is_bare)
         elif state.reads == "keywords":
-            self._reader = _KeywordsReader(self)
+            self._reader = KeywordsReader(self)
         elif state.reads == "value":
             self._value = self._begin_value()
 
@@ -186,11 +202,9 @@ class ToolCallParser:
             self._record.append(text)
             self._value.push(text)
 
-    def _begin_value(self) -> "_ValueReader":
-        before = ", " if self._num_parameters else "{"
-        self.arguments(f"{before}{json.dumps(self._key, ensure_ascii=False)}: ")
-        self._num_parameters += 1
-        return _ValueReader(self, self._state, types_of(self._schemas.get(self._name), self._key))
+    def _begin_value(self) -> ValueReader:
+        self.parameter(self._key)
+        return ValueReader(self, self._state, types_of(self._schemas.get(self._name), self._key))
 
     def _read_space(self, text: str, at: int, is_last: bool) -> tuple[str | None, int]:
         state, start = self._state, at
@@ -203,16 +217,13 @@ class ToolCallParser:
             return (None if is_open else state.otherwise or ""), at
         mark = state.mark_of[found[0]]
         if mark.ends_call:
-            self._end_parameters()
+            self.end_parameters()
+            self._end()
         if mark.stays:
             return mark.to, at
         if not mark.ends_call:
             self._record.append(mark.text)
         return mark.to, found.end()
-
-    def _end_parameters(self) -> None:
-        self.arguments("}" if self._num_parameters else "{}")
-        self._end()
 
     def _read_bounded(self, text: str, at: int, is_last: bool) -> tuple[str | None, int]:
         state = self._state
@@ -245,262 +256,6 @@ class ToolCallParser:
             self._end()
             return self._state.then, stop
         return ("" if self._reader.failed or stop < len(text) else None), stop
-
-
-class _Reader(Protocol):
-    """Reads what has an end of its own. It stops after it, at the end of the text, or at a wrong character."""
-
-    done: bool
-    failed: bool
-
-    def scan(self, text: str, at: int) -> int: ...
-
-
-class _ArgumentsReader:
-    """Reads the arguments as one JSON object. With `name`, the call begins with it."""
-
-    def __init__(self, parser: ToolCallParser, name: str | None) -> None:
-        self.done = self.failed = False
-        self._parser = parser
-        self._name = name
-        self._scanner: JsonScanner | None = None
-
-    def scan(self, text: str, at: int) -> int:
-        if self._scanner is None:
-            while at < len(text) and text[at] in WHITESPACE:
-                at += 1
-            if at == len(text) or text[at] != "{":
-                return at
-            if self._name is not None:
-                self._parser.begin(self._name)
-            self._scanner = JsonScanner()
-        stop = self._scanner.scan(text, at)
-        self._parser.arguments(text[at:stop])
-        self.done = self._scanner.done
-        return stop
-
-
-class _CallReader:
-    """Reads a JSON object with the name and the arguments (or parameters) of a call, in any order."""
-
-    def __init__(self, parser: ToolCallParser, is_bare: bool) -> None:
-        self.done = self.failed = False
-        self._parser = parser
-        self._is_bare = is_bare
-        self._expects = "{"  # "{", key, first key, colon, value, or "," (or the end)
-        self._scanner: JsonScanner | None = None  # of the key or the value that is being read
-        self._key = ""
-        self._parts: list[str] = []  # of a key, a name, or arguments that cannot be shown yet
-        self._name: str | None = None
-        self._has_arguments = False
-        self._held = ""  # arguments that came before the name
-        self._is_shown = False
-
-    def scan(self, text: str, at: int) -> int:
-        while at < len(text) and not self.done and not self.failed:
-            if self._scanner is None:
-                if text[at] in WHITESPACE:
-                    at += 1
-                elif self._take(text[at]):
-                    at += self._is_between  # otherwise the scanner reads this character too
-                else:
-                    self.failed = True
-                continue
-            stop = self._scanner.scan(text, at)
-            self._take_part(text[at:stop])
-            at = stop
-            if not self._scanner.done:
-                break
-            self.failed = not self._end_item()
-            self._scanner = None
-        return at
-
-    @property
-    def _is_between(self) -> bool:
-        return self._scanner is None
-
-    def _take(self, char: str) -> bool:
-        match self._expects:
-            case "{":
-                self._expects = "first key"
-                return char == "{"
-            case ":":
-                self._expects = "value"
-                return char == ":"
-            case ",":
-                if char == "}":
-                    return self._end_object()
-                self._expects = "key"
-                return char == ","
-            case "value":
-                return self._begin_value(char)
-            case _:
-                if char == "}" and self._expects == "first key":
-                    return self._end_object()
-                self._scanner = JsonScanner()
-                self._key = ""
-                return char == '"'
-
-    def _begin_value(self, char: str) -> bool:
-        if self._key == "name" and (char != '"' or self._name is not None):
-            return False
-        if self._key == "arguments":
-            if char not in '{"n' or self._has_arguments:
-                return False
-            self._has_arguments = True
-            if char == "{" and self._name is not None:
-                self._show(self._name)
-        self._scanner = JsonScanner()
-        return True
-
-    def _take_part(self, text: str) -> None:
-        if self._key == "arguments" and self._is_shown:
-            self._parser.arguments(text)
-        elif self._expects != "value" or self._key in ("name", "arguments"):
-            self._parts.append(text)
-
-    def _end_item(self) -> bool:
-        """Understands the key or the value that has ended, and returns whether it may stand here."""
-        text = "".join(self._parts)
-        self._parts.clear()
-        if self._expects != "value":
-            self._key, self._expects = json.loads(text), ":"
-            self._key = "arguments" if self._key == "parameters" else self._key
-            return not self._is_bare or self._key in ("name", "arguments", "type", "id")
-        self._expects = ","
-        if self._key == "name":
-            self._name = json.loads(text)
-            return bool(self._name) and _is_unicode(self._name)
-        if self._key != "arguments" or self._is_shown:
-            return True
-        return self._end_held(text)
-
-    def _end_held(self, text: str) -> bool:
-        """Keeps arguments that were not shown as they came: they precede the name, or are a string with JSON in it."""
-        if text == "null":
-            text = "{}"
-        elif text.startswith('"'):
-            text = json.loads(text).strip()
-            scanner = JsonScanner()
-            if not _is_unicode(text) or scanner.scan(text, 0) != len(text) or not scanner.done or scanner.kind != "{":
-                return False
-        self._held = text
-        return True
-
-    def _end_object(self) -> bool:
-        if self._name is None or (self._is_bare and not self._has_arguments):
-            return False
-        if not self._is_shown:
-            self._show(self._name)
-            self._parser.arguments(self._held or "{}")
-        self.done = True
-        return True
-
-    def _show(self, name: str) -> None:
-        self._parser.begin(name)
-        self._is_shown = True
-
-
-class _KeywordsReader:
-    """Reads keyword arguments of Python up to the closing parenthesis."""
-
-    def __init__(self, parser: ToolCallParser) -> None:
-        self.done = self.failed = False
-        self._parser = parser
-        self._expects = "first key"  # first key, key (or the end), more (of a key), "=", value, or "," (or the end)
-        self._key = ""
-        self._num_arguments = 0
-        self._scanner = PythonScanner()
-
-    def scan(self, text: str, at: int) -> int:
-        while at < len(text) and not self.done and not self.failed:
-            if self._expects == "value":
-                at = self._scanner.scan(text, at)
-                self._parser.arguments(self._scanner.take())
-                if not self._scanner.done:
-                    break
-                self._expects = ","
-            elif self._take(text[at]):
-                at += 1
-            else:
-                self.failed = True
-        return at
-
-    def _take(self, char: str) -> bool:
-        if self._expects == "more" and (self._key + char).isidentifier():
-            self._key += char
-            return len(self._key) <= MAX_HEADER
-        if char in WHITESPACE:
-            self._expects = "=" if self._expects == "more" else self._expects
-            return True
-        match self._expects:
-            case "more" | "=":
-                self._begin_value()
-                return char == "="
-            case "," if char == ",":
-                self._expects = "key"
-                return True
-            case "key" | "first key" if char.isidentifier():
-                self._key, self._expects = char, "more"
-                return True
-        self.done = char == ")"
-        if self.done:
-            self._parser.arguments("}" if self._num_arguments else "{}")
-        return self.done
-
-    def _begin_value(self) -> None:
-        before = ", " if self._num_arguments else "{"
-        self._parser.arguments(f"{before}{json.dumps(self._key, ensure_ascii=False)}: ")
-        self._num_arguments += 1
-        self._scanner = PythonScanner()
-        self._expects = "value"
-
-
-class _ValueReader:
-    """Reads the value of an XML parameter up to its mark. A string is shown as it comes, anything else at its end."""
-
-    def __init__(self, parser: ToolCallParser, state: ReadingState, types: frozenset[str]) -> None:
-        self._parser = parser
-        self._types = types
-        self._is_text = types == {"string"} or (not types and state.untyped == "text")
-        self._ends = "\n" if state.trims == "newline" else None  # of a value, with the meaning of str.strip
-        self._has_begun = False
-        self._parts: list[str] = []  # of a text: its end so far, which does not belong to it if nothing follows
-        if self._is_text:
-            parser.arguments('"')
-
-    def push(self, text: str) -> None:
-        """Reads more of the value; `text` is not empty."""
-        if not self._is_text:
-            self._parts.append(text)
-            return
-        if not self._has_begun:
-            text = text.removeprefix("\n") if self._ends else text.lstrip()
-            self._has_begun = bool(self._ends or text)
-        shown = (text[:-1] if text.endswith("\n") else text) if self._ends else text.rstrip()
-        if shown or (self._ends and text):
-            self._parser.arguments(_escaped("".join(self._parts) + shown))
-            self._parts.clear()
-        if shown != text:
-            self._parts.append(text[len(shown) :])
-
-    def finish(self) -> None:
-        """Ends the value."""
-        if self._is_text:
-            self._parser.arguments('"')
-            return
-        text = "".join(self._parts)
-        text = text.removeprefix("\n").removesuffix("\n") if self._ends else text.strip()
-        self._parser.arguments(as_json(text, self._types))
-
-
-def _is_unicode(text: str) -> bool:
-    """Returns whether `text`, in which JSON may have escaped half a character, can be sent to anybody."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _new_id(format: ToolCallFormat) -> str:

@@ -16,7 +16,8 @@ from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tool_calls.formats import HARMONY, TOOL_CALL_FORMATS, guessed_format, named_call, required_calls
-from jaxvllm.text.tool_calls.parser import MAX_HEADER, ToolCallParser
+from jaxvllm.text.tool_calls.parser import ToolCallParser
+from jaxvllm.text.tool_calls.readers import MAX_HEADER
 from tests.text.tool_calls.examples import EXAMPLES, SCHEMAS, Example, cut, read, said
 
 ALL = TOOL_CALL_FORMATS | {"required": required_calls(), "named": named_call("f")}
