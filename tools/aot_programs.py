@@ -28,6 +28,7 @@ from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
     RaggedRows,
+    backend_for,
     kv_pages_struct,
     plan_rows,
     ragged_paged_attention,
@@ -182,10 +183,11 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
-    dtype = jnp.dtype(case.kv_dtype or DTYPE)
+    backend, dtype = backend_for(case.head_size, backend, case.latent_size), jnp.dtype(case.kv_dtype or DTYPE)
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
-        return kv_pages_struct(LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size, dtype, backend)
+        sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
+        return kv_pages_struct(*sizes, dtype, backend, case.latent_size)
 
     pages = pool(POOL_BYTES // _num_bytes(pool(1)))
 
@@ -206,7 +208,7 @@ def _compile_attention(
     def attend(
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         kv_pages: jax.Array,
         page_table: jax.Array,
         starts: jax.Array,
@@ -220,7 +222,7 @@ def _compile_attention(
         def layer(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # A model may have windows in some layers only, so the window is a scalar on the device.
             (q, kv_pages), (number, window) = carry, xs
-            return ragged_paged_attention(
+            out, kv_pages = ragged_paged_attention(
                 q,
                 k,
                 v,
@@ -234,7 +236,10 @@ def _compile_attention(
                 kv_scales=kv_scales,
                 plan=plan,
                 backend=backend,
-            ), None
+                latent_size=case.latent_size,
+            )
+            # A value may be smaller than a query.
+            return (jnp.pad(out, ((0, 0), (0, 0), (0, D - case.value_size))), kv_pages), None
 
         layers = jnp.arange(LAYERS, dtype=jnp.int32), jnp.full(LAYERS, case.window, jnp.int32)
         return jax.lax.scan(layer, (q, kv_pages), layers)[0]
@@ -246,7 +251,7 @@ def _compile_attention(
     lowered = jax.jit(attend, donate_argnums=3).lower(
         on_device((T, H, D), DTYPE),
         on_device((T, K, D), DTYPE),
-        on_device((T, K, D), DTYPE),
+        None if case.latent_size else on_device((T, K, D), DTYPE),
         on_device(pages.shape, pages.dtype),
         on_device((R, case.max_pages), i32),
         on_device((R,), i32),

@@ -71,8 +71,25 @@ MODEL_TYPES = {
     "Ernie4_5_Moe": "ernie4_5_moe",
     "GraniteMoe": "granitemoe",
     "Qwen3_5Moe": "qwen3_5_moe_text",
+    "DeepseekV2": "deepseek_v2",
+    "DeepseekV3": "deepseek_v3",
+    "Glm4MoeLite": "glm4_moe_lite",
 }
 
+# Seven heads, of sizes that differ in each part.
+LATENT = {
+    "num_attention_heads": 7,
+    "num_key_value_heads": 7,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
@@ -132,6 +149,50 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 12,
             "linear_value_head_dim": 20,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **EVEN,
+            **LATENT,
+            "hidden_size": 56,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **EVEN,
+            **LATENT,
+            "q_lora_rank": 28,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **EVEN,
+            **LATENT,
+            "q_lora_rank": 28,
+            "rope_interleave": False,
+            "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2,
         },
     ),
     "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),

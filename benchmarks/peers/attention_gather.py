@@ -1,6 +1,7 @@
 """The simplest paged attention in plain JAX: it gathers pages into dense keys and values, and then attends."""
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.kernels.dense import require_plain
 from jaxvllm.bench.kernels.inputs import Inputs
@@ -20,7 +21,8 @@ def attend(
     num_rows, row = len(case.rows), case.rows[0]
     if not case.is_decode and (num_rows > 1 or not case.num_tokens == row.query_len == row.kv_len):
         raise NotImplementedError("rows of one query, or one row of a whole prompt")
-    kv_pages = write_kv(inputs.k, inputs.v, kv_pages, layer, rows)
+    assert inputs.v is not None, "this peer knows no latents"
+    kv_pages = write_kv(jnp.concatenate([inputs.k, inputs.v], axis=-1), kv_pages, layer, rows)
     longest = max(row.kv_len for row in case.rows)
     pages = kv_pages[layer, rows.page_table[:, : -(-longest // case.page_size)]]  # [R, pages, K, S, 2 D]
     kv = pages.swapaxes(2, 3).reshape(num_rows, -1, case.num_kv_heads, 2 * case.head_size)[:, :longest]

@@ -17,12 +17,10 @@ from jaxvllm.models.layer_memory import KeysAndValues, LayerMemory
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
 from jaxvllm.models.positive import require_positive
+from jaxvllm.models.rotation import RopePairs, rotated
 
 # head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
 QkNorm = Literal["none", "head", "full"]
-# The dimensions that rope turns together: i and i + rotary_dim / 2 (halves: Llama), or 2 i and 2 i + 1 (neighbours:
-# Cohere, GLM-4).
-RopePairs = Literal["halves", "neighbours"]
 # The projections beside those of the queries. A layer may take its keys before their norm and rope for its values, or
 # read the keys and values of an earlier layer (Gemma 4).
 KvProjections = Literal["key and value", "key", "none"]
@@ -213,31 +211,8 @@ class GroupedQueryAttention:
 
     def _rotated(self, x: jax.Array, given: LayerInput) -> jax.Array:
         """Returns queries or keys [T, K, heads, D] as the layer's rope turns them."""
-        if given.rotation is None:
-            return x
-        rotate = _rotate if self.rope_pairs == "halves" else _rotate_neighbours
-        return rotate(x, *given.rotation)
+        return rotated(x, given.rotation, self.rope_pairs)
 
     def _without_weight(self, x: jax.Array) -> jax.Array:
         assert isinstance(self.norm, RmsNorm), "no model has another norm over values"
         return self.norm.over(x, jnp.asarray(1 - self.norm.offset, jnp.float32))
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Applies RoPE to x [T, heads.., D]: dimension i of the first rotary_dim turns with i + rotary_dim / 2."""
-    half = cos.shape[-1]
-    cos, sin = (table[:, None, None] for table in (cos, sin))
-    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
-
-
-def _rotate_neighbours(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Applies RoPE to x [T, heads.., D]: dimensions 2 i and 2 i + 1 of the first rotary_dim turn together.
-
-    Neighbours come by moving all dimensions by one: to take every second one would give TPUs a last dimension of 2.
-    """
-    cos, sin = (jnp.repeat(table, 2, axis=-1)[:, None, None] for table in (cos, sin))
-    turned, rest = jnp.split(x.astype(jnp.float32), (cos.shape[-1],), axis=-1)
-    is_first = jnp.arange(cos.shape[-1]) % 2 == 0
-    other = jnp.where(is_first, -jnp.roll(turned, -1, axis=-1), jnp.roll(turned, 1, axis=-1))
-    return jnp.concatenate([turned * cos + other * sin, rest], axis=-1).astype(x.dtype)

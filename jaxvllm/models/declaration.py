@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 # matrix: a matmul contracts its last dimension, `[..., in]`; it is never copied, and may be turned round to
 # `[in, out]`. experts: matrices along the first dimension, of which a token chooses some; they are never sliced.
+# head_matrices: [K, G, .., ..], of which each query head multiplies its own; they keep their dtype and are not turned.
 # table: rows are looked up by token. tied_table: a table that is the LM head too. vector: a norm or a bias, so small
 # that a copy costs nothing.
-Storage = Literal["matrix", "experts", "table", "tied_table", "vector"]
+Storage = Literal["matrix", "experts", "head_matrices", "table", "tied_table", "vector"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ParamDecl:
     @property
     def is_multiplied(self) -> bool:
         """Whether a matmul reads the whole array."""
-        return self.storage in ("matrix", "experts", "tied_table")
+        return self.storage in ("matrix", "experts", "head_matrices", "tied_table")
 
     def dtype_in(self, model_dtype: DTypeLike) -> np.dtype:
         """Returns the dtype of the array in a model that is loaded in `model_dtype`."""

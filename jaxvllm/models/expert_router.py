@@ -20,21 +20,22 @@ Scoring = Literal["softmax", "sigmoid", "chosen"]
 class ExpertGroups:
     """Experts in groups of equal size, of which a token may choose from some (arXiv 2412.19437, 2.1.2).
 
-    A group counts as much as its two best experts together.
+    A group counts as much as its `best` experts together.
     """
 
     count: int
     kept: int
+    best: int = 2
 
     def __post_init__(self) -> None:
-        require_positive(self, "count kept")
+        require_positive(self, "count kept best")
         if self.kept > self.count:
             raise ValueError(f"{self.kept} of {self.count} groups of experts cannot be kept")
 
     def limited(self, scores: jax.Array) -> jax.Array:
         """Returns scores [T, X] with those of the groups that are left out at -inf."""
         grouped = scores.reshape(len(scores), self.count, -1)
-        of_groups = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+        of_groups = jax.lax.top_k(grouped, min(self.best, grouped.shape[-1]))[0].sum(-1)
         _, kept = jax.lax.top_k(of_groups, self.kept)
         is_kept = jax.nn.one_hot(kept, self.count, dtype=bool).any(1)
         return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)

@@ -68,8 +68,14 @@ class HfConfig:
         # An explicit null means none, whatever the default.
         return None if self.values.get(key, default) is None else self.number(key, default)
 
-    def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        return None if self.values.get(key, default) is None else self.integer(key, default)
+    def optional_integer(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
+        return None if self.values.get(key, default) is None else self.integer(key, default, least=least)
+
+    def choice(self, key: str, default: str, known: tuple[str, ...]) -> str:
+        value = self._get(key, default)
+        if value not in known:
+            self._reject(key, f"one of {', '.join(known)}", value)
+        return str(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
@@ -84,12 +90,15 @@ class HfConfig:
         return ACTIVATIONS[value]
 
     def layer_types(
-        self, default: list[str], known: tuple[str, ...] = ("full_attention", "sliding_attention")
+        self,
+        default: list[str],
+        known: tuple[str, ...] = ("full_attention", "sliding_attention"),
+        key: str = "layer_types",
     ) -> list[str]:
         """Returns one of the `known` types for each layer."""
-        value = self._get("layer_types", default)
+        value = self._get(key, default)
         if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
-            self._reject("layer_types", f"a list of {len(default)} of {' and '.join(known)}", value)
+            self._reject(key, f"a list of {len(default)} of {' and '.join(known)}", value)
         return value
 
     def layer_types_by_period(self, num_layers: int, period: int) -> list[str]:

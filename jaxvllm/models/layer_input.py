@@ -20,9 +20,9 @@ class Attend[Kv](Protocol):
 
     given: the step as the layer sees it
     q  # [T, H, D]: normed and rotated, not yet scaled; head h reads KV head h // G
-    k, v  # [T, K, D]; None: the layer whose memory is read has written them already
+    k, v  # [T, K, D]; None: the layer whose memory is read has written them already. v alone: it is the end of k
     scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
-    Returns [T, H, D] and the new cache.
+    Returns [T, H, size of a value] and the new cache.
     """
 
     def __call__(

@@ -187,7 +187,7 @@ class _Run:
         """
         if isinstance(self.params, dict):
             return {}
-        names = [name for name, decl in self.decls.items() if decl.storage in ("matrix", "experts")]
+        names = [name for name, decl in self.decls.items() if decl.storage in ("matrix", "experts", "head_matrices")]
         return {name: tuple(self.params[number][name] for number in self.numbers.flat) for name in names}
 
     @cached_property

@@ -59,25 +59,30 @@ class LayerMemory(Protocol):
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """Keys and values of the tokens that a layer sees, side by side in a row of a page for each token."""
+    """Keys and values of the tokens that a layer sees, side by side in a row of a page for each token.
+
+    With `latent_size`, the last so many elements of a key are its value, and are kept once (latent attention).
+    """
 
     num_kv_heads: int
-    head_size: int
+    head_size: int  # of a key
     window: int | None
+    latent_size: int | None = None
 
     keeps_state: ClassVar[bool] = False
 
     def backend(self, backend: Backend) -> Backend:
-        return backend_for(self.head_size, backend)
+        return backend_for(self.head_size, backend, self.latent_size)
 
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
     ) -> jax.ShapeDtypeStruct:
         sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
-        return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend))
+        return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend), self.latent_size)
 
     def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
-        return 2 * self.num_kv_heads * self.head_size * page_size * jnp.dtype(dtype).itemsize
+        each = 2 * self.head_size if self.latent_size is None else self.head_size
+        return self.num_kv_heads * each * page_size * jnp.dtype(dtype).itemsize
 
     def seeing(self, window: int | None) -> Self:
         return replace(self, window=window)
@@ -99,6 +104,5 @@ class KeysAndValues:
         **options: Any,
     ) -> tuple[jax.Array, KVPages]:
         """Writes k and v, if they are given, into the pages of layer `place`, and attends as the kernels' API says."""
-        return ragged_paged_attention(
-            q, k, v, pages, place, rows, window=window, backend=self.backend(backend), **options
-        )
+        options |= {"latent_size": self.latent_size, "backend": self.backend(backend)}
+        return ragged_paged_attention(q, k, v, pages, place, rows, window=window, **options)

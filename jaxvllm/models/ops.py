@@ -5,8 +5,10 @@ They are few and large, because each operation has a cost in XLA on CPU.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxvllm.models.forms.form import Activation, Arrays, Experts, Form, Matrix
@@ -59,6 +61,20 @@ def project_gated(x: jax.Array, weight: Weight, activation: Activation, bias: ja
             return gated
     gate_up = project(x, weight, bias)  # [T, 2, F]
     return activate(gate_up[:, 0], activation) * gate_up[:, 1]
+
+
+def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
+    """Multiplies x [T, H, ..] by the matrix of each head, of weight [K, G, .., ..], as an einsum of "t", "h" says."""
+
+    def product(x: jax.Array, matrices: jax.Array) -> jax.Array:
+        of_heads = matrices.reshape(-1, *matrices.shape[2:])
+        return jnp.einsum(equation, x, of_heads, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    if not isinstance(weight, OneOf):
+        return product(x, weight)
+    branches = [partial(product, matrices=arrays[MATRIX]) for arrays in _opened(weight.matrices)[1]]
+    result: jax.Array = jax.lax.switch(weight.index, branches, x)
+    return result
 
 
 def project_grouped(x: jax.Array, weight: ExpertsWeight, starts: jax.Array) -> jax.Array:

@@ -123,18 +123,19 @@ def gated_sources(decls: Mapping[str, ParamDecl], prefix: str, ours: str = "") -
     return sources
 
 
-def sparse_projections(shared: str = "", **others: str) -> LayerSources:
+def sparse_projections(shared: str = "", attention: LayerSources = attention_sources, **others: str) -> LayerSources:
     """Returns the sources of layers that have a gated FFN or experts, one by one, both of which are named `mlp`.
 
     shared: the name of an expert beside the others there
+    attention: the sources of a layer's attention
     others: the tensors there of further arrays that layers with experts have
     """
 
     def sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
         decls, start = declare_layer(spec, layer), f"{prefix}mlp."
+        found = norm_sources(spec, layer, prefix) | dict(attention(spec, layer, prefix))
         if "router" not in decls:
-            return separate_projections(spec, layer, prefix)
-        found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
+            return found | gated_ffn_sources(spec, layer, prefix)
         found |= expert_sources(decls, f"{start}experts.")
         if "shared_gate_up" in decls:
             found |= gated_sources(decls, f"{start}{shared}.", "shared_")

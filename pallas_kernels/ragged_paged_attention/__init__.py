@@ -1,13 +1,14 @@
 """Attention for a batch in which every row has its own query length and its own paged KV length."""
 
 from pallas_kernels.ragged_paged_attention.api import plan_rows, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.layout import KVPages, backend_for, kv_pages_struct
+from pallas_kernels.ragged_paged_attention.layout import KVPages, RowLayout, backend_for, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
 
 __all__ = [
     "NO_WINDOW",
     "KVPages",
     "RaggedRows",
+    "RowLayout",
     "backend_for",
     "kv_pages_struct",
     "plan_rows",

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, padded_head_size
+from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, RowLayout
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.write import read_kv, write_kv
@@ -48,6 +48,7 @@ def ragged_paged_attention(
     window: jax.Array | int,
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    latent_size: int | None = None,
     plan: Plan = None,
     backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
@@ -56,63 +57,56 @@ def ragged_paged_attention(
     q f[T, H, D], k and v f[T, K, D] with H a multiple of K; query head h reads KV head h // (H // K).
     A query sees the `window` positions that end at its own (`NO_WINDOW`: all). `soft_cap` c bends the scaled logits
     to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit for each head, which
-    takes weight and has no value (gpt-oss, arXiv 2508.10925). Without k and v the pages hold this
-    step's KV already. Pages of int8 or float8 hold keys and values divided by `kv_scales` f32[2, K], keys first (None:
-    by one). `plan` is the result of `plan_rows` for
-    these rows. Returns f[T, H, D], with arbitrary finite values for padding tokens, and the pages. Donate `kv_pages`,
-    so that the write is in place.
+    takes weight and has no value (gpt-oss, arXiv 2508.10925). Without k and v the pages hold this step's KV already.
+    With `latent_size` L and without v, the last L elements of a key are its value, which pages store once (DeepSeek V2,
+    arXiv 2405.04434). Pages of int8 or float8 hold keys and values divided by `kv_scales` f32[2, K], keys first (None:
+    by one). `plan` is the result of `plan_rows` for these rows. Returns f[T, H, D], or f[T, H, L] for latents, with
+    arbitrary finite values for padding tokens, and the pages. Donate `kv_pages`, so that the write is in place.
 
     Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
     backend supports. A page table that is too narrow for its longest row is not detected, because the length of a row
     is a value and not a shape.
     """
-    _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, kv_scales, backend)
-    num_tokens, num_heads, head_size = q.shape
-    num_kv_heads, dtype = kv_pages.shape[2], q.dtype
+    _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, kv_scales, latent_size, backend)
+    head_size, dtype, layout = q.shape[-1], q.dtype, RowLayout.of(q.shape[-1], latent_size, backend)
     if kv_pages.dtype in QUANTIZED:
-        scales = jnp.ones((2, num_kv_heads)) if kv_scales is None else kv_scales
-        if k is not None and v is not None:
-            k, v = (quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
+        scales = jnp.ones((2, kv_pages.shape[2])) if kv_scales is None else kv_scales
+        k, v = (x if x is None else quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
         # The kernels see stored keys and values. The scales that divided them go into the queries and the output.
         q = _scale_heads(q, scales[0])
-    padding = ((0, 0), (0, 0), (0, kv_pages.shape[-1] // 2 - head_size))
-    q = jnp.pad(q, padding)
-    k, v = (x if x is None else jnp.pad(x, padding) for x in (k, v))
+    q = layout.key(q)
+    new = None if k is None else layout.row(k, v)
+    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
     if backend.kind == "tpu":
-        if k is None or v is None:
+        if new is None:
             # Our kernel there writes while it attends, and writes again what it finds.
-            k, v = read_kv(kv_pages, layer, rows)
+            new = read_kv(kv_pages, layer, rows)
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.ragged_paged_attention import tpu
 
         assert isinstance(backend.chip, TpuChip)
-        out, kv_pages = tpu.attend(
-            q, k, v, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
-            chip=backend.chip, interpret=backend.interpret,
-        )  # fmt: skip
+        size = layout.value_size if layout.is_latent else None
+        options |= {"latent_size": size, "chip": backend.chip, "interpret": backend.interpret}
+        out, kv_pages = tpu.attend(q, new, kv_pages, layer, rows, **options)
     else:
-        if k is not None and v is not None:
-            kv_pages = write_kv(k, v, kv_pages, layer, rows)
+        if new is not None:
+            kv_pages = write_kv(new, kv_pages, layer, rows)
         if backend.kind == "gpu":
             from pallas_kernels.ragged_paged_attention import gpu
 
             assert isinstance(backend.chip, GpuChip)
-            out = gpu.attend(
-                q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks,
-                plan=plan, chip=backend.chip, interpret=backend.interpret,
-            )  # fmt: skip
+            options |= {"plan": plan, "chip": backend.chip, "interpret": backend.interpret}
+            out = gpu.attend(q, kv_pages, layer, rows, **options)
         elif backend.kind == "cpu" and kv_pages.dtype not in QUANTIZED:  # those are read by plain XLA
             from pallas_kernels.ragged_paged_attention import cpu
 
             assert isinstance(backend.chip, CpuChip)
-            out = cpu.attend(
-                q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, chip=backend.chip
-            )
+            out = cpu.attend(q, kv_pages, layer, rows, value_size=layout.value_size, chip=backend.chip, **options)
         else:
-            out = reference.attend(q, kv_pages, layer, rows, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
-    out = out[..., :head_size]
+            out = reference.attend(q, kv_pages, layer, rows, value_size=layout.value_size, **options)
+    out = layout.value(out, latent_size or head_size)
     if kv_pages.dtype in QUANTIZED:
-        out = _scale_heads(out, scales[1])
+        out = _scale_heads(out, scales[0 if layout.is_latent else 1])
     return out.astype(dtype), kv_pages
 
 
@@ -131,6 +125,7 @@ def _check(
     window: jax.Array | int,
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
+    latent_size: int | None,
     backend: Backend,
 ) -> None:
     if q.ndim != 3:
@@ -141,18 +136,21 @@ def _check(
     _, _, num_kv_heads, page_size, width = kv_pages.shape
     if page_size not in PAGE_SIZES:
         raise ValueError(f"pages must hold one of {PAGE_SIZES} tokens, not {page_size}")
-    if (k is None) != (v is None):
+    if latent_size is not None:
+        if not 0 < latent_size <= head_size or v is not None:
+            raise ValueError(f"latent_size {latent_size} must be in 1..{head_size}, a part of each key, and v None")
+    elif (k is None) != (v is None):
         raise ValueError("give both k and v, or none of them, where the pages hold this step's already")
-    if k is not None and v is not None:
-        if k.shape != (num_tokens, num_kv_heads, head_size) or v.shape != k.shape:
-            raise ValueError(
-                f"q {q.shape}, k {k.shape}, v {v.shape} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}"
-            )
-        if not q.dtype == k.dtype == v.dtype:
-            raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if width != 2 * (padded := padded_head_size(head_size, backend)):
+    new = [x for x in (k, v) if x is not None]
+    if any(x.shape != (num_tokens, num_kv_heads, head_size) for x in new):
+        shapes = ", ".join(f"{name} {x.shape}" for name, x in zip("kv", new, strict=False))
+        raise ValueError(f"q {q.shape}, {shapes} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}")
+    if any(x.dtype != q.dtype for x in new):
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in zip("kv", new, strict=False))
+        raise ValueError(f"dtypes differ: q {q.dtype}, {dtypes}")
+    if width != (wanted := RowLayout.of(head_size, latent_size, backend).width):
         raise ValueError(
-            f"pages must be {2 * padded} wide, keys and values of heads of size {head_size} as the backend "
+            f"pages must be {wanted} wide, keys and values of heads of size {head_size} as the backend "
             f"{backend.kind} pads them, not {width}: make them with kv_pages_struct"
         )
     if num_heads % num_kv_heads:

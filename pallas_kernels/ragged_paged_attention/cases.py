@@ -40,6 +40,7 @@ class RaggedCase:
     soft_cap: float | None = None
     sinks: bool = False
     kv_dtype: str | None = None  # of the pages; None: that of the queries
+    latent_size: int | None = None  # of values that are the end of their keys
 
     def __post_init__(self) -> None:
         used = sum(row.query_len for row in self.rows)
@@ -54,6 +55,17 @@ class RaggedCase:
     def scale(self) -> float:
         """The factor of q . k."""
         return self.head_size**-0.5
+
+    @property
+    def value_size(self) -> int:
+        """The size of a value, and of what a query head returns."""
+        return self.latent_size or self.head_size
+
+    @property
+    def token_elements(self) -> int:
+        """The numbers that pages keep of a token, of all KV heads."""
+        beside = 0 if self.latent_size else self.value_size
+        return self.num_kv_heads * (self.head_size + beside)
 
     @property
     def max_pages(self) -> int:
@@ -120,6 +132,9 @@ CASES = (
     RaggedCase("verify-window-soft-cap", 4, 2, 64, 16, 72,
                _rows((8, 260), (2, 33), (0, 0), (5, 5), (1, 41)), window=36, soft_cap=5.0),
     RaggedCase("verify-int8", 8, 2, 64, 32, 64, _rows((8, 96), (7, 263), (6, 33)), kv_dtype="int8"),
+    # DeepSeek V3 on 32 devices, and sizes that fill no vector register.
+    RaggedCase("decode-latent", 4, 1, 576, 16, 4, _rows((1, 17), (1, 300), (0, 0), (1, 64)), latent_size=512),
+    RaggedCase("mixed-latent", 7, 1, 40, 32, 64, _rows((1, 90), (40, 170), (2, 2)), latent_size=24),
     RaggedCase("one-token-in-a-large-bucket", 4, 2, 16, 16, 48, _rows((1, 100), (0, 0), (0, 0))),
 )  # fmt: skip
 

@@ -1,12 +1,16 @@
-"""The layout of KV pages in memory: one array for all layers, with keys beside values."""
+"""The layout of KV pages in memory: one array for all layers, with values beside keys or within them."""
+
+from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import REFERENCE, Backend
 
-# f[L, P, K, S, 2 * D]: a token's keys, then its values, on the last axis. A page of one head is contiguous, so one copy
+# f[L, P, K, S, W]: a token's key, then its value, on the last axis. A page of one head is contiguous, so one copy
 # fetches its keys and values; heads of 64 fill a TPU's 128 lanes exactly, which [.., S, 64] would leave half empty.
+# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once.
 type KVPages = jax.Array
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -17,15 +21,63 @@ HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64, "cpu": 16}
 LARGEST_GPU_HEAD = 256
 
 
-def backend_for(head_size: int, backend: Backend) -> Backend:
-    """Returns `backend`, or the reference where its kernels have no heads of that size (Gemma 4 has heads of 512)."""
-    return REFERENCE if backend.kind == "gpu" and head_size > LARGEST_GPU_HEAD else backend
+def backend_for(head_size: int, backend: Backend, latent_size: int | None = None) -> Backend:
+    """Returns `backend`, or the reference where its kernels have no such heads: of 512 (Gemma 4), or with latents."""
+    is_missing = backend.kind == "gpu" and (head_size > LARGEST_GPU_HEAD or latent_size is not None)
+    return REFERENCE if is_missing else backend
 
 
 def padded_head_size(head_size: int, backend: Backend) -> int:
     """Returns the head size D of the pages that `backend` reads, for a model's `head_size`."""
-    alignment = HEAD_ALIGNMENT[backend.kind]
-    return -(-head_size // alignment) * alignment
+    return _up_to(head_size, HEAD_ALIGNMENT[backend.kind])
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """A row of a page has `width` elements of a token, of which the first are its key, and the last its value."""
+
+    key_size: int
+    value_size: int
+    width: int
+
+    @classmethod
+    def of(cls, head_size: int, latent_size: int | None, backend: Backend) -> Self:
+        """Returns how `backend` lays out keys of `head_size` and as large values, or values that are the last
+        `latent_size` elements of their keys."""
+        if latent_size is None:
+            padded = padded_head_size(head_size, backend)
+            return cls(padded, padded, 2 * padded)
+        # Both begin at a whole register, as they do where two of them lie side by side.
+        alignment = 2 * HEAD_ALIGNMENT[backend.kind] if backend.kind == "tpu" else HEAD_ALIGNMENT[backend.kind]
+        width = _up_to(head_size, alignment)
+        return cls(width, _up_to(latent_size, alignment), width)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the value is a part of the key."""
+        return self.width == self.key_size
+
+    def key(self, x: jax.Array) -> jax.Array:
+        """Returns queries or keys f[.., head size] with zeros up to `key_size`: before those of latents, so that their
+        ends meet."""
+        return _padded(x, self.key_size, in_front=self.is_latent)
+
+    def row(self, k: jax.Array, v: jax.Array | None) -> jax.Array:
+        """Returns keys and values as rows f[.., width] of pages."""
+        return self.key(k) if v is None else jnp.concatenate([self.key(k), self.key(v)], axis=-1)
+
+    def value(self, out: jax.Array, size: int) -> jax.Array:
+        """Returns the `size` elements that a value has before it is padded, of values f[.., D]."""
+        return out[..., out.shape[-1] - size :] if self.is_latent else out[..., :size]
+
+
+def _up_to(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _padded(x: jax.Array, size: int, *, in_front: bool) -> jax.Array:
+    missing = size - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(missing, 0) if in_front else (0, missing)])
 
 
 def kv_pages_struct(
@@ -36,7 +88,11 @@ def kv_pages_struct(
     head_size: int,
     dtype: jnp.dtype,
     backend: Backend,
+    latent_size: int | None = None,
 ) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the pages of a whole model. Page 0 is the trash page, to which padding writes."""
-    width = 2 * padded_head_size(head_size, backend)
+    """Returns shape and dtype of the pages of a whole model. Page 0 is the trash page, to which padding writes.
+
+    With `latent_size`, the last so many elements of a key are its value.
+    """
+    width = RowLayout.of(head_size, latent_size, backend).width
     return jax.ShapeDtypeStruct((num_layers, num_pages, num_kv_heads, page_size, width), dtype)

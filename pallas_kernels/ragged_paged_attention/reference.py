@@ -37,25 +37,27 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    value_size: int,
 ) -> jax.Array:
-    """Attends with q f[T, H, D] to the pages, which hold this step's KV already."""
-    num_tokens, _, head_size = q.shape
+    """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size]."""
+    num_tokens, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     grouped = (q * jnp.asarray(scale, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_size)
     chunk_pages = max(1, min(CHUNK_TOKENS // page_size, rows.page_table.shape[1]))
     padding = -rows.page_table.shape[1] % chunk_pages
     table = jnp.pad(rows.page_table, ((0, 0), (0, padding)))
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
-    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks)
+    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks, value_size)
+    shape = num_tokens, num_heads, value_size
     if rows.decode_only:
-        return _decode(grouped, rows.kv_lens, context).reshape(q.shape).astype(q.dtype)
+        return _decode(grouped, rows.kv_lens, context).reshape(shape).astype(q.dtype)
     query_lens = rows.query_lens()
     decodes = query_lens == 1
     firsts = rows.query_starts[:-1]
     out = _prefill(grouped, rows, jnp.where(decodes, 0, query_lens), context)
     decoded = _decode(grouped[firsts], jnp.where(decodes, rows.kv_lens, 0), context)
     out = out.at[jnp.where(decodes, firsts, num_tokens)].set(decoded, mode="drop")
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(shape).astype(q.dtype)
 
 
 class _Softmax(NamedTuple):
@@ -66,8 +68,8 @@ class _Softmax(NamedTuple):
     values: jax.Array  # f32[N, K, M, D]
 
     @classmethod
-    def start(cls, shape: tuple[int, ...]) -> "_Softmax":
-        return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+    def start(cls, shape: tuple[int, ...], value_size: int) -> "_Softmax":
+        return cls(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, value_size)))
 
     def merge(self, parts: "_Softmax", rows: jax.Array, owned: jax.Array) -> "_Softmax":
         """Folds in `parts`, each into its row of `rows` i32[lanes]; `owned` bool[N, lanes] says the same.
@@ -105,11 +107,16 @@ class _Context:
     soft_cap: float | None
     window: jax.Array | int
     sinks: jax.Array | None  # f32[K, G]
+    value_size: int
 
     @property
     def chunk(self) -> int:
         """The number of tokens in a chunk."""
         return self.chunk_pages * self.kv_pages.shape[3]
+
+    def start(self, queries: jax.Array) -> _Softmax:
+        """Returns the softmax of queries f[N, K, M, D] that have seen nothing yet."""
+        return _Softmax.start(queries.shape[:-1], self.value_size)
 
     def first_chunk(self, position: jax.Array) -> jax.Array:
         """Returns the first chunk that a query at `position` sees any of: pages before its window are not read."""
@@ -123,9 +130,10 @@ class _Context:
         count, num_kv_heads, _, head_size = q.shape
         columns = chunks[:, None] * self.chunk_pages + jnp.arange(self.chunk_pages, dtype=jnp.int32)
         pages = self.table[rows[:, None], columns]
-        kv = self.kv_pages[self.layer, pages].astype(q.dtype)  # f[N, pages, K, S, 2 D]
-        kv = kv.transpose(0, 2, 1, 3, 4).reshape(count, num_kv_heads, self.chunk, 2 * head_size)
-        k, v = kv[..., :head_size], kv[..., head_size:]
+        kv = self.kv_pages[self.layer, pages].astype(q.dtype)  # f[N, pages, K, S, W]
+        width = kv.shape[-1]
+        kv = kv.transpose(0, 2, 1, 3, 4).reshape(count, num_kv_heads, self.chunk, width)
+        k, v = kv[..., :head_size], kv[..., width - self.value_size :]
         at = (chunks[:, None] * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32))[:, None]
         seen = (at <= positions[:, :, None]) & (at > positions[:, :, None] - self.window)
         logits = jnp.einsum("nkmd,nksd->nkms", q, k, preferred_element_type=jnp.float32)
@@ -160,11 +168,11 @@ def _decode(q: jax.Array, kv_lens: jax.Array, context: _Context) -> jax.Array:
         positions = jnp.where(pairs < ends[-1], last[rows], -1)
         queries = q[rows]
         part = context.attend(
-            queries, rows, chunks, jnp.repeat(positions[:, None], group, axis=1), _Softmax.start(queries.shape)
+            queries, rows, chunks, jnp.repeat(positions[:, None], group, axis=1), context.start(queries)
         )
         return state.merge(part, rows, owned)
 
-    return lax.fori_loop(0, -(-ends[-1] // num_rows), fold, _Softmax.start(q.shape)).result(context.sinks)
+    return lax.fori_loop(0, -(-ends[-1] // num_rows), fold, context.start(q)).result(context.sinks)
 
 
 def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Context) -> jax.Array:
@@ -187,12 +195,10 @@ def _prefill(q: jax.Array, rows: RaggedRows, query_lens: jax.Array, context: _Co
         def fold(chunk: jax.Array, state: _Softmax) -> _Softmax:
             return context.attend(queries, row[None], chunk[None], positions[None], state)
 
-        state = lax.fori_loop(
-            context.first_chunk(start), last // context.chunk + 1, fold, _Softmax.start(queries.shape)
-        )
-        values = state.result(context.sinks).reshape(num_kv_heads, tile, group, head_size).transpose(1, 0, 2, 3)
+        state = lax.fori_loop(context.first_chunk(start), last // context.chunk + 1, fold, context.start(queries))
+        values = state.result(context.sinks).reshape(num_kv_heads, tile, group, -1).transpose(1, 0, 2, 3)
         # The tile may reach beyond the row's end. The next row is written later and overwrites that part.
         return lax.dynamic_update_slice_in_dim(out, values, first, 0)
 
-    out = jnp.zeros((num_tokens + tile, num_kv_heads, group, head_size), jnp.float32)
+    out = jnp.zeros((num_tokens + tile, num_kv_heads, group, context.value_size), jnp.float32)
     return lax.fori_loop(0, tile_ends[-1], attend_tile, out)[:num_tokens]

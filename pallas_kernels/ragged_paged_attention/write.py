@@ -7,11 +7,11 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 
-def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
-    """Writes k and v f[T, K, D] at the tokens' positions, and padding to page 0. This is in place when donated."""
+def write_kv(new: jax.Array, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
+    """Writes `new` f[T, K, W] at the tokens' positions, and padding to page 0. This is in place when donated."""
     page_size = kv_pages.shape[3]
     pages = _pages_of(rows, page_size)
-    new = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)
+    new = new.astype(kv_pages.dtype)
     # For windows of several heads XLA:TPU transposes all the pages: 3 GiB of copies for 1 GiB of pages (compiled HLO,
     # v5e). Elsewhere such windows make fewer and larger writes: a layer of 512 tokens x 8 heads took 538 us on CPU and
     # not 1184.
@@ -20,12 +20,10 @@ def write_kv(k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: jax.Array |
     )
 
 
-def read_kv(kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values f[T, K, D] that the pages hold of this step's tokens."""
+def read_kv(kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
+    """Returns the keys and values f[T, K, W] that the pages hold of this step's tokens."""
     page_size = kv_pages.shape[3]
-    found = kv_pages[layer, _pages_of(rows, page_size), :, rows.positions % page_size]
-    k, v = jnp.split(found, 2, axis=-1)
-    return k, v
+    return kv_pages[layer, _pages_of(rows, page_size), :, rows.positions % page_size]
 
 
 def _pages_of(rows: RaggedRows, page_size: int) -> jax.Array:

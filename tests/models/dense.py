@@ -24,8 +24,10 @@ def dense_attend(
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""
-    if k is None or v is None:
+    if k is None:
         k, v = kv[_key(given)]
+    elif v is None:
+        v = k[..., -given.memory.latent_size :]
     elif isinstance(kv, dict) and _key(given) in kv:
         kv = kv | {_key(given): (k, v)}
     G = q.shape[1] // k.shape[1]

@@ -55,6 +55,9 @@ FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
     "qwen3_5_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
 )
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
-from pallas_kernels.ragged_paged_attention.layout import padded_head_size
+from pallas_kernels.ragged_paged_attention.layout import RowLayout
 from tests.pallas_kernels.cpu_chips import narrower
 
 LAYERS, LAYER = 3, 1
@@ -44,13 +44,13 @@ class Call:
     case: RaggedCase
     q: np.ndarray  # [T, H, D]
     k: np.ndarray  # [T, K, D]
-    v: np.ndarray  # [T, K, D]
-    pages: np.ndarray  # [L, P, K, S, 2 * padded D]: LAYER lacks this step's KV
+    v: np.ndarray | None  # [T, K, D]; None: the end of k
+    pages: np.ndarray  # [L, P, K, S, W]: LAYER lacks this step's KV
     written: np.ndarray  # the same with it
     table: np.ndarray  # [R, max_pages]
     sinks: np.ndarray | None  # f32[H]
     kv_scales: np.ndarray | None  # f32[2, K]
-    expected: np.ndarray  # f64[T, H, D]
+    expected: np.ndarray  # f64[T, H, D], or [T, H, size of a latent]
     real: np.ndarray  # bool[T]
 
     @property
@@ -95,7 +95,8 @@ def round_up(number: int, step: int) -> int:
 def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFERENCE, seed: int = 0) -> Call:
     rng = np.random.default_rng(seed)
     T, H, K, D, S = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size, case.page_size
-    padded = padded_head_size(D, backend)
+    layout = RowLayout.of(D, case.latent_size, backend)
+    value = slice(None) if case.latent_size is None else slice(D - case.latent_size, None)
     dtype = np.dtype(dtype)
     stored = np.dtype(jnp.dtype(case.kv_dtype or dtype))
     scales = rng.uniform(0.01, 0.03, (2, K)).astype(np.float32) if case.kv_dtype else None
@@ -115,22 +116,27 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
     num_pages = round_up(case.num_pages, POOL_TOKENS // S)
     free = rng.permutation(np.arange(1, num_pages)).tolist()
     unowned = free.pop()
-    pages = np.full((LAYERS, num_pages, K, S, 2 * padded), poison, stored)
+    pages = np.full((LAYERS, num_pages, K, S, layout.width), poison, stored)
     written = pages.copy()
     table = np.full((len(case.rows), round_up(case.max_pages, TABLE_PAGES)), unowned, np.int32)
     sinks = rng.standard_normal(H).astype(np.float32) + 1 if case.sinks else None
     # Queries of padding are finite, as a model's are. Their keys and values are written to the trash page: NaN.
     q, k, v = normal(T, H, D), np.full((T, K, D), np.nan, dtype), np.full((T, K, D), np.nan, dtype)
-    expected, real = np.zeros((T, H, D)), np.zeros(T, np.bool_)
+    expected, real = np.zeros((T, H, case.latent_size or D)), np.zeros(T, np.bool_)
     for index, row in enumerate(case.rows):
         mine = np.asarray([free.pop() for _ in range(-(-row.kv_len // S))], np.int32)
         table[index, : len(mine)] = mine
         positions = np.arange(row.kv_len)
         for layer in range(LAYERS):
             context = normal(2, row.kv_len, K, D)
+            if case.latent_size is not None:
+                context[1] = context[0]
             kept = store(context)
-            slab = np.zeros((row.kv_len, K, 2 * padded), stored)
-            slab[..., :D], slab[..., padded : padded + D] = kept
+            slab = np.zeros((row.kv_len, K, layout.width), stored)
+            if case.latent_size is None:
+                slab[..., :D], slab[..., layout.key_size :][..., :D] = kept
+            else:
+                slab[..., layout.width - D :] = kept[0]
             old = row.kv_len if layer != LAYER else row.kv_len - row.query_len
             for target, end in ((written, row.kv_len), (pages, old)):
                 target[layer, mine[positions[:end] // S], :, positions[:end] % S] = slab[:end]
@@ -138,7 +144,8 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
                 tokens = slice(case.first_token(index), case.first_token(index) + row.query_len)
                 k[tokens], v[tokens] = context[:, row.kv_len - row.query_len :]
                 seen = kept.astype(np.float64) * (1 if scales is None else scales[:, None, :, None])
-                expected[tokens] = dense(q[tokens], *seen, case, sinks)
+                expected[tokens] = dense(q[tokens], seen[0], seen[1][..., value], case, sinks)
                 real[tokens] = True
     assert len(free) == num_pages - case.num_pages
+    v = v if case.latent_size is None else None
     return Call(case, q, k, v, pages, written, table, sinks, scales, expected, real)

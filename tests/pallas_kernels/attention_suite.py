@@ -21,13 +21,14 @@ from tests.pallas_kernels.attention_call import BACKENDS, DTYPES, LAYER, LAYERS,
 
 
 @cache
-def attention(scale: float, soft_cap: float | None, name: str) -> Callable[..., Any]:
+def attention(scale: float, soft_cap: float | None, latent_size: int | None, name: str) -> Callable[..., Any]:
     """The jitted call of (q, k, v, pages, layer, rows, window=..., sinks=..., kv_scales=...).
 
     The window is data, as in a model's scan over layers: most of an interpreter's time goes into compiling, and cases
     of the same shapes share a program.
     """
-    return jax.jit(partial(ragged_paged_attention, scale=scale, soft_cap=soft_cap, backend=BACKENDS[name]))
+    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, latent_size=latent_size, backend=BACKENDS[name])
+    return jax.jit(partial(ragged_paged_attention, **options))
 
 
 def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +37,7 @@ def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
         name: getattr(call, name) for name in ("q", "k", "v", "pages", "rows", "sinks", "kv_scales")
     } | {"layer": LAYER, "window": call.case.window} | changes  # fmt: skip
     positional = [arguments.pop(name) for name in ("q", "k", "v", "pages", "layer", "rows")]
-    out, pages = attention(call.case.scale, call.case.soft_cap, name)(*positional, **arguments)
+    out, pages = attention(call.case.scale, call.case.soft_cap, call.case.latent_size, name)(*positional, **arguments)
     return np.asarray(out), np.asarray(pages)
 
 

@@ -23,14 +23,14 @@ class Work:
         position that are seen, without the masked half of a tile and without the softmax. Padding counts nothing.
         """
         kv_itemsize = np.dtype(case.kv_dtype or dtype).itemsize
-        token_kv_bytes = 2 * case.num_kv_heads * case.head_size * kv_itemsize
-        token_q_bytes = case.num_heads * case.head_size * dtype.itemsize
+        token_kv_bytes = case.token_elements * kv_itemsize
+        head_elements = case.num_heads * (case.head_size + case.value_size)
         seen = sum(_positions_seen(row, case.window) for row in case.rows)
         pairs = sum(_pairs_seen(row, case.window) for row in case.rows)
         queries = sum(row.query_len for row in case.rows)
         return cls(
-            bytes=(seen + queries) * token_kv_bytes + 2 * queries * token_q_bytes,
-            flops=4 * pairs * case.num_heads * case.head_size,
+            bytes=(seen + queries) * token_kv_bytes + queries * head_elements * dtype.itemsize,
+            flops=2 * pairs * head_elements,
         )
 
 

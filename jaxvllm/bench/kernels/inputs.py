@@ -13,7 +13,7 @@ from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import cache_bytes, memory_bytes
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GIB
-from pallas_kernels.ragged_paged_attention import RaggedRows, kv_pages_struct
+from pallas_kernels.ragged_paged_attention import RaggedRows, RowLayout, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 # Random pages are made once and repeated through the pool, which may have tens of gigabytes. Their number is prime, so
@@ -48,7 +48,7 @@ class Inputs:
     case: RaggedCase
     q: jax.Array  # f[T, H, D]
     k: jax.Array  # f[T, K, D]
-    v: jax.Array  # f[T, K, D]
+    v: jax.Array | None  # f[T, K, D]; None: the end of k
     page_table: jax.Array  # i32[R, max_pages]
     starts: jax.Array  # i32[R]
     query_lens: jax.Array  # i32[R]
@@ -70,7 +70,7 @@ class Inputs:
             case=case,
             q=jax.random.normal(keys[0], (T, H, D), dtype),
             k=jax.random.normal(keys[1], (T, K, D), dtype),
-            v=jax.random.normal(keys[2], (T, K, D), dtype),
+            v=None if case.latent_size else jax.random.normal(keys[2], (T, K, D), dtype),
             page_table=jnp.asarray(table),
             starts=jnp.asarray([row.kv_len - row.query_len for row in case.rows], jnp.int32),
             query_lens=jnp.asarray([row.query_len for row in case.rows], jnp.int32),
@@ -83,29 +83,32 @@ class Inputs:
 
     def in_float32(self) -> Self:
         """Returns exactly the same values in float32."""
-        return replace(self, **{name: getattr(self, name).astype(jnp.float32) for name in "qkv"})
+        q, k = self.q.astype(jnp.float32), self.k.astype(jnp.float32)
+        return replace(self, q=q, k=k, v=None if self.v is None else self.v.astype(jnp.float32))
 
 
 def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backend) -> jax.Array:
-    """Makes pages [L, P, K, S, 2 * padded D], with the same keys and values however `backend` pads them."""
+    """Makes pages [L, P, K, S, W], with the same keys and values however `backend` pads them."""
     stored = jnp.dtype(case.kv_dtype or dtype)
-    struct = kv_pages_struct(layers, case.num_pages, case.page_size, case.num_kv_heads, case.head_size, stored, backend)
-    page = _random_page_values(struct.shape[2:4], case.head_size, struct.shape[4], stored)
+    sizes = layers, case.num_pages, case.page_size, case.num_kv_heads, case.head_size
+    struct = kv_pages_struct(*sizes, stored, backend, case.latent_size)
+    layout = RowLayout.of(case.head_size, case.latent_size, backend)
+    page = _random_page_values(struct.shape[2:4], case.head_size, layout, stored)
     pages: jax.Array = _repeat(page, *struct.shape[:2])
     return pages
 
 
 # This is apart from the pool, whose shape differs in every case, because the generator takes the longest to compile.
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _random_page_values(page: tuple[int, ...], head_size: int, width: int, dtype: jnp.dtype) -> jax.Array:
-    """Makes the values of RANDOM_PAGES pages, [.., K, S, width], with zeros where a head is padded."""
+def _random_page_values(page: tuple[int, ...], head_size: int, layout: RowLayout, dtype: jnp.dtype) -> jax.Array:
+    """Makes the values of RANDOM_PAGES pages, [.., K, S, W], with zeros where a head is padded."""
     values = jax.random.normal(jax.random.key(4), (RANDOM_PAGES, *page, 2, head_size), jnp.float32)
     if dtype.itemsize == 1:
         values = values / QUANTIZED_SCALE
     if dtype == jnp.int8:
         values = jnp.clip(jnp.round(values), -127, 127)
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, width // 2 - head_size)]
-    return jnp.pad(values.astype(dtype), padding).reshape(RANDOM_PAGES, *page, width)
+    k, v = values[..., 0, :].astype(dtype), values[..., 1, :].astype(dtype)
+    return layout.row(k, None if layout.is_latent else v)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -48,6 +48,7 @@ class OurAttention:
         return ragged_paged_attention(
             inputs.q, inputs.k, inputs.v, kv_pages, layer, rows, scale=case.scale, soft_cap=case.soft_cap,
             window=case.window, sinks=inputs.sinks, kv_scales=inputs.kv_scales, plan=inputs.plan, backend=self.backend,
+            latent_size=case.latent_size,
         )  # fmt: skip
 
 
@@ -73,7 +74,10 @@ class PagedContender:
             return LayerOutcome.without(f"error {error:.1e} is above {MAX_ERROR[dtype]:.0e}: not timed", error)
         inputs = Inputs.random(case, dtype)
         layers = layers_of(case, dtype, self.device)
-        state = _LoopArrays(random_pages(case, dtype, layers, self.backend), jnp.zeros_like(inputs.q))
+        state = _LoopArrays(
+            random_pages(case, dtype, layers, self.backend),
+            jnp.zeros((*inputs.q.shape[:-1], case.value_size), inputs.q.dtype),
+        )
         pages_bytes, iterations = state.kv_pages.nbytes, layers
         while True:
             start = time.perf_counter()

@@ -5,6 +5,8 @@ from typing import Any
 
 from jaxvllm.models.families import (
     cohere,
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -13,6 +15,7 @@ from jaxvllm.models.families import (
     gemma4,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
     granite,
@@ -76,6 +79,10 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5_moe.FAMILY,
     granitemoe.FAMILY,
     *qwen3_5_moe.FAMILIES,
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
+    *deepseek_v3.NESTED,
+    glm4_moe_lite.FAMILY,
 )
 
 

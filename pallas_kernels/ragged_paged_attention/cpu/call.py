@@ -19,21 +19,24 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    value_size: int,
     chip: CpuChip,
 ) -> jax.Array:
-    """Attends with q f[T, H, D] to the pages, which hold this step's KV already. D must be a multiple of 16.
+    """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size].
+
+    All sizes must be multiples of 16.
 
     Each row gives the same bits whatever other rows there are, however many threads compute them, and wherever its
     pages lie.
     """
-    if q.dtype != kv_pages.dtype or q.shape[-1] % 16:
+    if q.dtype != kv_pages.dtype or q.shape[-1] % 16 or value_size % 16:
         raise ValueError(f"the cpu kernel needs pages of q's dtype and heads of 16s, got {q} and pages {kv_pages}")
     integers = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     floats = jnp.asarray([scale, soft_cap or 0.0], jnp.float32)
     sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     handler = Handler(attention, (q.dtype.name,), chip)
     result: jax.Array = handler(
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((*q.shape[:-1], value_size), q.dtype),
         q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks,
     )  # fmt: skip
     return result

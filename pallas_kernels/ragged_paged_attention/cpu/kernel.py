@@ -41,9 +41,11 @@ class _Call:
     def __init__(self, e: Emitter, frame: Frame, dtype: str):
         self.e, self.dtype, self.size = e, dtype, SIZE_OF[dtype]
         q, pages, table, starts, lengths, integers, floats, sinks = (frame.argument(i) for i in range(8))
-        self.q, self.pages, self.out = q.data, pages.data, frame.result(0).data
-        self.num_tokens, self.num_heads, self.head_size = (q.size(i) for i in range(3))
-        self.num_pages, self.num_kv_heads, self.page_size = (pages.size(i) for i in range(1, 4))
+        out = frame.result(0)
+        self.q, self.pages, self.out = q.data, pages.data, out.data
+        self.num_tokens, self.num_heads, self.key_size = (q.size(i) for i in range(3))
+        self.num_pages, self.num_kv_heads, self.page_size, self.width = (pages.size(i) for i in range(1, 5))
+        self.value_size = out.size(2)
         self.table, self.num_rows, self.max_pages = table.data, table.size(0), table.size(1)
         self._starts, self._lengths = starts.data, lengths.data
         self.layer, self.window = (e.load_int(integers.data + 4 * i, 32) for i in range(2))
@@ -60,7 +62,7 @@ class _Call:
 
     def zero(self, first: Value, end: Value) -> None:
         """Writes zeros as the output of the tokens from `first` to before `end`."""
-        width = self.num_heads * self.head_size
+        width = self.num_heads * self.value_size
         with self.e.loop(first * width, end * width, self.e.lanes) as at:
             self.e.store(self.out + at * self.size, self.e.vector(0), self.dtype)
 
@@ -87,7 +89,7 @@ class _Item:
     """The queries of a tile for one KV head: `count` tokens, `num_queries` with their heads, token by token."""
 
     def __init__(self, call: _Call, row: Value, token: Value, head: Value):
-        e, D = call.e, call.head_size
+        e = call.e
         self.call, self.e, self.head = call, e, head
         left = call.query_start(row + 1) - token
         self.count = e.min(left, call.tile_tokens)
@@ -96,18 +98,20 @@ class _Item:
         self.last = self.start + (self.count - 1)
         self.first_seen = e.max(self.start + 1 - call.window, e.integer(0))
         self.block = VECTORS * e.lanes
-        # In elements of the queries and the output.
-        self.first_element = (token * call.num_heads + head * call.group) * D
-        self.step = call.num_heads * D
+        self._first_head = token * call.num_heads + head * call.group
         self._table = call.table + row * call.max_pages * 4
         self._page_bits = e.log2(call.page_size)
 
+    def head_at(self, token: Value, head: Value | int) -> Value:
+        """Returns the number, among the heads of all tokens, of a query head of a token of the tile."""
+        return self._first_head + token * self.call.num_heads + head
+
     def kv_at(self, token: Value) -> Value:
-        """Returns the address of the keys of a token of the row. The values follow."""
+        """Returns the address of the key of a token of the row. The value is at the end of the same row."""
         call, e = self.call, self.e
         page = e.load_int(self._table + (token >> self._page_bits) * 4, 32)
         slab = (call.layer * call.num_pages + page) * call.num_kv_heads + self.head
-        return call.pages + (slab * call.page_size + (token & (call.page_size - 1))) * call.head_size * (2 * call.size)
+        return call.pages + (slab * call.page_size + (token & (call.page_size - 1))) * call.width * call.size
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,16 @@ class _Scratch:
     keys: Value  # [D, block]
     logits: Value  # [M, block], then the weights
     queries: Value  # [M, D], scaled
-    sums: Value  # [M, D]: weighted values
+    sums: Value  # [M, V]: weighted values
     peaks: Value  # [M]: the largest logit so far
     totals: Value  # [M]: the denominators
 
     @classmethod
     def at(cls, base: Value, item: _Item) -> tuple["_Scratch", Value]:
         """Places it after `base`, each part at a multiple of 64 bytes. Returns it with its end."""
-        D, M = item.call.head_size, item.num_queries
+        D, V, M = item.call.key_size, item.call.value_size, item.num_queries
         places, end = [], base
-        for size in (D * item.block, M * item.block, M * D, M * D, M, M):
+        for size in (D * item.block, M * item.block, M * D, M * V, M, M):
             places.append(end)
             end = end + (size * FLOAT + 63) // 64 * 64
         return cls(*places), end
@@ -148,12 +152,13 @@ def _attend(item: _Item) -> None:
 def _begin(item: _Item, scratch: _Scratch) -> None:
     """Scales the queries, and begins the softmax."""
     call, e = item.call, item.e
-    width = call.group * call.head_size
+    width = call.group * call.key_size
     with e.loop(0, item.count) as j:
         with e.loop(0, width, e.lanes) as d:
-            q = e.load(call.q + (item.first_element + j * item.step + d) * call.size, call.dtype)
+            q = e.load(call.q + (item.head_at(j, 0) * call.key_size + d) * call.size, call.dtype)
             e.store(scratch.queries + (j * width + d) * FLOAT, q * e.splat(call.scale))
-            e.store(scratch.sums + (j * width + d) * FLOAT, e.vector(0))
+    with e.loop(0, item.num_queries * call.value_size, e.lanes) as d:
+        e.store(scratch.sums + d * FLOAT, e.vector(0))
     with e.loop(0, item.num_queries) as m:
         e.store_float(scratch.peaks + m * FLOAT, e.number(MASKED))
         e.store_float(scratch.totals + m * FLOAT, e.number(0))
@@ -161,12 +166,13 @@ def _begin(item: _Item, scratch: _Scratch) -> None:
 
 def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> None:
     """Folds the tokens from `block` on into the softmax."""
-    call, e, D, M = item.call, item.e, item.call.head_size, item.num_queries
+    call, e, M = item.call, item.e, item.num_queries
+    D, V = call.key_size, call.value_size
     # The tokens of the block that some query sees. What the others' pages hold is never multiplied: it may be NaN.
     low, high = e.max(item.first_seen - block, e.integer(0)), e.min(item.last + 1 - block, e.integer(item.block))
     with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
         ahead = item.kv_at(e.min(block + t + e.lanes, item.last))
-        e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D)
+        e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D, call.width)
     width = item.block * FLOAT
     for count, m in e.groups(e.chip.group_sizes, M):
         queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
@@ -181,10 +187,10 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
     _weigh(item, scratch)
     with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
         first, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
-        values = item.kv_at(block + t) + D * call.size
+        values = item.kv_at(block + t) + (call.width - V) * call.size
         for count, m in e.groups(e.chip.group_sizes, M):
-            weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * D * FLOAT
-            e.call(products.values[count], values, weights, totals, D, first, end)
+            weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
+            e.call(products.values[count], values, weights, totals, V, call.width, first, end)
 
 
 def _mask(item: _Item, scratch: _Scratch, block: Value) -> None:
@@ -201,7 +207,7 @@ def _mask(item: _Item, scratch: _Scratch, block: Value) -> None:
 
 def _weigh(item: _Item, scratch: _Scratch) -> None:
     """Turns the logits of a block into weights, and brings what was summed before to the new peaks."""
-    e, D = item.e, item.call.head_size
+    e, V = item.e, item.call.value_size
     with e.loop(0, item.num_queries) as m:
         at = [scratch.logits + (m * item.block + i * e.lanes) * FLOAT for i in range(VECTORS)]
         peak_at, total_at = scratch.peaks + m * FLOAT, scratch.totals + m * FLOAT
@@ -215,8 +221,8 @@ def _weigh(item: _Item, scratch: _Scratch) -> None:
             decay = exp(e.splat(old - peak))
             e.store_float(peak_at, peak)
             e.store_float(total_at, e.load_float(total_at) * lane(decay, 0))
-            with e.loop(0, D, e.lanes) as d:
-                place = scratch.sums + (m * D + d) * FLOAT
+            with e.loop(0, V, e.lanes) as d:
+                place = scratch.sums + (m * V + d) * FLOAT
                 e.store(place, e.load(place) * decay)
         total = e.vector(0)
         for address, logit in zip(at, logits, strict=True):
@@ -228,7 +234,7 @@ def _weigh(item: _Item, scratch: _Scratch) -> None:
 
 def _end(item: _Item, scratch: _Scratch) -> None:
     """Divides by the denominators, sinks included, and stores the output."""
-    call, e, D = item.call, item.e, item.call.head_size
+    call, e, V = item.call, item.e, item.call.value_size
     with e.loop(0, item.count) as j:
         with e.loop(0, call.group) as g:
             m = j * call.group + g
@@ -241,6 +247,6 @@ def _end(item: _Item, scratch: _Scratch) -> None:
                 factor.set(lane(exp(e.splat(peak - most)), 0))
                 total.set(total.get() * factor.get() + lane(exp(e.splat(sink - most)), 0))
             share = e.splat(factor.get() / total.get())
-            out = call.out + (item.first_element + j * item.step + g * D) * call.size
-            with e.loop(0, D, e.lanes) as d:
-                e.store(out + d * call.size, e.load(scratch.sums + (m * D + d) * FLOAT) * share, call.dtype)
+            out = call.out + item.head_at(j, g) * V * call.size
+            with e.loop(0, V, e.lanes) as d:
+                e.store(out + d * call.size, e.load(scratch.sums + (m * V + d) * FLOAT) * share, call.dtype)

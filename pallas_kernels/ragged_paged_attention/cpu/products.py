@@ -17,7 +17,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Products:
-    """The functions of one handler. Keys and values of a token lie side by side, `2 * head size` elements."""
+    """The functions of one handler. Pages have W elements of a token: its key first, its value last."""
 
     transpose: ir.Function
     dots: dict[int, ir.Function]
@@ -30,19 +30,20 @@ class Products:
 
 
 def _transpose(e: Emitter, dtype: str) -> ir.Function:
-    """Emits (kv, kv of the tokens to come, buffer, D): keys of `lanes` tokens become columns of the buffer [D, block].
+    """Emits (kv, kv of the tokens to come, buffer, D, W): keys of `lanes` tokens become columns of [D, block].
 
     So the logits of neighbouring tokens are the lanes of a vector, and no sum goes across lanes.
     """
-    t = e.function("transpose", 4)
-    kv, ahead, out, D = t.arguments
+    t = e.function("transpose", 5)
+    kv, ahead, out, D, W = t.arguments
     size = SIZE_OF[dtype]
     with t.loop(0, D, t.lanes) as d:
-        for i in range(2 * t.lanes):
+        for i in range(t.lanes):
             # Pages are anywhere in memory: 64 rows of 192 tokens took 1.8 ms without this and 1.0 with it, and sixteen
             # of 256 0.30 with the first cache and 0.20 with the second (Zen 4, float32).
-            t.prefetch(ahead + (D * i + d) * size, level=2)
-        rows = [t.load(kv + (D * (2 * i) + d) * size, dtype) for i in range(t.lanes)]
+            t.prefetch(ahead + (W * i + d) * size, level=2)
+            t.prefetch(ahead + (W * (i + 1) - D + d) * size, level=2)
+        rows = [t.load(kv + (W * i + d) * size, dtype) for i in range(t.lanes)]
         for i, column in enumerate(transposed(rows)):
             t.store(out + (d + i) * (VECTORS * t.lanes * FLOAT), column)
     return t.finish()
@@ -66,20 +67,20 @@ def _dots(e: Emitter, count: int) -> ir.Function:
 
 
 def _values(e: Emitter, count: int, dtype: str) -> ir.Function:
-    """Emits (values, weights [count, block], sums [count, D], D, first, end): adds the weighted values of some tokens.
+    """Emits (values, weights [count, block], sums [count, V], V, W, first, end): adds weighted values of some tokens.
 
     `values` and `weights` begin at the same token, and those from `first` to before `end` count.
     """
-    t = e.function(f"values{count}", 6)
-    values, weights, out, D, first, end = t.arguments
+    t = e.function(f"values{count}", 7)
+    values, weights, out, V, W, first, end = t.arguments
     size = SIZE_OF[dtype]
-    # Of the head, a few vectors at a time, and what is left of it one by one.
-    for width, d in t.groups((VECTORS * t.lanes, t.lanes), D):
+    # Of the value, a few vectors at a time, and what is left of it one by one.
+    for width, d in t.groups((VECTORS * t.lanes, t.lanes), V):
         vectors = width // t.lanes
-        at = {(m, i): out + (D * m + d + i * t.lanes) * FLOAT for m in range(count) for i in range(vectors)}
+        at = {(m, i): out + (V * m + d + i * t.lanes) * FLOAT for m in range(count) for i in range(vectors)}
         sums = {place: t.variable(t.load(address)) for place, address in at.items()}
         with t.loop(first, end) as token:
-            v = [t.load(values + (token * D * 2 + d + i * t.lanes) * size, dtype) for i in range(vectors)]
+            v = [t.load(values + (token * W + d + i * t.lanes) * size, dtype) for i in range(vectors)]
             for m in range(count):
                 weight = t.splat(t.load_float(weights + (token + m * (VECTORS * t.lanes)) * FLOAT))
                 for i in range(vectors):

@@ -63,14 +63,14 @@ class Attender:
     window: Scalar
     sinks: Ref | None  # SMEM f32[H]
     tokens: Ref  # HBM [T, H', D]: queries, replaced by their outputs
-    pages: Ref  # HBM [L, P, K, S, 2 * D]
-    kv: Ref  # VMEM [slots, pages, K, S, 2 * D]
+    pages: Ref  # HBM [L, P, K, S, W]
+    kv: Ref  # VMEM [slots, pages, K, S, W]
     queries: Ref  # VMEM [slots, tile, H', D]
     outputs: Ref  # VMEM [OUT_SLOTS, tile, H', D]
     folded: Ref  # VMEM [K, M, D to full lanes]: each KV head's queries, head by head
     peak: Ref  # VMEM f32[K, M, 128]: the largest logit so far, the same in every lane
     total: Ref  # VMEM f32[K, M, 128]: the softmax's denominator
-    values: Ref  # VMEM f32[K, M, V]: weighted values in the last D columns
+    values: Ref  # VMEM f32[K, M, V]: weighted values in the last columns
     fetches: Ref  # SMEM i32[slots, fields of _Fetch]
     sent: Ref  # SMEM i32[OUT_SLOTS]: queries whose outputs are on their way
     fetched: Ref  # DMA semaphores [slots]
@@ -249,7 +249,9 @@ class Attender:
 
         def divided(kv_head: int, rows: Any) -> jax.Array:
             values, total = self.values[kv_head, rows], self.total[kv_head, rows]
-            return (values * _lanes(1 / total, problem.value_columns))[:, -head_size:]
+            value = (values * _lanes(1 / total, problem.value_columns))[:, -problem.value_size :]
+            # Outputs replace queries, so the values of latents have zeros in front.
+            return jnp.pad(value, ((0, 0), (head_size - problem.value_size, 0)))
 
         if tile == 1:
             members = pl.ds(0, problem.group)

@@ -43,11 +43,22 @@ class Problem:
     page_size: int
     dtype: str  # of the queries
     kv_dtype: str  # of the pages
+    latent_size: int | None = None  # of values that are the end of their keys
 
     @property
     def group(self) -> int:
         """The number of query heads of one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def width(self) -> int:
+        """The columns of a page row."""
+        return 2 * self.head_size if self.latent_size is None else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """The last columns of a page row, which are the value."""
+        return self.head_size if self.latent_size is None else self.latent_size
 
     @property
     def key_columns(self) -> int:
@@ -60,12 +71,12 @@ class Problem:
     @property
     def value_columns(self) -> int:
         """The columns of a page row that are multiplied by weights, from the register on in which values begin."""
-        return 2 * self.head_size - self.head_size // LANES * LANES
+        return self.width - (self.width - self.value_size) // LANES * LANES
 
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values."""
-        return self.num_kv_heads * 2 * self.head_size * jnp.dtype(self.kv_dtype).itemsize
+        return self.num_kv_heads * self.width * jnp.dtype(self.kv_dtype).itemsize
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ VMEM_SHARE = 0.9  # of a core's VMEM, for buffers and the compiler's own use
 
 def attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    new: jax.Array,
     kv_pages: jax.Array,
     layer: jax.Array | int,
     rows: RaggedRows,
@@ -42,10 +41,14 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    latent_size: int | None,
     chip: TpuChip,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does `ragged_paged_attention` with q f[T, H, D], k and v of the pages' dtype [T, K, D], D a multiple of 64.
+    """Does `ragged_paged_attention` with q f[T, H, D], and rows `new` of the pages' dtype [T, K, W] to write.
+
+    D is a multiple of 64, and `latent_size` and the D that has such values of 128. Values are f[T, H, D], the smaller
+    ones of latents at the end.
 
     Raises NotImplementedError for dtypes, page tables and heads that the kernel has no room or registers for.
     """
@@ -55,7 +58,7 @@ def attend(
         raise NotImplementedError(
             f"the tpu kernel computes in float32 or bfloat16, not {q.dtype}: use the backend reference"
         )
-    problem = Problem(num_heads, num_kv_heads, head_size, page_size, str(q.dtype), str(kv_pages.dtype))
+    problem = Problem(num_heads, num_kv_heads, head_size, page_size, str(q.dtype), str(kv_pages.dtype), latent_size)
     tables = _tables(rows.page_table, chip)
     # Heads are padded to whole registers of 8, because a tile's heads are read with a stride.
     q = jnp.pad(q, ((0, 0), (0, -num_heads % 8), (0, 0)))
@@ -65,7 +68,7 @@ def attend(
     names: tuple[Stage, ...] = ("decode",) if rows.decode_only else ("decode", "verify", "prefill")
     stages = _Stages(problem, {name: choose(name, problem, chip) for name in names}, write_tokens(problem, chip))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    arrays = [tables, jnp.concatenate([k, v], axis=-1), q, kv_pages]
+    arrays = [tables, new, q, kv_pages]
     call = pl.pallas_call(
         partial(_kernel, stages=stages, scale=scale, soft_cap=soft_cap, num_cores=chip.num_cores),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),

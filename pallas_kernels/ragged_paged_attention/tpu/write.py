@@ -46,11 +46,11 @@ class Writer:
 
     walk: Walk
     layer: Scalar
-    new: Ref  # HBM [T, K, 2 * D]
-    pages: Ref  # HBM [L, P, K, S, 2 * D]
-    tokens: Ref  # VMEM [SLOTS, run, K, 2 * D]: as they come, a token's heads together
-    stripe: Ref  # VMEM f32[stripe, K, 2 * D]: one head's tokens can be picked from 32 bits only
-    staged: Ref  # VMEM [SLOTS, run // stripe, K, stripe, 2 * D]: as pages have them
+    new: Ref  # HBM [T, K, W]
+    pages: Ref  # HBM [L, P, K, S, W]
+    tokens: Ref  # VMEM [SLOTS, run, K, W]: as they come, a token's heads together
+    stripe: Ref  # VMEM f32[stripe, K, W]: one head's tokens can be picked from 32 bits only
+    staged: Ref  # VMEM [SLOTS, run // stripe, K, stripe, W]: as pages have them
     chunks: Ref  # SMEM i32[SLOTS, 3]: `_NewTokens` in each slot
     targets: Ref  # SMEM i32[SLOTS, run // S]: the run's pages
     fetched: Ref  # DMA semaphores [SLOTS]
@@ -202,10 +202,10 @@ class Writer:
 class Merger:
     """Puts the one new token of a row into its last stripe, while that is in VMEM, and writes the stripe back."""
 
-    new: Ref  # HBM [T, K, 2 * D]
-    tokens: Ref  # VMEM [fetch slots, 1, K, 2 * D]
-    token: Ref  # VMEM f32[K, 2 * D]: one head can be picked from 32 bits only
-    staged: Ref  # VMEM [MERGE_SLOTS, K, stripe, 2 * D]
+    new: Ref  # HBM [T, K, W]
+    tokens: Ref  # VMEM [fetch slots, 1, K, W]
+    token: Ref  # VMEM f32[K, W]: one head can be picked from 32 bits only
+    staged: Ref  # VMEM [MERGE_SLOTS, K, stripe, W]
     busy: Ref  # SMEM i32[MERGE_SLOTS]: 1 when a stripe is on its way out
     fetched: Ref  # DMA semaphores [fetch slots]
     written: Ref  # DMA semaphores [MERGE_SLOTS]
@@ -234,7 +234,7 @@ class Merger:
     def merge(
         self, token: jax.Array, slot: jax.Array, number: jax.Array, stripe: Ref, at: jax.Array, target: Ref
     ) -> None:
-        """Puts the token of `slot` at index `at` of `stripe` [K, stripe, 2 * D], and starts writing it to `target`.
+        """Puts the token of `slot` at index `at` of `stripe` [K, stripe, W], and starts writing it to `target`.
 
         This is the `number`-th write. Tokens after this one stay in `target`, and are zero here.
         """
