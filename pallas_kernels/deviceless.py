@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from pallas_kernels.chips import Chip, GpuChip, TpuChip
 from pallas_kernels.extras import install_command
 
-MAX_DEVICES = 8
+MAX_DEVICES = 16
 # Without these, libtpu asks the cloud's metadata server which machine this is, and prints long complaints. Programs are
 # compiled for the topology that we name, whatever the machine is called here.
 _LIBTPU_ENVIRONMENT = {
@@ -28,12 +28,12 @@ _LIBTPU_ENVIRONMENT = {
     # Only one process may use a real TPU, but any number may compile.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The slices that one can rent, up to eight devices, in chips. A chip of v7x is two devices.
+# The slices that one can rent, up to sixteen devices, in chips. A chip of v7x is two devices.
 _TPU_SLICES = {
-    "v5e": ("v5e:1x1", "v5e:1x2", "v5e:2x2", "v5e:2x4"),
-    "v5p": ("v5p:1x1x1", "v5p:1x2x1", "v5p:2x2x1", "v5p:2x2x2"),
-    "v6e": ("v6e:1x1", "v6e:1x2", "v6e:2x2", "v6e:2x4"),
-    "v7x": ("tpu7x:1x1x1", "tpu7x:1x2x1", "tpu7x:2x2x1"),
+    "v5e": ("v5e:1x1", "v5e:1x2", "v5e:2x2", "v5e:2x4", "v5e:4x4"),
+    "v5p": ("v5p:1x1x1", "v5p:1x2x1", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4"),
+    "v6e": ("v6e:1x1", "v6e:1x2", "v6e:2x2", "v6e:2x4", "v6e:4x4"),
+    "v7x": ("tpu7x:1x1x1", "tpu7x:1x2x1", "tpu7x:2x2x1", "tpu7x:2x2x2"),
 }
 
 # The oldest software that this CUDA plugin runs with, which is what it was built with. XLA takes a missing version for
@@ -46,7 +46,7 @@ _gpu_of_process: list[GpuChip] = []
 
 
 def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Device]:
-    """Returns `count` devices, 1 to 8, of the smallest slice or machine of such chips that has them.
+    """Returns `count` devices, 1 to 16, of the smallest slice or machine of such chips that has them.
 
     With several `hosts`, which must divide the second side of the slice or the number of GPUs, each has equally many.
 
