@@ -71,6 +71,7 @@ MODEL_TYPES = {
     "Ernie4_5_Moe": "ernie4_5_moe",
     "GraniteMoe": "granitemoe",
     "Qwen3_5Moe": "qwen3_5_moe_text",
+    "GptOss": "gpt_oss",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -148,6 +149,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
             "use_qk_norm": True,
             "attention_bias": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.9,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
         },
     ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
@@ -384,8 +409,8 @@ def make(name: str) -> None:
     norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
-    # SDPA has no soft cap.
-    attention = "eager" if family.startswith("Gemma") else "sdpa"
+    # SDPA has no soft cap and no sinks.
+    attention = "eager" if family.startswith(("Gemma", "GptOss")) else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()

@@ -104,6 +104,7 @@ class GroupedQueryAttention:
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
+    has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap")
@@ -154,6 +155,9 @@ class GroupedQueryAttention:
             for name, heads_each, groups in (("q_norm", G, HeadGroups(G, 1, 0)), ("k_norm", 1, HeadGroups(G, 0, 1))):
                 norm = self.norm.declare(name, (K, heads_each, D), ("kv_heads", None, None))
                 decls |= {key: replace(decl, heads=groups) for key, decl in norm.items()}
+        if self.has_sinks:
+            heads = HeadGroups(G, 1, 0)
+            decls["sinks"] = ParamDecl((K, G), ("kv_heads", None), "zeros", dtype="float32", heads=heads)
         return decls
 
     def kv_copies(self, size: int) -> int:
@@ -177,7 +181,8 @@ class GroupedQueryAttention:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v, gate = self._qkv(weights, x, given)
-        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
+        sinks = weights["sinks"].reshape(-1) if self.has_sinks else None
+        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv

@@ -54,6 +54,7 @@ class ExpertRouter:
     scale: float = 1.0
     has_choice_bias: bool = False  # added to the scores for the choice, and not to what an expert counts
     groups: ExpertGroups | None = None
+    bias: bool = False  # of the logits
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size num_experts top_k scale")
@@ -65,7 +66,7 @@ class ExpertRouter:
     @property
     def logits(self) -> Linear:
         """The projection to a logit for each expert, which every device has."""
-        return Linear((self.num_experts, self.hidden_size), (None, "embed"), dtype="float32")
+        return Linear((self.num_experts, self.hidden_size), (None, "embed"), self.bias, dtype="float32")
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns its arrays by name."""

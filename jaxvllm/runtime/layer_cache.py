@@ -96,6 +96,7 @@ class LayerCache:
         *,
         scale: float,
         soft_cap: float | None,
+        sinks: jax.Array | None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
         pages, taken = kept
@@ -111,6 +112,7 @@ class LayerCache:
             given.window,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=sinks,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )

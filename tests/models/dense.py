@@ -21,6 +21,7 @@ def dense_attend(
     *,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""
@@ -36,7 +37,10 @@ def dense_attend(
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
     seen = (behind >= 0) & (behind < given.window)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)]
     return jnp.einsum("hqk,khd->qhd", weights, v).astype(dtype), kv
 
 

@@ -55,6 +55,7 @@ FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
     "qwen3_5_moe",
+    "gpt_oss",
 )
 
 
@@ -219,6 +220,7 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),
         ("opt", {"word_embed_proj_dim": 42}, "word_embed_proj_dim = 42 is not supported"),
         ("opt", {"num_attention_heads": 5}, "hidden_size 84 must be a multiple of num_attention_heads 5"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "not in bfloat16. Take a checkpoint of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),

@@ -15,6 +15,7 @@ from jaxvllm.models.families import (
     glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     granitemoe,
     llama,
@@ -76,6 +77,7 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5_moe.FAMILY,
     granitemoe.FAMILY,
     *qwen3_5_moe.FAMILIES,
+    gpt_oss.FAMILY,
 )
 
 
