@@ -72,6 +72,8 @@ MODEL_TYPES = {
     "GraniteMoe": "granitemoe",
     "Qwen3_5Moe": "qwen3_5_moe_text",
     "GptOss": "gpt_oss",
+    "HunYuanDenseV1": "hunyuan_v1_dense",
+    "HunYuanMoEV1": "hunyuan_v1_moe",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -173,6 +175,90 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "truncate": False,
                 "original_max_position_embeddings": 32,
             },
+        },
+    ),
+    "nemotron": (
+        "Nemotron",
+        {**EVEN, "head_dim": 20, "partial_rotary_factor": 0.6, "norm_eps": 1e-3, "mlp_bias": True},
+    ),
+    "arcee": ("Arcee", {**EVEN, "head_dim": 20, "rms_norm_eps": 1e-3, "rope_theta": 5000.0}),
+    "phi": (
+        "Phi",
+        {**EVEN, "partial_rotary_factor": 0.34, "qk_layernorm": True, "layer_norm_eps": 1e-3, "hidden_act": "gelu"},
+    ),
+    # Every length is a short one here: transformers 5.23 takes the short factors for any.
+    "phimoe": (
+        "Phimoe",
+        {
+            **EVEN,
+            "intermediate_size": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "rms_norm_eps": 1e-3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "original_max_position_embeddings": 128,
+            "rope_scaling": {
+                "type": "longrope",
+                "long_factor": LONG,
+                "short_factor": SHORT,
+                "long_mscale": 1.4,
+                "short_mscale": 1.2,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **EVEN,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.7,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            **EVEN,
+            "head_dim": 20,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 7.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan_moe": (
+        "HunYuanMoEV1",
+        {
+            **EVEN,
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_experts": 5,
+            "moe_topk": [3] * 4,
+            "attention_bias": True,
+        },
+    ),
+    "afmoe": (
+        "Afmoe",
+        {
+            **EVEN,
+            **EXPERTS,
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "num_dense_layers": 2,
+            "num_shared_experts": 1,
+            "route_scale": 1.7,
+            "global_attn_every_n_layers": 2,
+            "sliding_window": 24,
+            "mup_enabled": True,
+            "attention_bias": True,
         },
     ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
@@ -406,7 +492,7 @@ def make(name: str) -> None:
         **NO_SPECIAL,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe") else 0.0
+    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap and no sinks.

@@ -18,8 +18,9 @@ from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
 from jaxvllm.models.positive import require_positive
 
-# head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
-QkNorm = Literal["none", "head", "full"]
+# head: over each head alone (Qwen 3). weightless: the same without a weight (Llama 4). full: over all heads together
+# (OLMo 2).
+QkNorm = Literal["none", "head", "weightless", "full"]
 # The dimensions that rope turns together: i and i + rotary_dim / 2 (halves: Llama), or 2 i and 2 i + 1 (neighbours:
 # Cohere, GLM-4).
 RopePairs = Literal["halves", "neighbours"]
@@ -97,6 +98,7 @@ class GroupedQueryAttention:
     scale: float  # multiplies q . k
     soft_cap: float | None = None  # bounds these products
     qk_norm: QkNorm = "none"
+    is_normed_late: bool = False  # queries and keys are normed after their rope, and not before (Hunyuan)
     qkv_bias: bool = False
     o_bias: bool = False
     rope_pairs: RopePairs = "halves"
@@ -197,19 +199,27 @@ class GroupedQueryAttention:
         q = qkv[:, :, :G]
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2].reshape(T, -1, D)
-        q = self._rotated(self._normed(weights, "q_norm", q, given), given).reshape(T, -1, D)
+        q = self._turned(weights, "q_norm", q, given).reshape(T, -1, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         if not self.keeps:
             return q, None, None, gate
         k, v = qkv[:, :, G : G + 1], qkv[:, :, G + own - 1]
-        k = self._rotated(self._normed(weights, "k_norm", k, given), given).reshape(T, K, D)
+        k = self._turned(weights, "k_norm", k, given).reshape(T, K, D)
         return q, k, self._without_weight(v) if self.v_norm else v, gate
+
+    def _turned(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns queries or keys [T, K, heads, D] after their norm and their rope."""
+        if self.is_normed_late:
+            return self._normed(weights, name, self._rotated(x, given), given)
+        return self._rotated(self._normed(weights, name, x, given), given)
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
         """Returns queries or keys [T, K, heads, D], normed as the model does."""
         if self.qk_norm == "head":
             return self.norm.apply(weights, name, x)
+        if self.qk_norm == "weightless":
+            return self._without_weight(x)
         if self.qk_norm == "full":
             assert isinstance(self.norm, RmsNorm), "no model has another norm over all heads"
             # Where KV heads are copied, each has the same number of copies, so the mean stays the same.

@@ -41,13 +41,36 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
+class SparseMixer:
+    """Chooses one expert after the other (arXiv 2409.12136), each the best of those that are left.
+
+    It counts as much as in the softmax over those whose logits are near its own: the distance, divided by the larger of
+    their magnitude and its own logit, is at most `tolerance`.
+    """
+
+    tolerance: float
+
+    def choose(self, logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the experts i32[T, top_k] for logits f32[T, X], and what they count, f32."""
+        left, chosen, counts = logits, [], []
+        for _ in range(top_k):
+            best, expert = left.max(-1, keepdims=True), left.argmax(-1)
+            is_far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > self.tolerance
+            near = jax.nn.softmax(jnp.where(is_far, -jnp.inf, left), axis=-1)
+            counts.append(jnp.take_along_axis(near, expert[:, None], axis=-1))
+            chosen.append(expert)
+            left = jnp.where(jax.nn.one_hot(expert, logits.shape[-1], dtype=bool), -jnp.inf, left)
+        return jnp.stack(chosen, axis=-1), jnp.concatenate(counts, axis=-1)
+
+
+@dataclass(frozen=True)
 class ExpertRouter:
     """Chooses `top_k` of `num_experts` experts for each token. All of it is computed in float32."""
 
     hidden_size: int
     num_experts: int
     top_k: int
-    scoring: Scoring = "softmax"
+    scoring: Scoring | SparseMixer = "softmax"
     is_normalized: bool = True  # what the chosen experts count adds up to one, before the scale
     added: float = 0.0  # to the sum by which they are divided
     least_sum: float = 0.0  # by which they are divided at least
@@ -79,6 +102,9 @@ class ExpertRouter:
         """Returns the experts i32[T, top_k] of each row of x [T, E], the best first, and what they count, f32."""
         with jax.named_scope("router"):
             logits = self.logits.apply(weights, "router", x.astype(jnp.float32))
+            if isinstance(self.scoring, SparseMixer):
+                chosen, counts = self.scoring.choose(logits, self.top_k)
+                return chosen, counts * self.scale
             if self.scoring == "chosen":
                 best, chosen = jax.lax.top_k(logits, self.top_k)
                 return chosen, jax.nn.softmax(best, axis=-1) * self.scale

@@ -67,7 +67,7 @@ def outer_sources(spec: ModelSpec, prefix: str, names: OuterNames) -> dict[str, 
             sources[key] = whole(prefix + name, (math.prod(rows), size) if rows else shape, shape)
     # Old multimodal checkpoints have the decoder and its LM head within a language_model.
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
-    return sources | _unfused(decls, beside, {"lm_head": names.lm_head})
+    return sources | with_biases(decls, beside, {"lm_head": names.lm_head.removesuffix(".weight")})
 
 
 def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:

@@ -56,6 +56,14 @@ FAMILIES = (
     "granitemoe",
     "qwen3_5_moe",
     "gpt_oss",
+    "nemotron",
+    "arcee",
+    "phi",
+    "phimoe",
+    "dots1",
+    "hunyuan",
+    "hunyuan_moe",
+    "afmoe",
 )
 
 
@@ -257,6 +265,8 @@ def test_lengths_choose_the_rope() -> None:
     short, long = model_spec(longrope, 32), model_spec(longrope, 33)
     assert short.ropes != long.ropes
     assert long.ropes == model_spec(longrope).ropes
+    phimoe = Fixture.load("phimoe").config | {"max_position_embeddings": 256}
+    assert [model_spec(phimoe, length).ropes[0].scale for length in (128, 129)] == [1.2, 1.4]
     dynamic = Fixture.load("llama-dynamic").config
     assert model_spec(dynamic, 64).ropes == model_spec(dynamic, 10).ropes != model_spec(dynamic, 65).ropes
 

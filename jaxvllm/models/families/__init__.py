@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvllm.models.families import (
+    afmoe,
+    arcee,
     cohere,
+    dots1,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -18,17 +21,21 @@ from jaxvllm.models.families import (
     gpt_oss,
     granite,
     granitemoe,
+    hunyuan,
     llama,
     mimo,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
+    nemotron,
     olmo2,
     olmo3,
     olmoe,
     opt,
+    phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -78,6 +85,13 @@ FAMILIES: tuple[Family, ...] = (
     granitemoe.FAMILY,
     *qwen3_5_moe.FAMILIES,
     gpt_oss.FAMILY,
+    nemotron.FAMILY,
+    arcee.FAMILY,
+    phi.FAMILY,
+    *phimoe.FAMILIES,
+    dots1.FAMILY,
+    *hunyuan.FAMILIES,
+    afmoe.FAMILY,
 )
 
 
