@@ -74,6 +74,7 @@ MODEL_TYPES = {
     "GptOss": "gpt_oss",
     "HunYuanDenseV1": "hunyuan_v1_dense",
     "HunYuanMoEV1": "hunyuan_v1_moe",
+    "Llama4": "llama4_text",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -259,6 +260,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 24,
             "mup_enabled": True,
             "attention_bias": True,
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            **EVEN,
+            "head_dim": 12,
+            "num_hidden_layers": 6,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 68,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 32,
+            "attn_scale": 0.4,
+            "floor_scale": 16,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 20_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
         },
     ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),

@@ -76,14 +76,18 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries that grow with their position p: times 1 + beta ln(1 + floor(p / period)) (Llama 4, Ministral 3)."""
+    """Queries that grow with their position p: times 1 + beta ln(1 + floor((p + first) / period)).
+
+    Position 0 counts as `first`: as 1 in Llama 4, as 0 in Ministral 3.
+    """
 
     beta: float
     period: int  # tokens
+    first: int = 0
 
     def factor(self, positions: jax.Array) -> jax.Array:
         """Returns the factors f32[T] at `positions` i32[T]."""
-        return 1 + self.beta * jnp.log1p((positions // self.period).astype(jnp.float32))
+        return 1 + self.beta * jnp.log1p(((positions + self.first) // self.period).astype(jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class GroupedQueryAttention:
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
+    in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
 
     def __post_init__(self) -> None:
@@ -118,7 +123,7 @@ class GroupedQueryAttention:
         return self.kv != "none"
 
     def memory(self, window: int | None) -> KeysAndValues:
-        return KeysAndValues(self.num_kv_heads, self.head_size, window)
+        return KeysAndValues(self.num_kv_heads, self.head_size, window, window if self.in_chunks else None)
 
     @property
     def group_size(self) -> int:

@@ -12,8 +12,8 @@ from jaxvllm.models.linear import Linear
 from jaxvllm.models.positive import require_positive
 
 # softmax: over all experts, before the choice. sigmoid: of each expert alone. chosen: the softmax over those that were
-# chosen by their logits.
-Scoring = Literal["softmax", "sigmoid", "chosen"]
+# chosen by their logits. chosen_sigmoid: the sigmoid of each of those.
+Scoring = Literal["softmax", "sigmoid", "chosen", "chosen_sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,18 @@ class ExpertRouter:
             if self.scoring == "chosen":
                 best, chosen = jax.lax.top_k(logits, self.top_k)
                 return chosen, jax.nn.softmax(best, axis=-1) * self.scale
+            if self.scoring == "chosen_sigmoid":
+                best, chosen = jax.lax.top_k(logits, self.top_k)
+                return chosen, self._normalized(jax.nn.sigmoid(best)) * self.scale
             scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)
             wanted = scores + weights["router_choice"] if self.has_choice_bias else scores
             if self.groups is not None:
                 wanted = self.groups.limited(wanted)
             _, chosen = jax.lax.top_k(wanted, self.top_k)
-            counts = jnp.take_along_axis(scores, chosen, axis=-1)
-            if self.is_normalized:
-                total = counts.sum(-1, keepdims=True) + self.added
-                counts = counts / jnp.maximum(total, self.least_sum)
-            return chosen, counts * self.scale
+            return chosen, self._normalized(jnp.take_along_axis(scores, chosen, axis=-1)) * self.scale
+
+    def _normalized(self, counts: jax.Array) -> jax.Array:
+        """Returns what the chosen experts count, so that it adds up to one where the model has it so."""
+        if not self.is_normalized:
+            return counts
+        return counts / jnp.maximum(counts.sum(-1, keepdims=True) + self.added, self.least_sum)

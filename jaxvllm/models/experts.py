@@ -41,11 +41,13 @@ class ExpertsFfn:
     shared: GatedFfn | None = None
     is_shared_gated: bool = False  # the sigmoid of a number of each token multiplies what the shared expert returns
     bias: bool = False  # of the experts' matrices
+    weighs_input: bool = False  # what an expert counts multiplies its input, and not its output (Llama 4)
     is_by_expert: bool = False
     num_shards: int = 1  # devices that have a part of it
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size size num_shards")
+        assert not (self.bias and self.weighs_input), "no model has both"
 
     @property
     def num_held(self) -> int:
@@ -125,6 +127,8 @@ class ExpertsFfn:
         order = jnp.argsort(expert, stable=True)
         starts = jnp.searchsorted(expert[order], jnp.arange(self.num_held + 1)).astype(jnp.int32)
         rows = x[order // each]
+        if self.weighs_input:
+            rows = rows * counts.reshape(-1)[order][:, None].astype(x.dtype)
         bias = None
         if self.bias:  # rows of no expert may have any
             bias = jnp.take(weights[bias_of("experts_gate_up")], expert[order], axis=0, mode="clip")
@@ -133,7 +137,7 @@ class ExpertsFfn:
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         # Each token adds up its experts in the order of its choice, whoever else is in the step.
         of_tokens = y[place].reshape(num_tokens, each, -1)
-        counted = of_tokens.astype(jnp.float32) * counts[..., None]
+        counted = of_tokens.astype(jnp.float32) * (1 if self.weighs_input else counts[..., None])
         return jnp.where(is_here[..., None], counted, 0).sum(1).astype(x.dtype)
 
     def _shared(self, weights: Mapping[str, Any], x: jax.Array, shared: GatedFfn) -> jax.Array:

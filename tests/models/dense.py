@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import StateMemory
 from sharding.axis import ALONE, ModelAxis
@@ -37,6 +38,9 @@ def dense_attend(
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
     seen = (behind >= 0) & (behind < given.window)
+    if isinstance(given.memory, KeysAndValues) and given.memory.chunk is not None:
+        chunk = jnp.arange(len(q)) // given.memory.chunk
+        seen &= chunk[:, None] == chunk[None]
     scores = jnp.where(seen, scores, -jnp.inf)
     if sinks is not None:
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)

@@ -17,7 +17,9 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
 from jaxvllm.models.forms.turned import Turned
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.params import Layout
+from pallas_kernels.backend import REFERENCE
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
 
@@ -64,6 +66,7 @@ FAMILIES = (
     "hunyuan",
     "hunyuan_moe",
     "afmoe",
+    "llama4",
 )
 
 
@@ -269,6 +272,15 @@ def test_lengths_choose_the_rope() -> None:
     assert [model_spec(phimoe, length).ropes[0].scale for length in (128, 129)] == [1.2, 1.4]
     dynamic = Fixture.load("llama-dynamic").config
     assert model_spec(dynamic, 64).ropes == model_spec(dynamic, 10).ropes != model_spec(dynamic, 65).ropes
+
+
+def test_attention_in_chunks_needs_whole_pages_and_long_sequences() -> None:
+    config = Fixture.load("llama4").config
+    memory = model_spec(config).layers[0].memory
+    assert memory == model_spec(config, 33).layers[0].memory == KeysAndValues(2, 12, 32, 32)
+    with pytest.raises(ValueError, match="page_size 64 must divide the 32 positions of a chunk"):
+        memory.pages(1, 2, 64, jnp.float32, REFERENCE)
+    assert {layer.memory for layer in model_spec(config, 32).layers} == {KeysAndValues(2, 12, None)}
 
 
 def test_specs_are_values() -> None:

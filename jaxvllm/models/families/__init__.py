@@ -23,6 +23,7 @@ from jaxvllm.models.families import (
     granitemoe,
     hunyuan,
     llama,
+    llama4,
     mimo,
     minimax_m2,
     ministral3,
@@ -92,6 +93,7 @@ FAMILIES: tuple[Family, ...] = (
     dots1.FAMILY,
     *hunyuan.FAMILIES,
     afmoe.FAMILY,
+    *llama4.FAMILIES,
 )
 
 
