@@ -75,6 +75,10 @@ MODEL_TYPES = {
     "HunYuanDenseV1": "hunyuan_v1_dense",
     "HunYuanMoEV1": "hunyuan_v1_moe",
     "Llama4": "llama4_text",
+    "MiMoV2Flash": "mimo_v2_flash",
+    "Cohere2Moe": "cohere2_moe",
+    "ExaoneMoe": "exaone_moe",
+    "HYV3": "hy_v3",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -283,11 +287,76 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_theta": 20_000.0,
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
                 "original_max_position_embeddings": 32,
             },
         },
     ),
+    "mimo_v2": (
+        "MiMoV2Flash",
+        {
+            **EVEN,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 20,
+            "attention_value_scale": 0.6,
+            "attention_bias": True,
+            "sliding_window": 24,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        {
+            **EVEN,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 52,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+        },
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            **EVEN,
+            **EXPERTS,
+            "num_hidden_layers": 5,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "first_k_dense_replace": 2,
+            "num_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "hy_v3": (
+        "HYV3",
+        {
+            **EVEN,
+            **EXPERTS,
+            "head_dim": 20,
+            "num_shared_experts": 2,
+            "router_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "gemma": ("Gemma", {**EVEN, "head_dim": 20, "hidden_act": "gelu", "rms_norm_eps": 1e-3, "rope_theta": 5000.0}),
+    "glm": ("Glm", {**EVEN, "head_dim": 20, "partial_rotary_factor": 0.4, "rms_norm_eps": 1e-3}),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
     "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-rope": (
@@ -519,11 +588,11 @@ def make(name: str) -> None:
         **NO_SPECIAL,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron") else 0.0
+    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron", "Gemma") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap and no sinks.
-    attention = "eager" if family.startswith(("Gemma", "GptOss")) else "sdpa"
+    attention = "eager" if family.startswith(("Gemma", "GptOss", "MiMoV2")) else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()

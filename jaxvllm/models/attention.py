@@ -109,14 +109,18 @@ class GroupedQueryAttention:
     q_growth: QueryGrowth | None = None
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
+    v_size: int | None = None  # of values, whose rows in `qkv`, and so in the pages, zeros fill up; None: head_size
+    v_scale: float = 1.0  # multiplies values
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
     in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
 
     def __post_init__(self) -> None:
-        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap")
+        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.v_size is not None and self.v_size > self.head_size:
+            raise ValueError(f"values of size {self.v_size} must not be larger than keys, of size {self.head_size}")
 
     @property
     def keeps(self) -> bool:
@@ -149,8 +153,9 @@ class GroupedQueryAttention:
     @property
     def o(self) -> Linear:
         """The projection of all heads' outputs back to the hidden size."""
-        shape = (self.hidden_size, self.num_heads * self.head_size)
-        return Linear(shape, ("embed", "heads"), self.o_bias, HeadGroups(self.group_size, self.head_size, 0))
+        size = self.v_size or self.head_size
+        shape = (self.hidden_size, self.num_heads * size)
+        return Linear(shape, ("embed", "heads"), self.o_bias, HeadGroups(self.group_size, size, 0))
 
     def declare(self) -> dict[str, ParamDecl]:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
@@ -192,6 +197,10 @@ class GroupedQueryAttention:
         out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
+        if self.v_size is not None:
+            out = out[..., : self.v_size]
+        if self.v_scale != 1:
+            out = out * jnp.asarray(self.v_scale, out.dtype)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
 
     def _qkv(

@@ -41,13 +41,14 @@ class ExpertsFfn:
     shared: GatedFfn | None = None
     is_shared_gated: bool = False  # the sigmoid of a number of each token multiplies what the shared expert returns
     bias: bool = False  # of the experts' matrices
+    output_scale: float = 1.0  # multiplies the sum of all experts, the shared one included
     weighs_input: bool = False  # what an expert counts multiplies its input, and not its output (Llama 4)
     is_by_expert: bool = False
     num_shards: int = 1  # devices that have a part of it
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size size num_shards")
-        assert not (self.bias and self.weighs_input), "no model has both"
+        assert not self.bias or (self.output_scale == 1 and not self.weighs_input), "no model has both"
 
     @property
     def num_held(self) -> int:
@@ -106,6 +107,8 @@ class ExpertsFfn:
         out = self._chosen(weights, x, chosen, counts, given)
         if self.shared is not None:
             out = out + self._shared(weights, x, self.shared)
+        if self.output_scale != 1:
+            out = out * jnp.asarray(self.output_scale, out.dtype)
         out = given.axis.sum(out)
         if not self.bias:
             return out

@@ -85,13 +85,21 @@ class HfConfig:
         return ACTIVATIONS[value]
 
     def layer_types(
-        self, default: list[str], known: tuple[str, ...] = ("full_attention", "sliding_attention")
+        self,
+        default: list[str],
+        known: tuple[str, ...] = ("full_attention", "sliding_attention"),
+        key: str = "layer_types",
     ) -> list[str]:
         """Returns one of the `known` types for each layer."""
-        value = self._get("layer_types", default)
+        value = self._get(key, default)
         if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
-            self._reject("layer_types", f"a list of {len(default)} of {' and '.join(known)}", value)
+            self._reject(key, f"a list of {len(default)} of {' and '.join(known)}", value)
         return value
+
+    def sparse_layers(self, first: int) -> list[bool]:
+        """Returns whether each layer has experts, by default all from layer `first` on."""
+        default = ["dense" if layer < first else "sparse" for layer in range(self.integer("num_hidden_layers"))]
+        return [kind == "sparse" for kind in self.layer_types(default, ("dense", "sparse"), "mlp_layer_types")]
 
     def layer_types_by_period(self, num_layers: int, period: int) -> list[str]:
         """Returns the types of the layers, of which by default every one in `period`, the last, sees all positions."""

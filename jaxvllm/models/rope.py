@@ -127,7 +127,7 @@ def _llama3(parameters: Mapping[str, Any], plain: np.ndarray, lengths: RopeLengt
     original = _original(parameters, lengths)
     turns = original * plain / np.float32(2 * math.pi)  # whole rotations within the original length
     # Frequencies with fewer than `low` turns are divided by the factor (0), those with more than `high` are kept (1).
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else np.asarray(turns >= low, np.float32)
     return np.asarray((1 - kept) * plain / factor + kept * plain, np.float32)
 
 

@@ -67,6 +67,12 @@ FAMILIES = (
     "hunyuan_moe",
     "afmoe",
     "llama4",
+    "mimo_v2",
+    "cohere2_moe",
+    "exaone_moe",
+    "hy_v3",
+    "gemma",
+    "glm",
 )
 
 
