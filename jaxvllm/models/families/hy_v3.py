@@ -1,6 +1,5 @@
 """Hunyuan 3: a norm over each query and key head, and experts chosen by a sigmoid with a bias for the choice alone."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
@@ -10,7 +9,7 @@ from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import Source, sparse_projections
+from jaxvllm.models.weight_names import sparse_projections
 
 
 def hy_v3_spec(config: HfConfig) -> ModelSpec:
@@ -40,13 +39,6 @@ def hy_v3_spec(config: HfConfig) -> ModelSpec:
     return usual.model((sparse if is_sparse else dense for is_sparse in are_sparse), norm)
 
 
-def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
-    """Returns the sources of a layer, whose router has a name of its own."""
-    found = _MOST(spec, layer, prefix)
-    [router] = found.get("router", (None,))
-    return found if router is None else found | {"router": (replace(router, name=f"{prefix}mlp.router.gate.weight"),)}
-
-
-_MOST = sparse_projections("shared_mlp", router_choice="expert_bias")
+SOURCES = sparse_projections("shared_mlp", router="router.gate.weight", router_choice="expert_bias")
 UNDERSTOOD = ("num_experts", "num_local_experts")
-FAMILY = Family("HYV3ForCausalLM", hy_v3_spec, layer_sources=sources, understood=UNDERSTOOD)
+FAMILY = Family("HYV3ForCausalLM", hy_v3_spec, layer_sources=SOURCES, understood=UNDERSTOOD)
