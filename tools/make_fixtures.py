@@ -79,6 +79,9 @@ MODEL_TYPES = {
     "Cohere2Moe": "cohere2_moe",
     "ExaoneMoe": "exaone_moe",
     "HYV3": "hy_v3",
+    "SolarOpen": "solar_open",
+    "FlexOlmo": "flex_olmo",
+    "GPTBigCode": "gpt_bigcode",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -357,6 +360,82 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("Gemma", {**EVEN, "head_dim": 20, "hidden_act": "gelu", "rms_norm_eps": 1e-3, "rope_theta": 5000.0}),
     "glm": ("Glm", {**EVEN, "head_dim": 20, "partial_rotary_factor": 0.4, "rms_norm_eps": 1e-3}),
+    "apertus": (
+        "Apertus",
+        {
+            **EVEN,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 20_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "stablelm": ("StableLm", {**EVEN, "use_qkv_bias": True, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-3}),
+    "stablelm-12b": (
+        "StableLm",
+        {**EVEN, "num_attention_heads": 6, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "cohere-plus": ("Cohere", {**EVEN, "num_attention_heads": 6, "logit_scale": 0.5, "use_qk_norm": True}),
+    "solar_open": (
+        "SolarOpen",
+        {
+            **{key: value for key, value in EVEN.items() if key != "intermediate_size"},
+            "head_dim": 20,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "flex_olmo": ("FlexOlmo", {**EVEN, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmo": ("Olmo", {**EVEN, "clip_qkv": 0.8, "rope_theta": 5000.0}),
+    "cwm": (
+        "Cwm",
+        {**EVEN, "bos_token_id": 1, "num_hidden_layers": 5, "head_dim": 20, "sliding_window": 24, "rms_norm_eps": 1e-3},
+    ),
+    "internlm3": ("InternLM3", {**EVEN, "head_dim": 20, "qkv_bias": True, "bias": True, "rms_norm_eps": 1e-3}),
+    "falcon": (
+        "Falcon",
+        {
+            **{key: value for key, value in EVEN.items() if key not in ("intermediate_size", "num_key_value_heads")},
+            "hidden_size": 84,
+            "num_attention_heads": 6,
+            "num_kv_heads": 2,
+            "new_decoder_architecture": True,
+            "ffn_hidden_size": 116,
+            "layer_norm_epsilon": 1e-3,
+            "bias": True,
+        },
+    ),
+    "falcon-7b": (
+        "Falcon",
+        {
+            **{key: value for key, value in EVEN.items() if key not in ("intermediate_size", "num_key_value_heads")},
+            "hidden_size": 84,
+            "num_attention_heads": 7,
+            "activation": "gelu_new",
+        },
+    ),
+    "gpt_bigcode": (
+        "GPTBigCode",
+        {
+            "vocab_size": 139,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_inner": 100,
+            "n_positions": 128,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
     "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-rope": (
@@ -585,7 +664,7 @@ def make(name: str) -> None:
         "architectures": ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"],
         "model_type": MODEL_TYPES.get(family, family.lower()),
         **values,
-        **NO_SPECIAL,
+        **{key: value for key, value in NO_SPECIAL.items() if key not in values},
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron", "Gemma") else 0.0

@@ -18,9 +18,9 @@ from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import Norm, RmsNorm
 from jaxvllm.models.positive import require_positive
 
-# head: over each head alone (Qwen 3). weightless: the same without a weight (Llama 4). full: over all heads together
-# (OLMo 2).
-QkNorm = Literal["none", "head", "weightless", "full"]
+# head: over each head alone (Qwen 3). own: the same with weights of each head's own (Command R+). weightless: the same
+# without a weight (Llama 4). full: over all heads together (OLMo 2).
+QkNorm = Literal["none", "head", "own", "weightless", "full"]
 # The dimensions that rope turns together: i and i + rotary_dim / 2 (halves: Llama), or 2 i and 2 i + 1 (neighbours:
 # Cohere, GLM-4).
 RopePairs = Literal["halves", "neighbours"]
@@ -111,12 +111,13 @@ class GroupedQueryAttention:
     v_norm: bool = False  # values are divided by their root mean square
     v_size: int | None = None  # of values, whose rows in `qkv`, and so in the pages, zeros fill up; None: head_size
     v_scale: float = 1.0  # multiplies values
+    qkv_limit: float | None = None  # bounds queries, keys and values, both sides
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
     in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
 
     def __post_init__(self) -> None:
-        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale")
+        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale qkv_limit")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if self.v_size is not None and self.v_size > self.head_size:
@@ -163,7 +164,7 @@ class GroupedQueryAttention:
         if self.qk_norm == "head":
             decls |= self.norm.declare("q_norm", (D,), (None,))
             decls |= self.norm.declare("k_norm", (D,), (None,)) if self.keeps else {}
-        elif self.qk_norm == "full":
+        elif self.qk_norm in ("own", "full"):
             for name, heads_each, groups in (("q_norm", G, HeadGroups(G, 1, 0)), ("k_norm", 1, HeadGroups(G, 0, 1))):
                 norm = self.norm.declare(name, (K, heads_each, D), ("kv_heads", None, None))
                 decls |= {key: replace(decl, heads=groups) for key, decl in norm.items()}
@@ -210,6 +211,8 @@ class GroupedQueryAttention:
         T, K, D, own = x.shape[0], self.num_kv_heads, self.head_size, _OWN[self.kv]
         G, gate = self.group_size * self._query_parts, None
         qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
+        if self.qkv_limit is not None:
+            qkv = jnp.clip(qkv, -self.qkv_limit, self.qkv_limit)
         q = qkv[:, :, :G]
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2].reshape(T, -1, D)
@@ -230,7 +233,7 @@ class GroupedQueryAttention:
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
         """Returns queries or keys [T, K, heads, D], normed as the model does."""
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "own"):
             return self.norm.apply(weights, name, x)
         if self.qk_norm == "weightless":
             return self._without_weight(x)

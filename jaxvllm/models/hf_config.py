@@ -46,6 +46,14 @@ class HfConfig:
         """Returns this config with the values of a family for keys that it leaves out."""
         return replace(self, values=defaults | dict(self.values))
 
+    def or_rope(self, parameters: Mapping[str, Any]) -> Self:
+        """Returns this config with rope parameters of a family if it has none."""
+        return (
+            self
+            if self.rope_parameters()
+            else replace(self, values=dict(self.values) | {"rope_parameters": parameters})
+        )
+
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError if a key has another value than those that change nothing."""
         for key, values in neutral.items():

@@ -37,7 +37,7 @@ class Attend[Kv](Protocol):
         *,
         scale: float,
         soft_cap: float | None,
-        sinks: jax.Array | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Kv]: ...
 
 

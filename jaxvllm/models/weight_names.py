@@ -25,7 +25,7 @@ class Source:
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
         """Returns that part of the whole tensor, as a view of it."""
-        rows = (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[self.rows]
+        rows = (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[self.rows] if tensor.ndim else tensor
         # A copy would put the whole tensor into the host's memory.
         return rows.reshape(self.view, copy=False)
 

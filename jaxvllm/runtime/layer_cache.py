@@ -102,7 +102,7 @@ class LayerCache:
         *,
         scale: float,
         soft_cap: float | None,
-        sinks: jax.Array | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
         pages, taken = kept

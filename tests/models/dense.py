@@ -22,7 +22,7 @@ def dense_attend(
     *,
     scale: float,
     soft_cap: float | None,
-    sinks: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""

@@ -73,6 +73,15 @@ FAMILIES = (
     "hy_v3",
     "gemma",
     "glm",
+    "apertus",
+    "stablelm",
+    "solar_open",
+    "flex_olmo",
+    "olmo",
+    "cwm",
+    "internlm3",
+    "falcon",
+    "gpt_bigcode",
 )
 
 
@@ -239,7 +248,7 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("opt", {"num_attention_heads": 5}, "hidden_size 84 must be a multiple of num_attention_heads 5"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "not in bfloat16. Take a checkpoint of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),
     ],
 )

@@ -38,11 +38,9 @@ _ROPE = {
 
 def gpt_oss_spec(config: HfConfig) -> ModelSpec:
     _refuse_quantized(config)
-    config = config.with_defaults(
+    config = config.or_rope(_ROPE).with_defaults(
         head_dim=64, num_key_value_heads=8, rope_theta=150_000.0, max_position_embeddings=131_072
     )
-    if not config.rope_parameters():
-        config = replace(config, values=dict(config.values) | {"rope_parameters": _ROPE})
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5))
     config.refuse({"hidden_act": (None, "silu")})
     has_bias = config.flag("attention_bias", True)

@@ -180,7 +180,7 @@ class AutoregressiveProposer:
             *,
             scale: float,
             soft_cap: float | None,
-            sinks: jax.Array | None,
+            sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array]:
             options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
             options |= {"plan": plan, "backend": backend}
