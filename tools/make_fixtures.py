@@ -436,6 +436,43 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    # More query heads in windowed layers, whose ropes turn the whole of each head.
+    "laguna": (
+        "Laguna",
+        {
+            **EVEN,
+            **EXPERTS,
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "num_attention_heads_per_layer": [4, 6, 6, 4, 6],
+            "layer_types": [FULL if kind == "f" else SLIDING for kind in "fssfs"],
+            "sliding_window": 24,
+            "shared_expert_intermediate_size": 32,
+            "moe_routed_scaling_factor": 1.7,
+            "moe_router_logit_softcapping": 0.8,
+            "attention_bias": True,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+                SLIDING: {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            **EVEN,
+            **EXPERTS,
+            "head_dim": 16,
+            "layer_types": [FULL if kind == "f" else SLIDING for kind in "fsfs"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "norm_topk_prob": False,
+            "sliding_window": 24,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 20_000.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
     "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-rope": (

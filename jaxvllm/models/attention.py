@@ -113,6 +113,7 @@ class GroupedQueryAttention:
     v_scale: float = 1.0  # multiplies values
     qkv_limit: float | None = None  # bounds queries, keys and values, both sides
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
+    has_head_gates: bool = False  # all outputs of a query head are multiplied by the softplus of one gate (Laguna)
     in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
 
@@ -158,9 +159,17 @@ class GroupedQueryAttention:
         shape = (self.hidden_size, self.num_heads * size)
         return Linear(shape, ("embed", "heads"), self.o_bias, HeadGroups(self.group_size, size, 0))
 
+    @property
+    def head_gates(self) -> Linear:
+        """The projection to a gate for each query head."""
+        K, G = self.num_kv_heads, self.group_size
+        return Linear((K, G, self.hidden_size), ("kv_heads", None, "embed"), heads=HeadGroups(G, 1, 0))
+
     def declare(self) -> dict[str, ParamDecl]:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
         decls = self.qkv.declare("qkv") | self.o.declare("o")
+        if self.has_head_gates:
+            decls |= self.head_gates.declare("head_gates")
         if self.qk_norm == "head":
             decls |= self.norm.declare("q_norm", (D,), (None,))
             decls |= self.norm.declare("k_norm", (D,), (None,)) if self.keeps else {}
@@ -198,6 +207,9 @@ class GroupedQueryAttention:
         out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
+        if self.has_head_gates:
+            gates = self.head_gates.apply(weights, "head_gates", x).astype(jnp.float32)
+            out = out * jax.nn.softplus(gates).astype(out.dtype).reshape(*out.shape[:2], 1)
         if self.v_size is not None:
             out = out[..., : self.v_size]
         if self.v_scale != 1:

@@ -78,9 +78,10 @@ class ExpertRouter:
     has_choice_bias: bool = False  # added to the scores for the choice, and not to what an expert counts
     groups: ExpertGroups | None = None
     bias: bool = False  # of the logits
+    soft_cap: float | None = None  # bounds the logits
 
     def __post_init__(self) -> None:
-        require_positive(self, "hidden_size num_experts top_k scale")
+        require_positive(self, "hidden_size num_experts top_k scale soft_cap")
         if self.top_k > self.num_experts:
             raise ValueError(f"{self.top_k} of {self.num_experts} experts cannot be chosen")
         if self.groups is not None and self.num_experts % self.groups.count:
@@ -102,6 +103,8 @@ class ExpertRouter:
         """Returns the experts i32[T, top_k] of each row of x [T, E], the best first, and what they count, f32."""
         with jax.named_scope("router"):
             logits = self.logits.apply(weights, "router", x.astype(jnp.float32))
+            if self.soft_cap is not None:
+                logits = jnp.tanh(logits / self.soft_cap) * self.soft_cap
             if isinstance(self.scoring, SparseMixer):
                 chosen, counts = self.scoring.choose(logits, self.top_k)
                 return chosen, counts * self.scale

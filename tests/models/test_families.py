@@ -82,6 +82,8 @@ FAMILIES = (
     "internlm3",
     "falcon",
     "gpt_bigcode",
+    "laguna",
+    "mellum",
 )
 
 

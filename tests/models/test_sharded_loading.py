@@ -77,7 +77,7 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
         case "o":
             heads = np.moveaxis(array.reshape(len(array), K, G, -1), 0, -1)
             return np.moveaxis(query_heads(heads), -1, 0).reshape(len(array), -1)
-        case "sinks":
+        case "sinks" | "head_gates":
             return query_heads(array)
         case "q_norm" if spec.qk_norm in OF_HEADS:
             return query_heads(array)
@@ -93,6 +93,7 @@ SPLIT = {
     "embed": 0,
     "lm_head_bias": 0,
     "sinks": 0,
+    "head_gates": 0,
     "experts_gate_up_bias": 2,
     "layer_embeddings": 0,
     "lm_head": 0,

@@ -33,8 +33,10 @@ from jaxvllm.models.families import (
     hunyuan,
     hy_v3,
     internlm3,
+    laguna,
     llama,
     llama4,
+    mellum,
     mimo,
     mimo_v2,
     minimax_m2,
@@ -124,6 +126,8 @@ FAMILIES: tuple[Family, ...] = (
     internlm3.FAMILY,
     falcon.FAMILY,
     gpt_bigcode.FAMILY,
+    laguna.FAMILY,
+    mellum.FAMILY,
 )
 
 
