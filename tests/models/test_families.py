@@ -181,6 +181,20 @@ def test_ministral3_inside_the_multimodal_checkpoint(prefix: str, beside: str, t
     assert layer.attention.q_growth is None and layer.window is None
 
 
+def test_llama4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
+    plain = Fixture.load("llama4")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    weights = {f"language_model.{name}": value for name, value in plain.weights().items()}
+    weights["vision_model.class_embedding"] = np.zeros(2, np.float32)
+    weights["multi_modal_projector.linear_1.weight"] = np.zeros((2, 2), np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+
+
 def test_the_first_checkpoints_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) -> None:
     plain = Fixture.load("gpt2")
     expected, spec = load(plain, tmp_path / "plain", "separate")
