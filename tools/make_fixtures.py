@@ -473,6 +473,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            **EVEN,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "jais2": ("Jais2", {**EVEN, "head_dim": 20, "layer_norm_eps": 1e-3, "rope_theta": 5000.0}),
+    "vaultgemma": (
+        "VaultGemma",
+        {**EVEN, **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0},
+    ),
     "llama": ("Llama", {**ODD, "rms_norm_eps": 1e-5, "rope_theta": 5000.0}),
     "llama-bias": ("Llama", {**EVEN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-rope": (
@@ -704,11 +720,13 @@ def make(name: str) -> None:
         **{key: value for key, value in NO_SPECIAL.items() if key not in values},
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron", "Gemma") else 0.0
+    norm_offset = (
+        1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron", "Gemma", "VaultGemma") else 0.0
+    )
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap and no sinks.
-    attention = "eager" if family.startswith(("Gemma", "GptOss", "MiMoV2")) else "sdpa"
+    attention = "eager" if family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2")) else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()

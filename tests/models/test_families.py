@@ -84,6 +84,9 @@ FAMILIES = (
     "gpt_bigcode",
     "laguna",
     "mellum",
+    "hyperclovax",
+    "jais2",
+    "vaultgemma",
 )
 
 

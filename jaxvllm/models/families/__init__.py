@@ -32,7 +32,9 @@ from jaxvllm.models.families import (
     granitemoe,
     hunyuan,
     hy_v3,
+    hyperclovax,
     internlm3,
+    jais2,
     laguna,
     llama,
     llama4,
@@ -63,6 +65,7 @@ from jaxvllm.models.families import (
     solar_open,
     stablelm,
     starcoder2,
+    vaultgemma,
 )
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
@@ -128,6 +131,9 @@ FAMILIES: tuple[Family, ...] = (
     gpt_bigcode.FAMILY,
     laguna.FAMILY,
     mellum.FAMILY,
+    hyperclovax.FAMILY,
+    jais2.FAMILY,
+    vaultgemma.FAMILY,
 )
 
 
