@@ -129,7 +129,7 @@ class GroupedQueryAttention:
         return self.kv != "none"
 
     def memory(self, window: int | None) -> KeysAndValues:
-        return KeysAndValues(self.num_kv_heads, self.head_size, window, window if self.in_chunks else None)
+        return KeysAndValues(self.num_kv_heads, self.head_size, window, chunk=window if self.in_chunks else None)
 
     @property
     def group_size(self) -> int:

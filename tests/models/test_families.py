@@ -311,7 +311,7 @@ def test_lengths_choose_the_rope() -> None:
 def test_attention_in_chunks_needs_whole_pages_and_long_sequences() -> None:
     config = Fixture.load("llama4").config
     memory = model_spec(config).layers[0].memory
-    assert memory == model_spec(config, 33).layers[0].memory == KeysAndValues(2, 12, 32, 32)
+    assert memory == model_spec(config, 33).layers[0].memory == KeysAndValues(2, 12, 32, chunk=32)
     with pytest.raises(ValueError, match="page_size 64 must divide the 32 positions of a chunk"):
         memory.pages(1, 2, 64, jnp.float32, REFERENCE)
     assert {layer.memory for layer in model_spec(config, 32).layers} == {KeysAndValues(2, 12, None)}
