@@ -37,7 +37,7 @@ class ExpertsFfn:
     hidden_size: int
     size: int  # of the inner features of an expert
     router: ExpertRouter
-    gating: Gating = "silu"
+    activation: Gating = "silu"
     shared: GatedFfn | None = None
     is_shared_gated: bool = False  # the sigmoid of a number of each token multiplies what the shared expert returns
     bias: bool = False  # of the experts' matrices
@@ -132,16 +132,21 @@ class ExpertsFfn:
         rows = x[order // each]
         if self.weighs_input:
             rows = rows * counts.reshape(-1)[order][:, None].astype(x.dtype)
-        bias = None
-        if self.bias:  # rows of no expert may have any
-            bias = jnp.take(weights[bias_of("experts_gate_up")], expert[order], axis=0, mode="clip")
-        h = project_grouped_gated(rows, weights["experts_gate_up"], starts, self.gating, bias)
+        h = self._inner(weights, rows, starts)
         y = project_grouped(h, weights["experts_down"], starts)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         # Each token adds up its experts in the order of its choice, whoever else is in the step.
         of_tokens = y[place].reshape(num_tokens, each, -1)
         counted = of_tokens.astype(jnp.float32) * (1 if self.weighs_input else counts[..., None])
         return jnp.where(is_here[..., None], counted, 0).sum(1).astype(x.dtype)
+
+    def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
+        """Returns the inner features of rows that are sorted by expert."""
+        bias = None
+        if self.bias:  # rows of no expert may have any
+            expert = jnp.searchsorted(starts, jnp.arange(len(rows)), side="right") - 1
+            bias = jnp.take(weights[bias_of("experts_gate_up")], expert, axis=0, mode="clip")
+        return project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation, bias)
 
     def _shared(self, weights: Mapping[str, Any], x: jax.Array, shared: GatedFfn) -> jax.Array:
         """Returns this device's part of what the shared expert returns."""
