@@ -19,8 +19,9 @@ from jaxvllm.models.norm import Norm, RmsNorm
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rotation import RopePairs, rotated
 
-# head: over each head alone (Qwen 3). full: over all heads together (OLMo 2).
-QkNorm = Literal["none", "head", "full"]
+# head: over each head alone (Qwen 3). own: the same with weights of each head's own (Command R+). weightless: the same
+# without a weight (Llama 4). full: over all heads together (OLMo 2).
+QkNorm = Literal["none", "head", "own", "weightless", "full"]
 # The projections beside those of the queries. A layer may take its keys before their norm and rope for its values, or
 # read the keys and values of an earlier layer (Gemma 4).
 KvProjections = Literal["key and value", "key", "none"]
@@ -73,14 +74,18 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries that grow with their position p: times 1 + beta ln(1 + floor(p / period)) (Llama 4, Ministral 3)."""
+    """Queries that grow with their position p: times 1 + beta ln(1 + floor((p + first) / period)).
+
+    Position 0 counts as `first`: as 1 in Llama 4, as 0 in Ministral 3.
+    """
 
     beta: float
     period: int  # tokens
+    first: int = 0
 
     def factor(self, positions: jax.Array) -> jax.Array:
         """Returns the factors f32[T] at `positions` i32[T]."""
-        return 1 + self.beta * jnp.log1p((positions // self.period).astype(jnp.float32))
+        return 1 + self.beta * jnp.log1p(((positions + self.first) // self.period).astype(jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -95,25 +100,34 @@ class GroupedQueryAttention:
     scale: float  # multiplies q . k
     soft_cap: float | None = None  # bounds these products
     qk_norm: QkNorm = "none"
+    is_normed_late: bool = False  # queries and keys are normed after their rope, and not before (Hunyuan)
     qkv_bias: bool = False
     o_bias: bool = False
     rope_pairs: RopePairs = "halves"
     q_growth: QueryGrowth | None = None
     kv: KvProjections = "key and value"
     v_norm: bool = False  # values are divided by their root mean square
+    v_size: int | None = None  # of values, whose rows in `qkv`, and so in the pages, zeros fill up; None: head_size
+    v_scale: float = 1.0  # multiplies values
+    qkv_limit: float | None = None  # bounds queries, keys and values, both sides
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
+    has_head_gates: bool = False  # all outputs of a query head are multiplied by the softplus of one gate (Laguna)
+    in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
+    has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
 
     def __post_init__(self) -> None:
-        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap")
+        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale qkv_limit")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.v_size is not None and self.v_size > self.head_size:
+            raise ValueError(f"values of size {self.v_size} must not be larger than keys, of size {self.head_size}")
 
     @property
     def keeps(self) -> bool:
         return self.kv != "none"
 
     def memory(self, window: int | None) -> KeysAndValues:
-        return KeysAndValues(self.num_kv_heads, self.head_size, window)
+        return KeysAndValues(self.num_kv_heads, self.head_size, window, chunk=window if self.in_chunks else None)
 
     @property
     def group_size(self) -> int:
@@ -139,19 +153,31 @@ class GroupedQueryAttention:
     @property
     def o(self) -> Linear:
         """The projection of all heads' outputs back to the hidden size."""
-        shape = (self.hidden_size, self.num_heads * self.head_size)
-        return Linear(shape, ("embed", "heads"), self.o_bias, HeadGroups(self.group_size, self.head_size, 0))
+        size = self.v_size or self.head_size
+        shape = (self.hidden_size, self.num_heads * size)
+        return Linear(shape, ("embed", "heads"), self.o_bias, HeadGroups(self.group_size, size, 0))
+
+    @property
+    def head_gates(self) -> Linear:
+        """The projection to a gate for each query head."""
+        K, G = self.num_kv_heads, self.group_size
+        return Linear((K, G, self.hidden_size), ("kv_heads", None, "embed"), heads=HeadGroups(G, 1, 0))
 
     def declare(self) -> dict[str, ParamDecl]:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
         decls = self.qkv.declare("qkv") | self.o.declare("o")
+        if self.has_head_gates:
+            decls |= self.head_gates.declare("head_gates")
         if self.qk_norm == "head":
             decls |= self.norm.declare("q_norm", (D,), (None,))
             decls |= self.norm.declare("k_norm", (D,), (None,)) if self.keeps else {}
-        elif self.qk_norm == "full":
+        elif self.qk_norm in ("own", "full"):
             for name, heads_each, groups in (("q_norm", G, HeadGroups(G, 1, 0)), ("k_norm", 1, HeadGroups(G, 0, 1))):
                 norm = self.norm.declare(name, (K, heads_each, D), ("kv_heads", None, None))
                 decls |= {key: replace(decl, heads=groups) for key, decl in norm.items()}
+        if self.has_sinks:
+            heads = HeadGroups(G, 1, 0)
+            decls["sinks"] = ParamDecl((K, G), ("kv_heads", None), "zeros", dtype="float32", heads=heads)
         return decls
 
     def kv_copies(self, size: int) -> int:
@@ -175,9 +201,17 @@ class GroupedQueryAttention:
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v, gate = self._qkv(weights, x, given)
-        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
+        sinks = weights["sinks"].reshape(-1) if self.has_sinks else None
+        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
+        if self.has_head_gates:
+            gates = self.head_gates.apply(weights, "head_gates", x).astype(jnp.float32)
+            out = out * jax.nn.softplus(gates).astype(out.dtype).reshape(*out.shape[:2], 1)
+        if self.v_size is not None:
+            out = out[..., : self.v_size]
+        if self.v_scale != 1:
+            out = out * jnp.asarray(self.v_scale, out.dtype)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
 
     def _qkv(
@@ -187,22 +221,32 @@ class GroupedQueryAttention:
         T, K, D, own = x.shape[0], self.num_kv_heads, self.head_size, _OWN[self.kv]
         G, gate = self.group_size * self._query_parts, None
         qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
+        if self.qkv_limit is not None:
+            qkv = jnp.clip(qkv, -self.qkv_limit, self.qkv_limit)
         q = qkv[:, :, :G]
         if self.gated:
             q, gate = q[:, :, ::2], q[:, :, 1::2].reshape(T, -1, D)
-        q = self._rotated(self._normed(weights, "q_norm", q, given), given).reshape(T, -1, D)
+        q = self._turned(weights, "q_norm", q, given).reshape(T, -1, D)
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         if not self.keeps:
             return q, None, None, gate
         k, v = qkv[:, :, G : G + 1], qkv[:, :, G + own - 1]
-        k = self._rotated(self._normed(weights, "k_norm", k, given), given).reshape(T, K, D)
+        k = self._turned(weights, "k_norm", k, given).reshape(T, K, D)
         return q, k, self._without_weight(v) if self.v_norm else v, gate
+
+    def _turned(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns queries or keys [T, K, heads, D] after their norm and their rope."""
+        if self.is_normed_late:
+            return self._normed(weights, name, self._rotated(x, given), given)
+        return self._rotated(self._normed(weights, name, x, given), given)
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array, given: LayerInput) -> jax.Array:
         """Returns queries or keys [T, K, heads, D], normed as the model does."""
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "own"):
             return self.norm.apply(weights, name, x)
+        if self.qk_norm == "weightless":
+            return self._without_weight(x)
         if self.qk_norm == "full":
             assert isinstance(self.norm, RmsNorm), "no model has another norm over all heads"
             # Where KV heads are copied, each has the same number of copies, so the mean stays the same.

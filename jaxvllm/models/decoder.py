@@ -149,7 +149,7 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
     """
     with jax.named_scope("logits"):
         head = params["embed"] if spec.tie_embeddings else params["lm_head"]
-        logits = project(hidden, head, dtype=jnp.float32)
+        logits = project(hidden, head, params.get("lm_head_bias"), dtype=jnp.float32)
         if spec.logit_scale != 1:
             logits = logits * spec.logit_scale
         if spec.logit_soft_cap is not None:

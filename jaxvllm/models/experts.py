@@ -15,9 +15,10 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.ffn import GatedFfn
-from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.forms.form import Gating
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
+from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.spec import ModelSpec
@@ -36,14 +37,18 @@ class ExpertsFfn:
     hidden_size: int
     size: int  # of the inner features of an expert
     router: ExpertRouter
-    activation: Activation = "silu"
+    activation: Gating = "silu"
     shared: GatedFfn | None = None
     is_shared_gated: bool = False  # the sigmoid of a number of each token multiplies what the shared expert returns
+    bias: bool = False  # of the experts' matrices
+    output_scale: float = 1.0  # multiplies the sum of all experts, the shared one included
+    weighs_input: bool = False  # what an expert counts multiplies its input, and not its output (Llama 4)
     is_by_expert: bool = False
     num_shards: int = 1  # devices that have a part of it
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size size num_shards")
+        assert not self.bias or (self.output_scale == 1 and not self.weighs_input), "no model has both"
 
     @property
     def num_held(self) -> int:
@@ -59,16 +64,16 @@ class ExpertsFfn:
     def gate_up(self) -> Linear:
         """The projections of all experts to the gate and to the features that it multiplies."""
         experts, ffn = self._axes
-        return self._of_experts((2, self.size, self.hidden_size), (experts, None, ffn, "embed"))
+        return self._of_experts((2, self.size, self.hidden_size), (experts, None, ffn, "embed"), self.bias)
 
     @property
     def down(self) -> Linear:
-        """The projections of all experts back to the hidden size."""
+        """The projections of all experts back to the hidden size, without the biases, which no device has a part of."""
         experts, ffn = self._axes
         return self._of_experts((self.hidden_size, self.size), (experts, "embed", ffn))
 
-    def _of_experts(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Linear:
-        return Linear((self.num_held, *shape), axes, chosen=(self.router.top_k, self.router.num_experts))
+    def _of_experts(self, shape: tuple[int, ...], axes: tuple[str | None, ...], bias: bool = False) -> Linear:
+        return Linear((self.num_held, *shape), axes, bias, chosen=(self.router.top_k, self.router.num_experts))
 
     @property
     def shared_gate(self) -> Linear:
@@ -76,6 +81,9 @@ class ExpertsFfn:
 
     def declare(self) -> dict[str, ParamDecl]:
         decls = self.router.declare() | self.gate_up.declare("experts_gate_up") | self.down.declare("experts_down")
+        if self.bias:
+            shape = (self.router.num_experts, self.hidden_size)
+            decls[bias_of("experts_down")] = ParamDecl(shape, (None, "embed"), "zeros")
         if self.shared is not None:
             decls |= {_SHARED + name: decl for name, decl in self.shared.declare().items()}
             decls |= self.shared_gate.declare("shared_gate") if self.is_shared_gated else {}
@@ -99,7 +107,14 @@ class ExpertsFfn:
         out = self._chosen(weights, x, chosen, counts, given)
         if self.shared is not None:
             out = out + self._shared(weights, x, self.shared)
-        return given.axis.sum(out)
+        if self.output_scale != 1:
+            out = out * jnp.asarray(self.output_scale, out.dtype)
+        out = given.axis.sum(out)
+        if not self.bias:
+            return out
+        # Every device has all of these, and adds them once, after the sum.
+        biases = weights[bias_of("experts_down")][chosen].astype(jnp.float32) * counts[..., None]
+        return out + biases.sum(1).astype(out.dtype)
 
     def _chosen(
         self, weights: Mapping[str, Any], x: jax.Array, chosen: jax.Array, counts: jax.Array, given: LayerInput
@@ -115,13 +130,23 @@ class ExpertsFfn:
         order = jnp.argsort(expert, stable=True)
         starts = jnp.searchsorted(expert[order], jnp.arange(self.num_held + 1)).astype(jnp.int32)
         rows = x[order // each]
-        h = project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation)
+        if self.weighs_input:
+            rows = rows * counts.reshape(-1)[order][:, None].astype(x.dtype)
+        h = self._inner(weights, rows, starts)
         y = project_grouped(h, weights["experts_down"], starts)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         # Each token adds up its experts in the order of its choice, whoever else is in the step.
         of_tokens = y[place].reshape(num_tokens, each, -1)
-        counted = of_tokens.astype(jnp.float32) * counts[..., None]
+        counted = of_tokens.astype(jnp.float32) * (1 if self.weighs_input else counts[..., None])
         return jnp.where(is_here[..., None], counted, 0).sum(1).astype(x.dtype)
+
+    def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
+        """Returns the inner features of rows that are sorted by expert."""
+        bias = None
+        if self.bias:  # rows of no expert may have any
+            expert = jnp.searchsorted(starts, jnp.arange(len(rows)), side="right") - 1
+            bias = jnp.take(weights[bias_of("experts_gate_up")], expert, axis=0, mode="clip")
+        return project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation, bias)
 
     def _shared(self, weights: Mapping[str, Any], x: jax.Array, shared: GatedFfn) -> jax.Array:
         """Returns this device's part of what the shared expert returns."""

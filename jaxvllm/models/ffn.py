@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.form import Activation
@@ -92,3 +93,30 @@ class PlainFfn(_SplitFfn):
     def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         h = activate(self.up.apply(weights, "up", x), self.activation)
         return self.down(self.bias).apply_summed(weights, "down", h, given.axis)
+
+
+@dataclass(frozen=True)
+class XieluFfn(_SplitFfn):
+    """Two matrices, and between them xIELU (arXiv 2411.13010), whose curves up and down the layer has learned.
+
+    It is p x^2 + b x for x above 0, and n (e^min(x, eps) - 1 - x) + b x elsewhere, where p is the softplus of
+    `xielu_up`, and n that of `xielu_down` plus b.
+    """
+
+    @property
+    def up(self) -> Linear:
+        """The projection to the inner features."""
+        return Linear((self.size, self.hidden_size), ("ffn", "embed"))
+
+    def declare(self) -> dict[str, ParamDecl]:
+        numbers = ("xielu_up", "xielu_down", "xielu_slope", "xielu_eps")
+        decls = {name: ParamDecl((1,), (None,), "zeros", dtype="float32") for name in numbers}
+        return decls | self.up.declare("up") | self.down(False).declare("down")
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+        h = self.up.apply(weights, "up", x).astype(jnp.float32)
+        b, eps = weights["xielu_slope"], weights["xielu_eps"]
+        above = jax.nn.softplus(weights["xielu_up"]) * h * h
+        below = (b + jax.nn.softplus(weights["xielu_down"])) * (jnp.expm1(jnp.minimum(h, eps)) - h)
+        h = (jnp.where(h > 0, above, below) + b * h).astype(x.dtype)
+        return self.down(False).apply_summed(weights, "down", h, given.axis)

@@ -15,6 +15,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 # Keys that change the computation of a model, and their values that change nothing. A family that supports one of them
 # says so (`Family.understood`).
@@ -44,6 +45,14 @@ class HfConfig:
     def with_defaults(self, **defaults: Any) -> Self:
         """Returns this config with the values of a family for keys that it leaves out."""
         return replace(self, values=defaults | dict(self.values))
+
+    def or_rope(self, parameters: Mapping[str, Any]) -> Self:
+        """Returns this config with rope parameters of a family if it has none."""
+        return (
+            self
+            if self.rope_parameters()
+            else replace(self, values=dict(self.values) | {"rope_parameters": parameters})
+        )
 
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError if a key has another value than those that change nothing."""
@@ -100,6 +109,11 @@ class HfConfig:
         if not isinstance(value, list) or len(value) != len(default) or not all(kind in known for kind in value):
             self._reject(key, f"a list of {len(default)} of {' and '.join(known)}", value)
         return value
+
+    def sparse_layers(self, first: int) -> list[bool]:
+        """Returns whether each layer has experts, by default all from layer `first` on."""
+        default = ["dense" if layer < first else "sparse" for layer in range(self.integer("num_hidden_layers"))]
+        return [kind == "sparse" for kind in self.layer_types(default, ("dense", "sparse"), "mlp_layer_types")]
 
     def layer_types_by_period(self, num_layers: int, period: int) -> list[str]:
         """Returns the types of the layers, of which by default every one in `period`, the last, sees all positions."""

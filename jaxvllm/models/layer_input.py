@@ -22,6 +22,7 @@ class Attend[Kv](Protocol):
     q  # [T, H, D]: normed and rotated, not yet scaled; head h reads KV head h // G
     k, v  # [T, K, D]; None: the layer whose memory is read has written them already. v alone: it is the end of k
     scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
+    sinks  # f32[H]: one more logit for each head, which takes weight and has no value (None: no head has one)
     Returns [T, H, size of a value] and the new cache.
     """
 
@@ -36,6 +37,7 @@ class Attend[Kv](Protocol):
         *,
         scale: float,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Kv]: ...
 
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import (
+    NO_WINDOW,
     KVPages,
     RaggedRows,
     backend_for,
@@ -68,6 +69,8 @@ class KeysAndValues:
     head_size: int  # of a key
     window: int | None
     latent_size: int | None = None
+    # A token sees nothing before its chunk, which begins at a multiple of this (Llama 4); None: all in the window.
+    chunk: int | None = None
 
     keeps_state: ClassVar[bool] = False
 
@@ -77,6 +80,11 @@ class KeysAndValues:
     def pages(
         self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
     ) -> jax.ShapeDtypeStruct:
+        if self.chunk is not None and self.chunk % page_size:
+            raise ValueError(
+                f"page_size {page_size} must divide the {self.chunk} positions of a chunk of attention: take a smaller "
+                "one"
+            )
         sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
         return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend), self.latent_size)
 
@@ -86,6 +94,10 @@ class KeysAndValues:
 
     def seeing(self, window: int | None) -> Self:
         return replace(self, window=window)
+
+    def seen_by(self, rows: RaggedRows, page_size: int) -> RaggedRows:
+        """Returns the rows as `plan` and `attend` take them, which is made once a step."""
+        return rows if self.chunk is None else rows.in_chunks(self.chunk, page_size)
 
     def plan(self, rows: RaggedRows, pages: KVPages, num_heads: int, dtype: DTypeLike, backend: Backend) -> Any:
         """Makes what the backend knows once a step about queries of `num_heads` heads in these rows."""
@@ -104,5 +116,21 @@ class KeysAndValues:
         **options: Any,
     ) -> tuple[jax.Array, KVPages]:
         """Writes k and v, if they are given, into the pages of layer `place`, and attends as the kernels' API says."""
-        options |= {"latent_size": self.latent_size, "backend": self.backend(backend)}
-        return ragged_paged_attention(q, k, v, pages, place, rows, window=window, **options)
+        num_tokens, more = len(q), len(rows.token_rows) - len(q)
+        if more:  # padding that the rows of chunks have
+            padding = ((0, more), (0, 0), (0, 0))
+            q = jnp.pad(q, padding)
+            k, v = (x if x is None else jnp.pad(x, padding) for x in (k, v))
+        out, pages = ragged_paged_attention(
+            q,
+            k,
+            v,
+            pages,
+            place,
+            rows,
+            window=window if self.chunk is None else NO_WINDOW,
+            latent_size=self.latent_size,
+            backend=self.backend(backend),
+            **options,
+        )
+        return out[:num_tokens], pages

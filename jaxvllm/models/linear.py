@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxvllm.models.declaration import HeadGroups, ParamDecl, Storage
-from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.forms.form import Gating
 from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import biased, project, project_gated
 from sharding.axis import ModelAxis
@@ -48,6 +48,6 @@ class Linear:
         """Does the same where each device of `axis` has a part of x and of the columns of the matrix."""
         return biased(axis.sum(project(x, weights[name])), weights.get(bias_of(name)))
 
-    def apply_gated(self, weights: Mapping[str, Any], name: str, x: jax.Array, activation: Activation) -> jax.Array:
-        """Returns activation(a x) * b x, [T, F], for a matrix [2, F, in] of the halves a and b."""
-        return project_gated(x, weights[name], activation, weights.get(bias_of(name)))
+    def apply_gated(self, weights: Mapping[str, Any], name: str, x: jax.Array, gating: Gating) -> jax.Array:
+        """Returns b x gated by a x, [T, F], for a matrix [2, F, in] of the halves a and b."""
+        return project_gated(x, weights[name], gating, weights.get(bias_of(name)))

@@ -49,20 +49,26 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Layer normalisation (arXiv 1607.06450): (x - mean) / std * weight + bias. Cohere's has no bias."""
+    """Layer normalisation (arXiv 1607.06450): (x - mean) / std * (weight + offset) + bias. Cohere's has no bias."""
 
     eps: float
     bias: bool = True
+    offset: float = 0.0  # Nemotron stores w and means 1 + w
+    has_weight: bool = True  # OLMo 1 has none
 
     def declare(self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> dict[str, ParamDecl]:
-        weight = {name: ParamDecl(shape, axes, "ones")}
+        if not self.has_weight:
+            return {}
+        weight = {name: ParamDecl(shape, axes, "zeros" if self.offset else "ones")}
         return weight | {bias_of(name): ParamDecl(shape, axes, "zeros")} if self.bias else weight
 
     def apply(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        y = y * weights[name].astype(jnp.float32)
+        if not self.has_weight:
+            return y.astype(x.dtype)
+        y = y * (weights[name].astype(jnp.float32) + self.offset)
         return (y + weights[bias_of(name)].astype(jnp.float32) if self.bias else y).astype(x.dtype)
 
 

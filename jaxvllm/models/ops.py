@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxvllm.models.forms.form import Activation, Arrays, Experts, Form, Matrix
+from jaxvllm.models.forms.form import Activation, Arrays, ClampedSwiglu, Experts, Form, Gating, Matrix
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
 
 
@@ -52,15 +52,14 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
     return biased(form.product(x, arrays, dtype, is_slice), bias)
 
 
-def project_gated(x: jax.Array, weight: Weight, activation: Activation, bias: jax.Array | None = None) -> jax.Array:
-    """Returns activation(gate x) * up x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
+def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:
+    """Returns up x gated by gate x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
     if bias is None and not isinstance(weight, Slice):
         of = weight if isinstance(weight, OneOf) else OneOf((weight,), 0)
         form, matrices = _opened(of.matrices)
-        if (gated := form.gated_product(x, matrices, of.index, activation)) is not None:
-            return gated
-    gate_up = project(x, weight, bias)  # [T, 2, F]
-    return activate(gate_up[:, 0], activation) * gate_up[:, 1]
+        if (gated_product := form.gated_product(x, matrices, of.index, gating)) is not None:
+            return gated_product
+    return gated(project(x, weight, bias), gating)
 
 
 def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
@@ -86,13 +85,14 @@ def project_grouped(x: jax.Array, weight: ExpertsWeight, starts: jax.Array) -> j
     return form.grouped_product(x, experts, starts)
 
 
-def project_grouped_gated(x: jax.Array, weight: ExpertsWeight, starts: jax.Array, activation: Activation) -> jax.Array:
-    """Returns activation(gate x) * up x, [N, F], for rows in groups, as above, and weight [X, 2, F, in]."""
+def project_grouped_gated(
+    x: jax.Array, weight: ExpertsWeight, starts: jax.Array, gating: Gating, bias: jax.Array | None = None
+) -> jax.Array:
+    """Returns up x gated by gate x, [N, F], for rows in groups, as above, weight [X, 2, F, in], and bias [N, 2, F]."""
     form, experts = _experts(weight)
-    if (gated := form.grouped_gated_product(x, experts, starts, activation)) is not None:
-        return gated
-    gate_up = form.grouped_product(x, experts, starts)  # [N, 2, F]
-    return activate(gate_up[:, 0], activation) * gate_up[:, 1]
+    if bias is None and (gated_product := form.grouped_gated_product(x, experts, starts, gating)) is not None:
+        return gated_product
+    return gated(biased(form.grouped_product(x, experts, starts), bias), gating)
 
 
 def _experts(weight: ExpertsWeight) -> tuple[Form, Experts]:
@@ -128,7 +128,18 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
         return jax.nn.silu(x)
     if activation == "relu":
         return jax.nn.relu(x)
+    if activation == "relu_squared":
+        return jnp.square(jax.nn.relu(x))
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def gated(gate_up: jax.Array, gating: Gating) -> jax.Array:
+    """Returns the features gate_up[:, 1] as the gate gate_up[:, 0] lets them through: [T, F] of [T, 2, F]."""
+    gate, up = gate_up[:, 0], gate_up[:, 1]
+    if not isinstance(gating, ClampedSwiglu):
+        return activate(gate, gating) * up
+    gate, up = jnp.minimum(gate, gating.limit), jnp.clip(up, -gating.limit, gating.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(gating.alpha * gate)
 
 
 def biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -50,6 +50,8 @@ def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
         decls |= spec.layer_embedding.declare(spec.vocab_size)
     if not spec.tie_embeddings:
         decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
+    if spec.head_bias:
+        decls["lm_head_bias"] = ParamDecl(shape[:1], axes[:1], "zeros")
     return decls
 
 
@@ -81,7 +83,7 @@ def layer_stacks(spec: ModelSpec) -> dict[str, LayerStack]:
 
 def head_of(params: Params) -> Params:
     """Returns the parameters that `project_logits` reads, without the hundreds of arrays of the layers."""
-    return {name: params[name] for name in ("embed", "lm_head") if name in params}
+    return {name: params[name] for name in ("embed", "lm_head", "lm_head_bias") if name in params}
 
 
 def activation_dtype(params: Params) -> Any:

@@ -127,7 +127,7 @@ def _llama3(parameters: Mapping[str, Any], plain: np.ndarray, lengths: RopeLengt
     original = _original(parameters, lengths)
     turns = original * plain / np.float32(2 * math.pi)  # whole rotations within the original length
     # Frequencies with fewer than `low` turns are divided by the factor (0), those with more than `high` are kept (1).
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else np.asarray(turns >= low, np.float32)
     return np.asarray((1 - kept) * plain / factor + kept * plain, np.float32)
 
 
@@ -169,11 +169,12 @@ def _yarn_factor(parameters: Mapping[str, Any], lengths: RopeLengths) -> float:
 def _longrope(parameters: Mapping[str, Any], plain: np.ndarray, lengths: RopeLengths) -> tuple[np.ndarray, float]:
     original = _original(parameters, lengths)
     longest = lengths.max_model_len or lengths.max_position
-    name = "long_factor" if longest > original else "short_factor"
+    length = "long" if longest > original else "short"
+    name = f"{length}_factor"
     factors = parameters.get(name)
     if not isinstance(factors, list) or len(factors) != len(plain):
         raise ValueError(f"rope {name} must list {len(plain)} numbers, not {factors!r}")
-    scale = parameters.get("attention_factor")
+    scale = parameters.get("attention_factor", parameters.get(f"{length}_mscale"))
     if scale is None:
         factor = parameters.get("factor") or lengths.max_position / original
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -38,6 +38,7 @@ class ModelSpec:
     logit_scale: float = 1.0  # multiplies the logits, before the soft cap
     logit_soft_cap: float | None = None
     tie_embeddings: bool = False  # the LM head is the embedding
+    head_bias: bool = False  # of the LM head
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size num_layers max_position embed_scale logit_scale logit_soft_cap")

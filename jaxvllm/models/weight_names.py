@@ -20,12 +20,12 @@ class Source:
     shape: tuple[int, ...]  # of the whole tensor in the file
     at: tuple[int, ...]  # where that part of our array begins
     view: tuple[int, ...]  # the shape of that part, to which the rows are reshaped
-    rows: slice = slice(None)
-    is_turned: bool = False  # the tensor is [in, out], and its columns are our rows
+    rows: slice | tuple[slice, ...] = slice(None)  # or of its matrices, where it is a stack of those
+    is_turned: bool = False  # the tensor is [.., in, out], and its columns are our rows
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
         """Returns that part of the whole tensor, as a view of it."""
-        rows = (tensor.T if self.is_turned else tensor)[self.rows]
+        rows = (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[self.rows] if tensor.ndim else tensor
         # A copy would put the whole tensor into the host's memory.
         return rows.reshape(self.view, copy=False)
 
@@ -67,7 +67,7 @@ def outer_sources(spec: ModelSpec, prefix: str, names: OuterNames) -> dict[str, 
             sources[key] = whole(prefix + name, (math.prod(rows), size) if rows else shape, shape)
     # Old multimodal checkpoints have the decoder and its LM head within a language_model.
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
-    return sources | _unfused(decls, beside, {"lm_head": names.lm_head})
+    return sources | with_biases(decls, beside, {"lm_head": names.lm_head.removesuffix(".weight")})
 
 
 def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
@@ -171,6 +171,33 @@ def stacked_expert_sources(decls: Mapping[str, ParamDecl], gate_up: str, down: s
         "experts_gate_up": whole(gate_up, (num_experts, 2 * F, E), (num_experts, 2, F, E)),
         "experts_down": whole(down, (num_experts, E, F)),
     }
+
+
+def turned_expert_sources(
+    decls: Mapping[str, ParamDecl], prefix: str, *, interleaved: bool
+) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of experts in stacks of matrices [in, out], gate and up together, and of their biases.
+
+    Columns of gate and up take turns if they are `interleaved`. Otherwise all of the gate come first.
+    """
+    X, _, F, E = decls["experts_gate_up"].shape
+    halves = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, F), slice(F, None))
+
+    def parts(name: str, shape: tuple[int, ...], *tail: int) -> tuple[Source, ...]:
+        zeros = (0,) * len(tail)
+        return tuple(
+            Source(prefix + name, shape, (0, half, 0, *zeros), (X, 1, F, *tail), (slice(None), rows), bool(tail))
+            for half, rows in enumerate(halves)
+        )
+
+    found = {
+        "experts_gate_up": parts("gate_up_proj", (X, E, 2 * F), E),
+        "experts_down": (Source(f"{prefix}down_proj", (X, F, E), (0, 0, 0), (X, E, F), is_turned=True),),
+    }
+    if bias_of("experts_down") in decls:
+        found[bias_of("experts_gate_up")] = parts("gate_up_proj_bias", (X, 2 * F))
+        found[bias_of("experts_down")] = whole(f"{prefix}down_proj_bias", (X, E))
+    return found
 
 
 def fused_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:

@@ -60,8 +60,14 @@ class LayerCache:
 
     @cached_property
     def _rows_of(self) -> list[RaggedRows]:
-        """The rows with the page table of each group."""
-        return [replace(self.rows, page_table=self.rows.page_table[:, number]) for number in range(len(self.groups))]
+        """The rows of each group, with its page table."""
+        found = []
+        for number, group in enumerate(self.groups):
+            rows = replace(self.rows, page_table=self.rows.page_table[:, number])
+            if isinstance(group.memory, KeysAndValues):
+                rows = group.memory.seen_by(rows, self.shape.page_size)
+            found.append(rows)
+        return found
 
     @cached_property
     def _plans(self) -> dict[tuple[int, int], Any]:
@@ -96,6 +102,7 @@ class LayerCache:
         *,
         scale: float,
         soft_cap: float | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
         pages, taken = kept
@@ -111,6 +118,7 @@ class LayerCache:
             given.window,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=sinks,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )

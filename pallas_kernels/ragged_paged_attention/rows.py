@@ -68,6 +68,40 @@ class RaggedRows:
         token_rows = jnp.take(self.token_rows, tokens, mode="clip")
         return RaggedRows(self.page_table, query_starts, kv_lens, token_rows, positions)
 
+    def in_chunks(self, chunk: int, page_size: int) -> "RaggedRows":
+        """Returns rows whose tokens see nothing before their own chunk, which begins at a multiple of `chunk`.
+
+        A row with queries in several chunks becomes several rows. Each begins at its chunk's first page, so `chunk`
+        must be a multiple of `page_size`. Padding may follow the tokens, so that rows stay fewer than these.
+        """
+        num_tokens, num_rows = len(self.token_rows), len(self.kv_lens)
+        if self.decode_only:
+            first = jnp.maximum(self.kv_lens - 1, 0) // chunk
+            table, before = self._table_from(jnp.arange(num_rows), first, chunk, page_size), first * chunk
+            kv_lens, positions = self.kv_lens - before, self.positions - before
+            return RaggedRows(table, self.query_starts, kv_lens, self.token_rows, positions)
+        # Each row with queries has one part, and one more for each multiple of the chunk within: at most one, and
+        # further ones after as many tokens as a chunk has.
+        num_parts = 2 * num_rows + num_tokens // chunk
+        starts, lens = self.starts(), self.query_lens()
+        first, end = starts // chunk, starts + lens
+        counts = jnp.where(lens > 0, (end - 1) // chunk - first + 1, 0)
+        ends, parts = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(num_parts, dtype=jnp.int32)
+        row = jnp.searchsorted(ends, parts, side="right", method="compare_all")
+        is_real, row = row < num_rows, jnp.minimum(row, num_rows - 1)
+        number = jnp.where(is_real, first[row] + parts - (ends - counts)[row], 0)
+        begin = jnp.maximum(starts[row], number * chunk)
+        query_lens = jnp.where(is_real, jnp.minimum(end[row], (number + 1) * chunk) - begin, 0)
+        begin = jnp.where(is_real, begin - number * chunk, 0)
+        table = self._table_from(row, number, chunk, page_size)
+        return RaggedRows.build(table, begin, query_lens, max(num_tokens, num_parts + 1))
+
+    def _table_from(self, rows: jax.Array, number: jax.Array, chunk: int, page_size: int) -> jax.Array:
+        """Returns the page tables of these rows i32[N], from the first page of chunk `number` i32[N] on."""
+        pages = chunk // page_size
+        columns = number[:, None] * pages + jnp.arange(min(pages, self.page_table.shape[1]), dtype=jnp.int32)
+        return self.page_table.at[rows[:, None], columns].get(mode="clip")
+
     @property
     def decode_only(self) -> bool:
         """Whether the shapes alone tell that every row has at most one query."""

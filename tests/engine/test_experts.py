@@ -11,6 +11,7 @@ from tests.models.fixture import Fixture
 
 # A gated expert beside the others, and layers without experts between.
 FIXTURE = Fixture.load("qwen2_moe")
+WITH_BIASES = Fixture.load("gpt_oss")
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +19,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield FIXTURE.write_checkpoint(tmp_path_factory.mktemp("experts"))
 
 
+def test_experts_with_biases_on_devices(tmp_path: Path) -> None:
+    options = {"max_model_len": WITH_BIASES.max_model_len, "mesh": "1x2", "enable_expert_parallel": True}
+    with tiny_llm(WITH_BIASES.write_checkpoint(tmp_path), **options) as llm:
+        assert greedy_tokens(llm, WITH_BIASES.prompts) == WITH_BIASES.greedy
+        assert_idle(llm)
+
+
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("1x2", {"enable_expert_parallel": True}),
         ("1x2x2", {"enable_expert_parallel": True}),
         ("1x2", {"quantization": "int8"}),
     ],

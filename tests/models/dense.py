@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import StateMemory
 from sharding.axis import ALONE, ModelAxis
@@ -21,6 +22,7 @@ def dense_attend(
     *,
     scale: float,
     soft_cap: float | None,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""
@@ -38,7 +40,13 @@ def dense_attend(
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
     seen = (behind >= 0) & (behind < given.window)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    if isinstance(given.memory, KeysAndValues) and given.memory.chunk is not None:
+        chunk = jnp.arange(len(q)) // given.memory.chunk
+        seen &= chunk[:, None] == chunk[None]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)]
     return jnp.einsum("hqk,khd->qhd", weights, v).astype(dtype), kv
 
 

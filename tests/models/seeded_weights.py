@@ -19,6 +19,8 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int, norm_offset: float) ->
     stream = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:8], "little")))
     values = stream.standard_normal(shape, dtype=np.float32)
     is_norm = "norm" in name or ".ln_" in name
+    if not shape:  # a number, such as the slope of an activation
+        return np.asarray(0.5, np.float32)
     if is_norm and name.endswith("bias"):
         return np.float32(0.1) * values
     if is_norm:

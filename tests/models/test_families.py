@@ -17,7 +17,9 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
 from jaxvllm.models.forms.turned import Turned
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.params import Layout
+from pallas_kernels.backend import REFERENCE
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
 
@@ -58,6 +60,36 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "gpt_oss",
+    "nemotron",
+    "arcee",
+    "phi",
+    "phimoe",
+    "dots1",
+    "hunyuan",
+    "hunyuan_moe",
+    "afmoe",
+    "llama4",
+    "mimo_v2",
+    "cohere2_moe",
+    "exaone_moe",
+    "hy_v3",
+    "gemma",
+    "glm",
+    "apertus",
+    "stablelm",
+    "solar_open",
+    "flex_olmo",
+    "olmo",
+    "cwm",
+    "internlm3",
+    "falcon",
+    "gpt_bigcode",
+    "laguna",
+    "mellum",
+    "hyperclovax",
+    "jais2",
+    "vaultgemma",
 )
 
 
@@ -155,6 +187,20 @@ def test_ministral3_inside_the_multimodal_checkpoint(prefix: str, beside: str, t
     assert layer.attention.q_growth is None and layer.window is None
 
 
+def test_llama4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
+    plain = Fixture.load("llama4")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    weights = {f"language_model.{name}": value for name, value in plain.weights().items()}
+    weights["vision_model.class_embedding"] = np.zeros(2, np.float32)
+    weights["multi_modal_projector.linear_1.weight"] = np.zeros((2, 2), np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+
+
 def test_the_first_checkpoints_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) -> None:
     plain = Fixture.load("gpt2")
     expected, spec = load(plain, tmp_path / "plain", "separate")
@@ -222,8 +268,9 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),
         ("opt", {"word_embed_proj_dim": 42}, "word_embed_proj_dim = 42 is not supported"),
         ("opt", {"num_attention_heads": 5}, "hidden_size 84 must be a multiple of num_attention_heads 5"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "not in bfloat16. Take a checkpoint of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),
     ],
 )
@@ -258,8 +305,19 @@ def test_lengths_choose_the_rope() -> None:
     short, long = model_spec(longrope, 32), model_spec(longrope, 33)
     assert short.ropes != long.ropes
     assert long.ropes == model_spec(longrope).ropes
+    phimoe = Fixture.load("phimoe").config | {"max_position_embeddings": 256}
+    assert [model_spec(phimoe, length).ropes[0].scale for length in (128, 129)] == [1.2, 1.4]
     dynamic = Fixture.load("llama-dynamic").config
     assert model_spec(dynamic, 64).ropes == model_spec(dynamic, 10).ropes != model_spec(dynamic, 65).ropes
+
+
+def test_attention_in_chunks_needs_whole_pages_and_long_sequences() -> None:
+    config = Fixture.load("llama4").config
+    memory = model_spec(config).layers[0].memory
+    assert memory == model_spec(config, 33).layers[0].memory == KeysAndValues(2, 12, 32, chunk=32)
+    with pytest.raises(ValueError, match="page_size 64 must divide the 32 positions of a chunk"):
+        memory.pages(1, 2, 64, jnp.float32, REFERENCE)
+    assert {layer.memory for layer in model_spec(config, 32).layers} == {KeysAndValues(2, 12, None)}
 
 
 def test_specs_are_values() -> None:

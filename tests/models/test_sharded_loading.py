@@ -66,6 +66,8 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
     match name:
         case "embed" | "lm_head" | "layer_embeddings":
             return np.pad(array, ((0, -len(array) % size), (0, 0)))
+        case "lm_head_bias":
+            return np.pad(array, (0, -len(array) % size))
         case "qkv" | "qkv_bias":
             own = array.shape[1] // D - G * P  # key and value, or only a key, or none of them
             heads = array.reshape(K, G * P + own, D, -1)
@@ -73,18 +75,26 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
             both = [queries, np.repeat(heads[:, G * P :], copies, axis=0)]
             return np.concatenate(both, axis=1).reshape(K * copies, (share * P + own) * D, *array.shape[2:])
         case "o":
-            heads = np.moveaxis(array.reshape(-1, K, G, D), 0, -1)
+            heads = np.moveaxis(array.reshape(len(array), K, G, -1), 0, -1)
             return np.moveaxis(query_heads(heads), -1, 0).reshape(len(array), -1)
-        case "q_norm" if spec.qk_norm == "full":
+        case "sinks" | "head_gates":
             return query_heads(array)
-        case "k_norm" if spec.qk_norm == "full":
+        case "q_norm" if spec.qk_norm in OF_HEADS:
+            return query_heads(array)
+        case "k_norm" if spec.qk_norm in OF_HEADS:
             return np.repeat(array, copies, axis=0)
     return array
 
 
+# Norms whose weights are those of heads.
+OF_HEADS = ("own", "full")
 # Which dimension of an array is split; of the others every device has all.
 SPLIT = {
     "embed": 0,
+    "lm_head_bias": 0,
+    "sinks": 0,
+    "head_gates": 0,
+    "experts_gate_up_bias": 2,
     "layer_embeddings": 0,
     "lm_head": 0,
     "qkv": 0,
@@ -119,7 +129,7 @@ def check(name: str, got: jax.Array, canonical: jax.Array, spec: Heads, size: in
     np.testing.assert_array_equal(np.asarray(got), expected, err_msg=name)
     axis = (
         0
-        if name in ("q_norm", "k_norm") and not isinstance(spec, GatedDeltaNet) and spec.qk_norm == "full"
+        if name in ("q_norm", "k_norm") and not isinstance(spec, GatedDeltaNet) and spec.qk_norm in OF_HEADS
         else SPLIT.get(name)
     )
     if axis is None:

@@ -21,14 +21,19 @@ def exaone4_spec(config: HfConfig) -> ModelSpec:
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )
-    window = config.optional_integer("sliding_window", 4096)
+    return usual.model(exaone_layers(config, layer), norm)
+
+
+def exaone_layers(config: HfConfig, layer: Block) -> tuple[Block, ...]:
+    """Returns layers like this one. In models with windows, those that see everything have no positions."""
+    window, num_layers = config.optional_integer("sliding_window", 4096), config.integer("num_hidden_layers")
     if window is None:  # as in the model of 1.2B, all of whose layers have positions
-        return usual.model([layer] * usual.num_layers, norm)
+        return (layer,) * num_layers
     period = 4
     if config.values.get("layer_types") is None:  # otherwise the pattern may be a text, such as LLLG
         period = config.integer("sliding_window_pattern", 4)
-    kinds = config.layer_types_by_period(usual.num_layers, period)
-    return usual.model(with_positions_in_windows(layer, config.windows(kinds, window)), norm)
+    kinds = config.layer_types_by_period(num_layers, period)
+    return with_positions_in_windows(layer, config.windows(kinds, window))
 
 
 FAMILY = Family("Exaone4ForCausalLM", exaone4_spec)

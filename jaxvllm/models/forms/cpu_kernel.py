@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.form import Activation, Arrays, Experts, Form
+from jaxvllm.models.forms.form import Arrays, Experts, Form, Gating
 from jaxvllm.models.forms.plain import MATRIX
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
@@ -37,12 +37,12 @@ class OnCpu(Form):
         return y.reshape(x.shape[0], *ours[0].shape[:-1])
 
     def gated_product(
-        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, activation: Activation
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, gating: Gating
     ) -> jax.Array | None:
-        if activation != "silu" and activation != "gelu_tanh":
+        if gating != "silu" and gating != "gelu_tanh":
             return None
         ours, scales = self.operands(matrices)
-        return small_gated_matmul(x, ours, index, scales=scales, gate=activation, chip=self.chip)
+        return small_gated_matmul(x, ours, index, scales=scales, gate=gating, chip=self.chip)
 
     def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
         ours, scales = self._experts(experts)
@@ -50,12 +50,12 @@ class OnCpu(Form):
         return y.reshape(x.shape[0], *ours[0].shape[1:-1])
 
     def grouped_gated_product(
-        self, x: jax.Array, experts: Experts, starts: jax.Array, activation: Activation
+        self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating
     ) -> jax.Array | None:
-        if activation != "silu" and activation != "gelu_tanh":
+        if gating != "silu" and gating != "gelu_tanh":
             return None
         ours, scales = self._experts(experts)
-        return grouped_gated_matmul(x, ours, experts.index, starts, scales=scales, gate=activation, chip=self.chip)
+        return grouped_gated_matmul(x, ours, experts.index, starts, scales=scales, gate=gating, chip=self.chip)
 
     def _experts(self, experts: Experts) -> tuple[list[jax.Array], list[jax.Array] | None]:
         assert isinstance(experts.first, int) and not experts.first, "on a CPU each layer has arrays of its own"

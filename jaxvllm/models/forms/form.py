@@ -17,7 +17,19 @@ from jax.typing import DTypeLike
 from jaxvllm.models.declaration import ParamDecl
 from pallas_kernels.grouped_matmul import over_groups
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """A gate g, at most `limit`, and features u within it, both sides: (u + 1) * g * sigmoid(alpha g) (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+# How a gate changes the features beside it: they are multiplied by an activation of the gate, or in another way.
+Gating = Activation | ClampedSwiglu
 # The arrays of one matrix, by the names that its form has given them.
 Arrays = Mapping[str, jax.Array]
 
@@ -61,9 +73,9 @@ class Form(ABC):
         return result
 
     def gated_product(
-        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, activation: Activation
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, gating: Gating
     ) -> jax.Array | None:
-        """Returns activation(a x) * b x for a matrix of the halves a and b, if the form has its own way to do that."""
+        """Returns b x gated by a x for a matrix of the halves a and b, if the form has its own way to do that."""
         return None
 
     def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
@@ -84,9 +96,9 @@ class Form(ABC):
         return result
 
     def grouped_gated_product(
-        self, x: jax.Array, experts: Experts, starts: jax.Array, activation: Activation
+        self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating
     ) -> jax.Array | None:
-        """Returns activation(a x) * b x for matrices of the halves a and b, if the form has its own way to do that."""
+        """Returns b x gated by a x for matrices of the halves a and b, if the form has its own way to do that."""
         return None
 
     def table(self, arrays: Arrays) -> jax.Array:
