@@ -71,6 +71,7 @@ MODEL_TYPES = {
     "Ernie4_5_Moe": "ernie4_5_moe",
     "GraniteMoe": "granitemoe",
     "Qwen3_5Moe": "qwen3_5_moe_text",
+    "Qwen3Next": "qwen3_next",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -132,6 +133,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 12,
             "linear_value_head_dim": 20,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **EVEN,
+            **EXPERTS,
+            "full_attention_interval": 2,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
         },
     ),
     "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
@@ -381,7 +401,7 @@ def make(name: str) -> None:
         **NO_SPECIAL,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe") else 0.0
+    norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap.

@@ -55,6 +55,7 @@ FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
     "qwen3_5_moe",
+    "qwen3_next",
 )
 
 

@@ -34,6 +34,7 @@ from jaxvllm.models.families import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     starcoder2,
@@ -76,6 +77,7 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5_moe.FAMILY,
     granitemoe.FAMILY,
     *qwen3_5_moe.FAMILIES,
+    qwen3_next.FAMILY,
 )
 
 

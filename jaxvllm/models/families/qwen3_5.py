@@ -4,7 +4,7 @@ Three layers of linear attention, by the gated delta rule, to each layer of atte
 rope turns the first quarter of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
@@ -30,12 +30,14 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def qwen3_5_spec(config: HfConfig) -> ModelSpec:
-    return hybrid_spec(config, UsualParts(config).gated_ffn())
+    usual = UsualParts(config)
+    return hybrid_spec(config, [usual.gated_ffn()] * usual.num_layers)
 
 
-def hybrid_spec(config: HfConfig, ffn: Ffn) -> ModelSpec:
-    """Returns the spec of a Qwen 3.5 with this FFN in all layers."""
-    config.refuse({"attn_output_gate": (None, True)})
+def hybrid_spec(config: HfConfig, ffns: Sequence[Ffn]) -> ModelSpec:
+    """Returns the spec of a Qwen 3.5 with these FFNs in its layers."""
+    # The convolution of linear attention has the activation of the FFNs, and ours knows one.
+    config.refuse({"attn_output_gate": (None, True), "hidden_act": (None, "silu", "swish")})
     # The sections of the rope are for images: the axes of a text's positions are all the same.
     rope = {"partial_rotary_factor": 0.25} | config.rope_parameters()
     config = config.with_defaults(head_dim=256, num_key_value_heads=4)
@@ -45,7 +47,7 @@ def hybrid_spec(config: HfConfig, ffn: Ffn) -> ModelSpec:
     full = Block(
         norm=norm,
         attention=replace(usual.attention(norm), qk_norm="head", gated=True, qkv_bias=has_bias, o_bias=has_bias),
-        ffn=ffn,
+        ffn=ffns[0],
         rope=usual.rope(),
     )
     num_keys, num_values = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
@@ -57,10 +59,12 @@ def hybrid_spec(config: HfConfig, ffn: Ffn) -> ModelSpec:
         value_size=config.integer("linear_value_head_dim", 128),
         conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
     )
-    linear = Block(norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=ffn)
-    every = [_LINEAR if (layer + 1) % 4 else _FULL for layer in range(usual.num_layers)]
+    linear = Block(norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=ffns[0])
+    interval = config.integer("full_attention_interval", 4)
+    every = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(usual.num_layers)]
     kinds = config.layer_types(every, (_FULL, _LINEAR))
-    return usual.model((full if kind == _FULL else linear for kind in kinds), norm)
+    layers = [full if kind == _FULL else linear for kind in kinds]
+    return usual.model((replace(layer, ffn=ffn) for layer, ffn in zip(layers, ffns, strict=True)), norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
