@@ -72,6 +72,7 @@ MODEL_TYPES = {
     "GraniteMoe": "granitemoe",
     "Qwen3_5Moe": "qwen3_5_moe_text",
     "Qwen3Next": "qwen3_next",
+    "Lfm2Moe": "lfm2_moe",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -152,6 +153,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 3,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            **EVEN,
+            "num_hidden_layers": 5,
+            "full_attn_idxs": [2, 4],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 12,
+            "norm_eps": 1e-4,
+            "rope_theta": 20_000.0,
+            "tie_embedding": False,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **EVEN,
+            **EXPERTS,
+            "intermediate_size": 104,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "routed_scaling_factor": 1.7,
         },
     ),
     "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),

@@ -26,6 +26,7 @@ type Token = Mapping[str, jax.Array]
 
 # The gated delta rule costs a product of N x N for a run of N tokens, beside products with the state.
 _LONGEST_RUN = 64
+_LONGEST_ROW = 128
 
 
 class StateRule(Protocol):
@@ -83,8 +84,11 @@ class StateMemory:
 
     @property
     def width(self) -> int:
-        """The numbers in a row of a page: those of the first array of the state, whose rows then need no padding."""
-        return self.rule.parts[0][-1]
+        """The numbers in a row of a page: those of the first array of the state, whose rows then need no padding.
+
+        They are no more than a row that TPUs tile has, so that a small state takes little more than its own bytes.
+        """
+        return min(self.rule.parts[0][-1], _LONGEST_ROW)
 
     @property
     def num_rows(self) -> int:

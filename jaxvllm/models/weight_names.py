@@ -110,15 +110,21 @@ def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tup
     return gated_sources(declare_layer(spec, layer), f"{prefix}mlp.")
 
 
-def gated_sources(decls: Mapping[str, ParamDecl], prefix: str, ours: str = "") -> dict[str, tuple[Source, ...]]:
+def gated_sources(
+    decls: Mapping[str, ParamDecl],
+    prefix: str,
+    ours: str = "",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of gate, up and down, whose tensors begin with `prefix`, and our arrays with `ours`."""
-    sources = with_biases(decls, prefix, {f"{ours}down": "down_proj"})
+    *halves, down = names
+    sources = with_biases(decls, prefix, {f"{ours}down": down})
     for key, kind in ((f"{ours}gate_up", "weight"), (f"{ours}gate_up_bias", "bias")):
         if key in decls:
             _, *shape = decls[key].shape
             sources[key] = tuple(
-                Source(f"{prefix}{half}_proj.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
-                for i, half in enumerate(("gate", "up"))
+                Source(f"{prefix}{half}.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
+                for i, half in enumerate(halves)
             )
     return sources
 

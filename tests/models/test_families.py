@@ -56,6 +56,8 @@ FAMILIES = (
     "granitemoe",
     "qwen3_5_moe",
     "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
 )
 
 

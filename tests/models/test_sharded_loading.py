@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from jaxvllm.models import checkpoint, shards
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.gated_delta import GatedDeltaNet
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_mixer import StateMixer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import changed
@@ -29,7 +29,7 @@ from tests.waiting import PATIENCE
 
 INDEX = "model.safetensors.index.json"
 # What has numbers of heads.
-type Heads = GroupedQueryAttention | GatedDeltaNet
+type Heads = GroupedQueryAttention | StateMixer
 
 
 def divisible(name: str) -> Fixture:
@@ -52,7 +52,7 @@ def divisible(name: str) -> Fixture:
 
 def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.ndarray:
     """What `Spread` says in words, of one array of one layer, by padding and repeating."""
-    if isinstance(spec, GatedDeltaNet):  # its heads divide as they are
+    if isinstance(spec, StateMixer):  # its heads divide as they are
         return array
     K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
     P = 2 if spec.gated else 1  # a head of queries, and its gate
@@ -104,6 +104,11 @@ SPLIT = {
     "delta_decay": 0,
     "delta_step_bias": 0,
     "delta_out": 1,
+    "conv_in": 0,
+    "conv_in_bias": 0,
+    "conv_taps": 0,
+    "conv_taps_bias": 0,
+    "conv_out": 1,
 }
 
 
@@ -119,7 +124,7 @@ def check(name: str, got: jax.Array, canonical: jax.Array, spec: Heads, size: in
     np.testing.assert_array_equal(np.asarray(got), expected, err_msg=name)
     axis = (
         0
-        if name in ("q_norm", "k_norm") and not isinstance(spec, GatedDeltaNet) and spec.qk_norm == "full"
+        if name in ("q_norm", "k_norm") and not isinstance(spec, StateMixer) and spec.qk_norm == "full"
         else SPLIT.get(name)
     )
     if axis is None:
@@ -141,7 +146,7 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
         check(name, many[name], one[name], first, size)
     for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
         assert set(got) == set(canonical)
-        assert isinstance(layer.attention, GroupedQueryAttention | GatedDeltaNet)
+        assert isinstance(layer.attention, GroupedQueryAttention | StateMixer)
         for name in got:
             check(name, got[name], canonical[name], layer.attention, size)
 
@@ -263,7 +268,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxvllm.models import checkpoint, hf_weights
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.gated_delta import GatedDeltaNet
+from jaxvllm.models.state_mixer import StateMixer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import changed

@@ -17,6 +17,8 @@ from jaxvllm.models.families import (
     gpt_neox,
     granite,
     granitemoe,
+    lfm2,
+    lfm2_moe,
     llama,
     mimo,
     minimax_m2,
@@ -78,6 +80,8 @@ FAMILIES: tuple[Family, ...] = (
     granitemoe.FAMILY,
     *qwen3_5_moe.FAMILIES,
     qwen3_next.FAMILY,
+    lfm2.FAMILY,
+    lfm2_moe.FAMILY,
 )
 
 

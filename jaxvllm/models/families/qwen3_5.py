@@ -11,7 +11,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import Ffn
-from jaxvllm.models.gated_delta import GatedDeltaNet, GatedDeltaRule
+from jaxvllm.models.gated_delta import GatedDelta, GatedDeltaNet
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
@@ -53,13 +53,14 @@ def hybrid_spec(config: HfConfig, ffns: Sequence[Ffn]) -> ModelSpec:
     num_keys, num_values = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
     if num_values % num_keys:
         raise ValueError(f"config linear_num_value_heads {num_values} must be a multiple of {num_keys} key heads")
-    rule = GatedDeltaRule(
+    delta = GatedDelta(
         values_per_key=num_values // num_keys,
         key_size=config.integer("linear_key_head_dim", 128),
         value_size=config.integer("linear_value_head_dim", 128),
-        conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
     )
-    linear = Block(norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=ffns[0])
+    conv_size = config.integer("linear_conv_kernel_dim", 4, least=2)
+    mixer = GatedDeltaNet(usual.hidden_size, num_keys, delta, conv_size, RmsNorm(eps))
+    linear = Block(norm=norm, attention=mixer, ffn=ffns[0])
     interval = config.integer("full_attention_interval", 4)
     every = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(usual.num_layers)]
     kinds = config.layer_types(every, (_FULL, _LINEAR))
@@ -77,8 +78,8 @@ def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[S
     mixer = spec.layers[layer].attention
     if not isinstance(mixer, GatedDeltaNet):
         return norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
-    decls, rule, K, E = declare_layer(spec, layer), mixer.rule, mixer.num_key_heads, spec.hidden_size
-    r, Dk, Dv, C = rule.values_per_key, rule.key_size, rule.value_size, rule.channels
+    decls, delta, K, E = declare_layer(spec, layer), mixer.delta, mixer.num_groups, spec.hidden_size
+    r, Dk, Dv, C = delta.values_per_key, delta.key_size, delta.value_size, delta.channels
     prefix_in = f"{prefix}linear_attn."
     # Queries, keys and values: rows of a head, where they begin in our array, and where in the tensor.
     channels = ((Dk, 0, 0), (Dk, Dk, K * Dk), (r * Dv, 2 * Dk, 2 * K * Dk))
@@ -102,7 +103,8 @@ def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[S
             of_values("in_proj_a.weight", C + r * (Dv + 1), r, E),
         ),
         "delta_conv": tuple(
-            replace(source, shape=(K * C, 1, rule.conv_size)) for source in of_channels("conv1d.weight", rule.conv_size)
+            replace(source, shape=(K * C, 1, mixer.conv_size))
+            for source in of_channels("conv1d.weight", mixer.conv_size)
         ),
         "delta_decay": (of_values("A_log", 0, r),),
         "delta_step_bias": (of_values("dt_bias", 0, r),),

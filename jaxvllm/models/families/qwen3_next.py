@@ -29,8 +29,8 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     found = dict(of_ffn(spec, layer, prefix))
     mixer = spec.layers[layer].attention
     if isinstance(mixer, GatedDeltaNet):
-        K, E, r, rule = mixer.num_key_heads, spec.hidden_size, mixer.rule.values_per_key, mixer.rule
-        count = rule.channels + r * rule.value_size
+        K, E, delta, r = mixer.num_groups, spec.hidden_size, mixer.delta, mixer.delta.values_per_key
+        count = delta.channels + r * delta.value_size
         found["delta_in"] = (
             rows_of_heads(f"{prefix}linear_attn.in_proj_qkvz.weight", (K, count, E), 0),
             rows_of_heads(f"{prefix}linear_attn.in_proj_ba.weight", (K, 2 * r, E), count),
