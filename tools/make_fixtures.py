@@ -181,6 +181,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "vocab_size": 139,
+            "hidden_size": 48,
+            "num_hidden_layers": 4,
+            "expand": 3,
+            "num_heads": 12,
+            "head_dim": 12,
+            "n_groups": 3,
+            "state_size": 10,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "layer_norm_epsilon": 1e-4,
+            "time_step_limit": [0.2, 1.5],
+            "chunk_size": 16,
+        },
+    ),
     "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
     "glm4_moe": (
         "Glm4Moe",
@@ -431,8 +449,8 @@ def make(name: str) -> None:
     norm_offset = 1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next") else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
-    # SDPA has no soft cap.
-    attention = "eager" if family.startswith("Gemma") else "sdpa"
+    # SDPA has no soft cap, and layers without attention want none of it.
+    attention = "eager" if family.startswith(("Gemma", "Mamba")) else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()

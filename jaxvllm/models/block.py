@@ -35,7 +35,7 @@ class Block:
     """The computation of one layer. Consecutive equal blocks are one loop on the device."""
 
     attention: Attention
-    ffn: Ffn
+    ffn: Ffn | None  # None: the layer ends after its attention, or what stands in its place
     norm: Norm
     placement: Placement = "pre"
     rope: RopeSpec | None = None
@@ -47,6 +47,8 @@ class Block:
 
     def __post_init__(self) -> None:
         require_positive(self, "window residual_scale")
+        if self.ffn is None and self.placement != "pre":
+            raise ValueError(f"a layer without an FFN must have its norm before its attention, not {self.placement}")
 
     @property
     def hidden_size(self) -> int:
@@ -58,6 +60,11 @@ class Block:
         """The memory that the layer reads, its own or another layer's."""
         return self.attention.memory(self.window)
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of its norms."""
+        return tuple(name for name in _NORMS[self.placement] if self.ffn is not None or name == "attention_norm")
+
     def in_windows(self, windows: Iterable[int | None]) -> tuple[Self, ...]:
         """Returns a layer like this one for each of `windows`."""
         return tuple(replace(self, window=window) for window in windows)
@@ -68,12 +75,13 @@ class Block:
 
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes. The sizes must divide already."""
-        return replace(self, attention=self.attention.shard(size), ffn=self.ffn.shard(size))
+        ffn = None if self.ffn is None else self.ffn.shard(size)
+        return replace(self, attention=self.attention.shard(size), ffn=ffn)
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns all arrays of the layer by name."""
-        parts = [self.attention.declare(), self.ffn.declare()]
-        parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in _NORMS[self.placement]]
+        parts = [self.attention.declare(), {} if self.ffn is None else self.ffn.declare()]
+        parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in self.norms]
         if self.embedding is not None:
             parts.append(self.embedding.declare_layer())
         if self.has_scale:
@@ -89,10 +97,11 @@ class Block:
             h = self._normed(weights, "attention_norm", x)
             attended, kv = self.attention.apply(weights, h, kv, given)
             x = x + self._added(weights, "attention_post_norm", attended)
-        with jax.named_scope("ffn"):
-            if self.placement != "parallel":
-                h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
-            x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
+        if self.ffn is not None:
+            with jax.named_scope("ffn"):
+                if self.placement != "parallel":
+                    h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
+                x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
         if self.embedding is not None:
             assert given.embedding is not None, "a model whose layers have embeddings looks them up"
             with jax.named_scope("layer_embedding"):
@@ -100,7 +109,7 @@ class Block:
         return x * weights["layer_scale"].astype(x.dtype) if self.has_scale else x, kv
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
-        return self.norm.apply(weights, name, x) if name in _NORMS[self.placement] else x
+        return self.norm.apply(weights, name, x) if name in self.norms else x
 
     def _added(self, weights: Mapping[str, Any], post_norm: str, x: jax.Array) -> jax.Array:
         """Returns the values that attention or FFN adds to the hidden state."""

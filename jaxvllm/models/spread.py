@@ -115,7 +115,7 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
     """Returns why `spec` cannot be spread over `size` devices, or None when it can."""
     # The order is that of the layers, so that the same model always gets the same error.
     kinds = dict.fromkeys(kind for layer in spec.layers for kind in (layer.ffn, layer.attention))
-    return next((problem for kind in kinds if (problem := kind.problem(size))), None)
+    return next((problem for kind in kinds if kind is not None and (problem := kind.problem(size))), None)
 
 
 def _stage_layers(spec: ModelSpec, stages: int) -> int:

@@ -58,6 +58,7 @@ FAMILIES = (
     "qwen3_next",
     "lfm2",
     "lfm2_moe",
+    "mamba2",
 )
 
 

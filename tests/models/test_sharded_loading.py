@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from jaxvllm.models import checkpoint, shards
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.mamba2 import Mamba2
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_mixer import StateMixer
@@ -52,6 +53,16 @@ def divisible(name: str) -> Fixture:
 
 def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.ndarray:
     """What `Spread` says in words, of one array of one layer, by padding and repeating."""
+    if name in ("embed", "lm_head", "layer_embeddings"):
+        return np.pad(array, ((0, -len(array) % size), (0, 0)))
+    if isinstance(spec, Mamba2):
+        copies, values = size // np.gcd(spec.num_groups, size), spec.scan.values
+        if name in ("mamba_in", "mamba_in_bias", "mamba_taps", "mamba_taps_bias"):
+            x, both = array[:, :values], array[:, values:]
+            x = x.reshape(len(x) * copies, values // copies, *x.shape[2:])
+            return np.concatenate([x, np.repeat(both, copies, axis=0)], axis=1)
+        if SPLIT.get(name) == 0 and name.startswith("mamba_"):
+            return array.reshape(len(array) * copies, array.shape[1] // copies, *array.shape[2:])
     if isinstance(spec, StateMixer):  # its heads divide as they are
         return array
     K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
@@ -64,8 +75,6 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
         return np.pad(heads, padding).reshape(K * copies, share, *heads.shape[2:])
 
     match name:
-        case "embed" | "lm_head" | "layer_embeddings":
-            return np.pad(array, ((0, -len(array) % size), (0, 0)))
         case "qkv" | "qkv_bias":
             own = array.shape[1] // D - G * P  # key and value, or only a key, or none of them
             heads = array.reshape(K, G * P + own, D, -1)
@@ -104,6 +113,19 @@ SPLIT = {
     "delta_decay": 0,
     "delta_step_bias": 0,
     "delta_out": 1,
+    "mamba_gates": 0,
+    "mamba_gates_bias": 0,
+    "mamba_in": 0,
+    "mamba_in_bias": 0,
+    "mamba_steps": 0,
+    "mamba_steps_bias": 0,
+    "mamba_taps": 0,
+    "mamba_taps_bias": 0,
+    "mamba_decay": 0,
+    "mamba_skip": 0,
+    "mamba_dt_bias": 0,
+    "mamba_norm": 0,
+    "mamba_out": 1,
     "conv_in": 0,
     "conv_in_bias": 0,
     "conv_taps": 0,
@@ -141,7 +163,8 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
     mesh = make_mesh(MeshShape(1, size), jax.devices())
     many = checkpoint.load(directory, spec, dtype=jnp.float32, layout=layout, mesh=mesh, **options)
     assert set(many) == set(one)
-    [first, *_] = [layer.attention for layer in spec.layers if isinstance(layer.attention, GroupedQueryAttention)]
+    first = spec.layers[0].attention
+    assert isinstance(first, GroupedQueryAttention | StateMixer)
     for name in set(one) - {"layers"}:
         check(name, many[name], one[name], first, size)
     for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
@@ -151,6 +174,14 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
             check(name, got[name], canonical[name], layer.attention, size)
 
 
+# What models say whose heads do not divide over 8 devices.
+_DELTA = "heads of linear attention do not divide"
+TOO_MANY_DEVICES = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA),
+    "mamba2": "3 groups of Mamba-2 of 4 heads do not divide",
+}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
     fixture = divisible(name)
@@ -158,8 +189,8 @@ def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
     directory = fixture.write_checkpoint(tmp_path)
     for size in (2, 4, 8):
         norms_all = getattr(spec.layers[0].attention, "qk_norm", "") == "full"
-        refused = "norms all of them together" if norms_all else "heads of linear attention do not divide"
-        if size == 8 and (norms_all or name.startswith(("qwen3_5", "qwen3_next"))):
+        if size == 8 and (norms_all or name in TOO_MANY_DEVICES):
+            refused = TOO_MANY_DEVICES.get(name, "norms all of them together")
             with pytest.raises(ValueError, match=f"{refused}.*: use a mesh of 1x1, 1x2"):
                 check_spread(directory, spec, size, "separate")
         else:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import ConvolvedRule
 from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import Columns, StateMemory
@@ -72,6 +73,17 @@ def delta_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.nda
     return read
 
 
+def scan_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.ndarray:
+    h, read = np.zeros((3, 4, 7)), np.zeros((len(mixed), 3, 4))
+    for t in range(len(mixed)):
+        x, b, c = mixed[t, :12].reshape(3, 4), mixed[t, 12:19], mixed[t, 19:]
+        for head in range(3):
+            h[head] *= np.exp(tokens["g"][t, head])
+            h[head] += tokens["dt"][t, head] * np.outer(x[head], b)
+            read[t, head] = h[head] @ c + weights["skip"][head] * x[head]
+    return read
+
+
 def random_weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {name: random.normal(size=(HEADS, *shape)).astype(np.float32) for name, shape in shapes.items()}
@@ -83,6 +95,12 @@ CASES = {
         random_weights(taps=(4, 22)),
         {"g": (2,), "beta": (2,)},
         delta_by_numpy,
+    ),
+    "Mamba-2": Case(
+        ConvolvedRule(CausalConv(26, 4, has_bias=True), SelectiveScan(num_heads=3, head_size=4, state_size=7)),
+        random_weights(taps=(4, 26), bias=(26,), skip=(3,)),
+        {"g": (3,), "dt": (3,)},
+        scan_by_numpy,
     ),
     "short convolution": Case(
         ConvolvedRule(CausalConv(10, 3, has_bias=True, has_activation=False), WindowAlone()),

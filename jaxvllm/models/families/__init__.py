@@ -20,6 +20,7 @@ from jaxvllm.models.families import (
     lfm2,
     lfm2_moe,
     llama,
+    mamba2,
     mimo,
     minimax_m2,
     ministral3,
@@ -82,6 +83,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.FAMILY,
     lfm2.FAMILY,
     lfm2_moe.FAMILY,
+    mamba2.FAMILY,
 )
 
 
