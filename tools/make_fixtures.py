@@ -73,9 +73,25 @@ MODEL_TYPES = {
     "Qwen3_5Moe": "qwen3_5_moe_text",
     "Qwen3Next": "qwen3_next",
     "Lfm2Moe": "lfm2_moe",
+    "GraniteMoeHybrid": "granitemoehybrid",
 }
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+GRANITE4 = {
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
+    "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 16,
+}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -180,6 +196,41 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", FULL, "conv", FULL],
             "routed_scaling_factor": 1.7,
         },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            **EVEN,
+            "head_dim": 12,
+            "attn_layer_indices": [1, 3],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-4,
+            "rope_theta": 20_000.0,
+            "mamba_expand": 3,
+            "mamba_n_heads": 12,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **EVEN,
+            **GRANITE4,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.2, 1.5],
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybrid",
+        {**EVEN, **GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
     ),
     "mamba2": (
         "Mamba2",

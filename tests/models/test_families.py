@@ -59,6 +59,8 @@ FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "mamba2",
+    "bamba",
+    "granitemoehybrid",
 )
 
 

@@ -44,7 +44,7 @@ def divisible(name: str) -> Fixture:
     sizes = {size: wider, 2 * size: 2 * wider}
     shapes = {
         tensor: [sizes.get(n, n) for n in shape]
-        if any(part in tensor for part in (".mlp.", ".fc1.", ".fc2."))
+        if any(part in tensor for part in (".mlp.", ".feed_forward.", ".fc1.", ".fc2."))
         else shape
         for tensor, shape in fixture.shapes.items()
     }
@@ -179,6 +179,7 @@ _DELTA = "heads of linear attention do not divide"
 TOO_MANY_DEVICES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA),
     "mamba2": "3 groups of Mamba-2 of 4 heads do not divide",
+    "bamba": "2 groups of Mamba-2 of 6 heads do not divide",
 }
 
 

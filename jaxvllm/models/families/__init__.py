@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvllm.models.families import (
+    bamba,
     cohere,
     ernie4_5,
     ernie4_5_moe,
@@ -17,6 +18,7 @@ from jaxvllm.models.families import (
     gpt_neox,
     granite,
     granitemoe,
+    granitemoehybrid,
     lfm2,
     lfm2_moe,
     llama,
@@ -84,6 +86,8 @@ FAMILIES: tuple[Family, ...] = (
     lfm2.FAMILY,
     lfm2_moe.FAMILY,
     mamba2.FAMILY,
+    bamba.FAMILY,
+    granitemoehybrid.FAMILY,
 )
 
 
