@@ -115,13 +115,17 @@ class ExpertsFfn:
         order = jnp.argsort(expert, stable=True)
         starts = jnp.searchsorted(expert[order], jnp.arange(self.num_held + 1)).astype(jnp.int32)
         rows = x[order // each]
-        h = project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation)
+        h = self._inner(weights, rows, starts)
         y = project_grouped(h, weights["experts_down"], starts)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
         # Each token adds up its experts in the order of its choice, whoever else is in the step.
         of_tokens = y[place].reshape(num_tokens, each, -1)
         counted = of_tokens.astype(jnp.float32) * counts[..., None]
         return jnp.where(is_here[..., None], counted, 0).sum(1).astype(x.dtype)
+
+    def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
+        """Returns the inner features of rows that are sorted by expert."""
+        return project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation)
 
     def _shared(self, weights: Mapping[str, Any], x: jax.Array, shared: GatedFfn) -> jax.Array:
         """Returns this device's part of what the shared expert returns."""

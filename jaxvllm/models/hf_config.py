@@ -15,6 +15,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 # Keys that change the computation of a model, and their values that change nothing. A family that supports one of them
 # says so (`Family.understood`).

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxvllm.models.forms.form import Activation, Arrays, Experts, Form, Matrix
@@ -112,6 +113,8 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
         return jax.nn.silu(x)
     if activation == "relu":
         return jax.nn.relu(x)
+    if activation == "relu_squared":
+        return jnp.square(jax.nn.relu(x))
     return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 

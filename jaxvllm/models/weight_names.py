@@ -77,7 +77,7 @@ def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, 
 
 
 def attention_sources(
-    spec: ModelSpec, layer: int, prefix: str, output: str = "self_attn.o_proj"
+    spec: ModelSpec, layer: int, prefix: str, output: str = "self_attn.o_proj", inputs: str = "self_attn."
 ) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of grouped-query attention whose q, k and v are separate tensors."""
     decls = declare_layer(spec, layer)
@@ -88,7 +88,7 @@ def attention_sources(
             D, tail = spec.layers[layer].attention.head_size, decls[key].shape[2:]
             queries = G * size  # each with its gate, where it has one
             sources[key] = tuple(
-                rows_of_heads(f"{prefix}self_attn.{letter}_proj.{kind}", (K, count, *tail), first)
+                rows_of_heads(f"{prefix}{inputs}{letter}_proj.{kind}", (K, count, *tail), first)
                 for letter, first, count in (("q", 0, queries), ("k", queries, D), ("v", queries + D, D))
                 if first < decls[key].shape[1]
             )

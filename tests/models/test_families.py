@@ -61,6 +61,7 @@ FAMILIES = (
     "mamba2",
     "bamba",
     "granitemoehybrid",
+    "nemotron_h",
 )
 
 
@@ -228,6 +229,23 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),
+        ("lfm2", {"layer_types": ["mamba"] * 5}, "layer_types must be a list of 5 of full_attention and conv"),
+        ("lfm2_moe", {"layer_types": None}, "lacks layer_types"),
+        ("mamba2", {"time_step_limit": [0.1]}, r"time_step_limit must be two numbers.*not \[0.1\]"),
+        ("mamba2", {"n_groups": 5}, "n_groups 5 must divide the 12 heads of Mamba-2"),
+        ("mamba2", {"expand": 2}, "expand 2.0 times hidden_size 48 must be the 144 of all heads"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M--"},
+            "layer 2 must not be mlp: it follows no Mamba-2 or attention",
+        ),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "MX"},
+            "hybrid_override_pattern a text of M \\* E -, not None and 'MX'",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(name: str, change: dict[str, Any], message: str) -> None:

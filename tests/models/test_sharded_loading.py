@@ -106,7 +106,9 @@ SPLIT = {
     "up_bias": 0,
     "experts_gate_up": 2,
     "experts_down": 2,
+    "experts_up": 1,
     "shared_gate_up": 1,
+    "shared_up": 0,
     "shared_down": 1,
     "delta_in": 0,
     "delta_conv": 0,
@@ -179,6 +181,7 @@ _DELTA = "heads of linear attention do not divide"
 TOO_MANY_DEVICES = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA),
     "mamba2": "3 groups of Mamba-2 of 4 heads do not divide",
+    "nemotron_h": "2 groups of Mamba-2 of 6 heads do not divide",
     "bamba": "2 groups of Mamba-2 of 6 heads do not divide",
 }
 

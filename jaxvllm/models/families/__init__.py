@@ -28,6 +28,7 @@ from jaxvllm.models.families import (
     ministral3,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -88,6 +89,7 @@ FAMILIES: tuple[Family, ...] = (
     mamba2.FAMILY,
     bamba.FAMILY,
     granitemoehybrid.FAMILY,
+    nemotron_h.FAMILY,
 )
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxvllm.models.declaration import ParamDecl
 from pallas_kernels.grouped_matmul import over_groups
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 # The arrays of one matrix, by the names that its form has given them.
 Arrays = Mapping[str, jax.Array]
 
