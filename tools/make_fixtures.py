@@ -74,6 +74,7 @@ MODEL_TYPES = {
     "Qwen3Next": "qwen3_next",
     "Lfm2Moe": "lfm2_moe",
     "NemotronH": "nemotron_h",
+    "FalconMamba": "falcon_mamba",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -92,6 +93,15 @@ GRANITE4 = {
     "mamba_n_groups": 1,
     "mamba_d_state": 10,
     "mamba_chunk_size": 16,
+}
+
+MAMBA = {
+    "vocab_size": 139,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "state_size": 6,
+    "conv_kernel": 3,
+    "layer_norm_epsilon": 1e-4,
 }
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
@@ -284,6 +294,36 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 1e-6,
         },
     ),
+    "jamba": (
+        "Jamba",
+        {
+            **EVEN,
+            "head_dim": 12,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": 5,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "mamba": (
+        "Mamba",
+        {
+            **MAMBA,
+            "expand": 3,
+            "time_step_rank": 5,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_mamba": ("FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-4}),
     "mamba2": (
         "Mamba2",
         {
@@ -553,7 +593,7 @@ def make(name: str) -> None:
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap, and layers without attention want none of it.
-    attention = "eager" if family.startswith(("Gemma", "Mamba")) else "sdpa"
+    attention = "eager" if family.startswith("Gemma") or "Mamba" in family else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()

@@ -16,6 +16,7 @@ from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.norm import Norm
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.state_mixer import StateMixer
 
 # The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
 # OLMo 2). In a parallel block both read the hidden state through one norm, and their outputs are added to it together
@@ -41,6 +42,7 @@ class Block:
     rope: RopeSpec | None = None
     window: int | None = None  # the last positions a token sees, itself included; None is all
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
+    beside: StateMixer | None = None  # reads what its attention reads, and adds its output to that of attention
     reads: int | None = None  # the layer whose memory it reads, where it has none of its own
     embedding: LayerEmbedding | None = None  # what tokens mean to each layer alone, added after the FFN
     has_scale: bool = False  # one number multiplies what the layer returns
@@ -57,8 +59,20 @@ class Block:
 
     @property
     def memory(self) -> LayerMemory:
-        """The memory that the layer reads, its own or another layer's."""
+        """The memory that its attention reads, its own or another layer's."""
         return self.attention.memory(self.window)
+
+    @property
+    def memories(self) -> tuple[LayerMemory, ...]:
+        """All memories of the layer, each of which differs from the others. That of its attention comes first."""
+        mixers = [mixer for mixer in (self.attention, self.beside) if isinstance(mixer, StateMixer)]
+        beside = () if self.beside is None else (self.beside.memory(None),)
+        return self.memory, *beside, *(memory for mixer in mixers for memory in mixer.more_memories)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether one of its memories is a state."""
+        return any(memory.keeps_state for memory in self.memories)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -71,17 +85,21 @@ class Block:
 
     def spread(self, size: int) -> Self:
         """Returns the same layer with sizes that divide over `size` devices."""
-        return replace(self, attention=self.attention.spread(size))
+        beside = None if self.beside is None else self.beside.spread(size)
+        return replace(self, attention=self.attention.spread(size), beside=beside)
 
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes. The sizes must divide already."""
         ffn = None if self.ffn is None else self.ffn.shard(size)
-        return replace(self, attention=self.attention.shard(size), ffn=ffn)
+        beside = None if self.beside is None else self.beside.shard(size)
+        return replace(self, attention=self.attention.shard(size), ffn=ffn, beside=beside)
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns all arrays of the layer by name."""
         parts = [self.attention.declare(), {} if self.ffn is None else self.ffn.declare()]
         parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in self.norms]
+        if self.beside is not None:
+            parts.append(self.beside.declare())
         if self.embedding is not None:
             parts.append(self.embedding.declare_layer())
         if self.has_scale:
@@ -96,6 +114,9 @@ class Block:
         with jax.named_scope("attention"):
             h = self._normed(weights, "attention_norm", x)
             attended, kv = self.attention.apply(weights, h, kv, given)
+            if self.beside is not None:
+                mixed, kv = self.beside.apply(weights, h, kv, replace(given, memory=self.beside.memory(None)))
+                attended = attended + mixed
             x = x + self._added(weights, "attention_post_norm", attended)
         if self.ffn is not None:
             with jax.named_scope("ffn"):

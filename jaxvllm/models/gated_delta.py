@@ -18,7 +18,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import RmsNorm
-from jaxvllm.models.recurrence import CHANNELS, ConvolvedRule, decays
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule, decays
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
 
@@ -97,8 +97,8 @@ class GatedDeltaNet(StateMixer):
     group_name: ClassVar[str] = "key heads of linear attention"
 
     @property
-    def rule(self) -> ConvolvedRule:
-        return ConvolvedRule(self.conv, self.delta)
+    def rule(self) -> RecurrentRule:
+        return RecurrentRule(self.conv, self.delta)
 
     @property
     def conv(self) -> CausalConv:

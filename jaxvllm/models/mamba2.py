@@ -24,7 +24,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.positive import require_positive
-from jaxvllm.models.recurrence import CHANNELS, ConvolvedRule, decays
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule, decays
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
 from sharding.axis import ModelAxis
@@ -102,8 +102,8 @@ class Mamba2(StateMixer):
     group_name: ClassVar[str] = "groups of Mamba-2"
 
     @property
-    def rule(self) -> ConvolvedRule:
-        return ConvolvedRule(self.conv, self.scan)
+    def rule(self) -> RecurrentRule:
+        return RecurrentRule(self.conv, self.scan)
 
     @property
     def conv(self) -> CausalConv:

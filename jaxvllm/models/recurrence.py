@@ -1,6 +1,6 @@
 """`Recurrence`: how the state of one head takes in a token. A new kind of state is one, and a `StateMixer` that has it.
 
-A token goes through a short convolution first (`CausalConv`), and then into what the recurrence keeps. `ConvolvedRule`
+A token goes through a short convolution first (`CausalConv`), and then into what the recurrence keeps. `RecurrentRule`
 is both together, for all heads: the rule of a `StateMemory`, whose states are snapshots and wait for drafts.
 """
 
@@ -53,19 +53,21 @@ class Recurrence(Protocol):
 
 
 @dataclass(frozen=True)
-class ConvolvedRule:
+class RecurrentRule:
     """The `StateRule` of a convolution and the recurrence after it. A state is what that keeps, and the window."""
 
-    conv: CausalConv
+    conv: CausalConv | None  # None: channels come as they are, and a state has no window
     recurrence: Recurrence
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        return *self.recurrence.parts, self.conv.window
+        window = () if self.conv is None else (self.conv.window,)
+        return *self.recurrence.parts, *window
 
     @property
     def taken_parts(self) -> Mapping[str, tuple[int, ...]]:
-        return {CHANNELS: (self.conv.channels,), **self.recurrence.taken_parts}
+        channels = {} if self.conv is None else {CHANNELS: (self.conv.channels,)}
+        return {**channels, **self.recurrence.taken_parts}
 
     def take(self, weights: Mapping[str, jax.Array], state: State, token: Token) -> tuple[State, jax.Array, Token]:
         return jax.vmap(self._take)(weights, state, token)
@@ -83,26 +85,47 @@ class ConvolvedRule:
     # These are of one head.
 
     def _take(self, weights: Mapping[str, jax.Array], state: State, token: Token) -> tuple[State, jax.Array, Token]:
+        kept, window = self._parted(state)
         channels = token[CHANNELS].astype(jnp.float32)
-        understood = self.recurrence.understand(weights, self.conv.take(weights, state[-1], channels), token)
-        taken = {CHANNELS: channels} | {name: understood[name] for name in self.recurrence.taken_parts}
+        mixed = channels if self.conv is None else self.conv.take(weights, window[0], channels)
+        understood = {CHANNELS: channels, **self.recurrence.understand(weights, mixed, token)}
+        taken = {name: understood[name] for name in self.taken_parts}
         state = self._retake(state, taken)
-        return state, self.recurrence.read(state[:-1], understood), taken
+        return state, self.recurrence.read(self._parted(state)[0], understood), taken
 
     def _take_run(
         self, weights: Mapping[str, jax.Array], state: State, tokens: Token, count: jax.Array
     ) -> tuple[State, jax.Array]:
+        kept, window = self._parted(state)
         channels = tokens[CHANNELS].astype(jnp.float32)
-        mixed = self.conv.take_run(weights, state[-1], channels)
+        mixed = channels if self.conv is None else self.conv.take_run(weights, window[0], channels)
         understood = jax.vmap(partial(self.recurrence.understand, weights))(mixed, tokens)
         # Tokens that are too much are another row's: whatever they are, nothing of them gets in.
         is_real = jnp.arange(len(channels)) < count
         understood = jax.tree.map(lambda x: jnp.where(is_real.reshape(-1, *[1] * (x.ndim - 1)), x, 0), understood)
-        kept, read = self.recurrence.run(state[:-1], understood)
-        return (*kept, self.conv.after_run(state[-1], channels, count)), read
+        kept, read = self.recurrence.run(kept, understood)
+        after = () if self.conv is None else (self.conv.after_run(window[0], channels, count),)
+        return (*kept, *after), read
 
     def _retake(self, state: State, taken: Token) -> State:
-        return *self.recurrence.update(state[:-1], taken), self.conv.after(state[-1], taken[CHANNELS])
+        kept, window = self._parted(state)
+        after = () if self.conv is None else (self.conv.after(window[0], taken[CHANNELS]),)
+        return *self.recurrence.update(kept, taken), *after
+
+    def _parted(self, state: State) -> tuple[State, State]:
+        """Returns what the recurrence keeps, and the window, if there is one."""
+        count = len(self.recurrence.parts)
+        return state[:count], state[count:]
+
+
+def one_by_one(recurrence: Recurrence, state: State, tokens: Token) -> tuple[State, jax.Array]:
+    """Is a `Recurrence.run` that takes in one token after the other, where no products of matrices do the same."""
+
+    def step(state: State, token: Token) -> tuple[State, jax.Array]:
+        state = recurrence.update(state, token)
+        return state, recurrence.read(state, token)
+
+    return jax.lax.scan(step, state, tokens)
 
 
 def decays(log_decays: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
-from jaxvllm.models.recurrence import CHANNELS, ConvolvedRule
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
 
@@ -51,8 +51,8 @@ class ShortConv(StateMixer):
         return self.num_groups
 
     @property
-    def rule(self) -> ConvolvedRule:
-        return ConvolvedRule(self.conv, WindowAlone())
+    def rule(self) -> RecurrentRule:
+        return RecurrentRule(self.conv, WindowAlone())
 
     @property
     def conv(self) -> CausalConv:

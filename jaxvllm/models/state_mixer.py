@@ -9,7 +9,7 @@ import jax
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import LayerInput
-from jaxvllm.models.recurrence import ConvolvedRule
+from jaxvllm.models.recurrence import RecurrentRule
 from jaxvllm.models.state_memory import StateMemory
 
 
@@ -26,7 +26,7 @@ class StateMixer(ABC):
 
     @property
     @abstractmethod
-    def rule(self) -> ConvolvedRule:
+    def rule(self) -> RecurrentRule:
         """The rule by which the state of a group takes in a token."""
 
     @property
@@ -44,6 +44,11 @@ class StateMixer(ABC):
 
     def memory(self, window: int | None) -> StateMemory:
         return StateMemory(self.num_groups, self.rule)
+
+    @property
+    def more_memories(self) -> tuple[StateMemory, ...]:
+        """The memories that it keeps beside that one."""
+        return ()
 
     def kv_copies(self, size: int) -> int:
         return 1

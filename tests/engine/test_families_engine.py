@@ -17,7 +17,7 @@ LONGEST_PAGES = 8  # of 90 prompt tokens and 24 new ones
 ALIKE = frozenset(
     "olmo3 cohere opt exaone4 seed_oss starcoder2 ernie4_5 gpt_neox glm4 granite smollm3 mistral "
     "qwen3_moe mixtral olmoe glm4_moe minimax_m2 ernie4_5_moe granitemoe qwen3_5_moe "
-    "qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h".split()
+    "qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h mamba falcon_mamba".split()
 )
 # Variants of a family differ in RoPE and biases alone, which tests/models checks at every position. One is enough here:
 # the one whose frequencies depend on the engine's `max_model_len`.

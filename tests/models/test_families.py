@@ -62,6 +62,9 @@ FAMILIES = (
     "bamba",
     "granitemoehybrid",
     "nemotron_h",
+    "mamba",
+    "falcon_mamba",
+    "jamba",
 )
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
-from jaxvllm.models.recurrence import ConvolvedRule
+from jaxvllm.models.recurrence import RecurrentRule
 from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import Columns, StateMemory
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -29,7 +30,7 @@ type Tokens = dict[str, np.ndarray]
 class Case:
     """A rule with weights, what may be a token, and what one head reads of tokens as the papers write the rule."""
 
-    rule: ConvolvedRule
+    rule: RecurrentRule
     weights: dict[str, np.ndarray]  # [K, ..]
     shapes: dict[str, tuple[int, ...]]  # of what a token has
     by_numpy: Callable[[dict[str, np.ndarray], np.ndarray, Tokens], np.ndarray]  # of one head, in float64
@@ -40,7 +41,8 @@ class Case:
 
     def random_tokens(self, count: int, seed: int) -> Tokens:
         random = np.random.default_rng(seed)
-        channels = random.normal(size=(count, HEADS, self.rule.conv.channels))
+        num_channels = 9 if self.rule.conv is None else self.rule.conv.channels
+        channels = random.normal(size=(count, HEADS, num_channels))
         rest = {name: random.uniform(0.1, 1, size=(count, HEADS, *shape)) for name, shape in self.shapes.items()}
         rest = {name: -x if name == "g" else x for name, x in rest.items()}  # a logarithm of what is left
         return {name: x.astype(np.float32) for name, x in {"channels": channels, **rest}.items()}
@@ -50,15 +52,17 @@ class Case:
         read = []
         for head in range(HEADS):
             weights = {name: x[head].astype(np.float64) for name, x in self.weights.items()}
-            size = self.rule.conv.size
-            channels = np.pad(tokens["channels"][:, head].astype(np.float64), ((size - 1, 0), (0, 0)))
-            mixed = np.stack(
-                [(channels[t : t + size] * weights["taps"]).sum(0) for t in range(len(channels) - size + 1)]
-            )
-            mixed = mixed + weights.get("bias", 0)
-            mixed = mixed / (1 + np.exp(-mixed)) if self.rule.conv.has_activation else mixed
+            mixed = mixed_by_numpy(self.rule.conv, weights, tokens["channels"][:, head].astype(np.float64))
             read.append(self.by_numpy(weights, mixed, {name: x[:, head] for name, x in tokens.items()}))
         return np.stack(read, axis=1)
+
+
+def mixed_by_numpy(conv: CausalConv | None, weights: Tokens, channels: np.ndarray) -> np.ndarray:
+    if conv is None:
+        return channels
+    seen = np.lib.stride_tricks.sliding_window_view(np.pad(channels, ((conv.size - 1, 0), (0, 0))), conv.size, axis=0)
+    mixed = np.einsum("tcs,sc->tc", seen, weights["taps"]) + weights.get("bias", 0)
+    return mixed / (1 + np.exp(-mixed)) if conv.has_activation else mixed
 
 
 def delta_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.ndarray:
@@ -84,6 +88,16 @@ def scan_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.ndar
     return read
 
 
+def channels_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.ndarray:
+    h, read = np.zeros((9, 4)), np.zeros((len(mixed), 9))
+    for t, x in enumerate(mixed):
+        for i in range(9):
+            dt = tokens["dt"][t, i]
+            h[i] = np.exp(dt * weights["pace"][:, i]) * h[i] + dt * x[i] * tokens["b"][t]
+            read[t, i] = tokens["c"][t] @ h[i] + weights["skip"][i] * x[i]
+    return read
+
+
 def random_weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {name: random.normal(size=(HEADS, *shape)).astype(np.float32) for name, shape in shapes.items()}
@@ -91,19 +105,25 @@ def random_weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 CASES = {
     "gated delta": Case(
-        ConvolvedRule(CausalConv(22, 4), GatedDelta(values_per_key=2, key_size=6, value_size=5)),
+        RecurrentRule(CausalConv(22, 4), GatedDelta(values_per_key=2, key_size=6, value_size=5)),
         random_weights(taps=(4, 22)),
         {"g": (2,), "beta": (2,)},
         delta_by_numpy,
     ),
     "Mamba-2": Case(
-        ConvolvedRule(CausalConv(26, 4, has_bias=True), SelectiveScan(num_heads=3, head_size=4, state_size=7)),
+        RecurrentRule(CausalConv(26, 4, has_bias=True), SelectiveScan(num_heads=3, head_size=4, state_size=7)),
         random_weights(taps=(4, 26), bias=(26,), skip=(3,)),
         {"g": (3,), "dt": (3,)},
         scan_by_numpy,
     ),
+    "Mamba": Case(
+        RecurrentRule(None, ChannelScan(num_channels=9, state_size=4)),
+        {"pace": -np.abs(random_weights(pace=(4, 9))["pace"]), **random_weights(skip=(9,))},
+        {"dt": (9,), "b": (4,), "c": (4,)},
+        channels_by_numpy,
+    ),
     "short convolution": Case(
-        ConvolvedRule(CausalConv(10, 3, has_bias=True, has_activation=False), WindowAlone()),
+        RecurrentRule(CausalConv(10, 3, has_bias=True, has_activation=False), WindowAlone()),
         random_weights(taps=(3, 10), bias=(10,)),
         {},
         lambda weights, mixed, tokens: mixed,

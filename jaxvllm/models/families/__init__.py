@@ -19,9 +19,11 @@ from jaxvllm.models.families import (
     granite,
     granitemoe,
     granitemoehybrid,
+    jamba,
     lfm2,
     lfm2_moe,
     llama,
+    mamba,
     mamba2,
     mimo,
     minimax_m2,
@@ -90,6 +92,8 @@ FAMILIES: tuple[Family, ...] = (
     bamba.FAMILY,
     granitemoehybrid.FAMILY,
     nemotron_h.FAMILY,
+    *mamba.FAMILIES,
+    jamba.FAMILY,
 )
 
 

@@ -15,11 +15,11 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import OuterNames, Source, named_norms, rows_of_heads, with_biases
 
 # A state sees any number of tokens, but an engine wants a longest sequence.
-_MAX_POSITION = 2**17
+MAX_POSITION = 2**17
 
 
 def mamba2_spec(config: HfConfig) -> ModelSpec:
-    config = config.with_defaults(max_position_embeddings=_MAX_POSITION)
+    config = config.with_defaults(max_position_embeddings=MAX_POSITION)
     config.refuse({"hidden_act": (None, "silu", "swish")})
     usual, norm = UsualParts(config), RmsNorm(config.number("layer_norm_epsilon", 1e-5))
     heads, size = config.integer("num_heads", 128), config.integer("head_dim", 64)
