@@ -75,6 +75,7 @@ MODEL_TYPES = {
     "Lfm2Moe": "lfm2_moe",
     "NemotronH": "nemotron_h",
     "FalconMamba": "falcon_mamba",
+    "FalconH1": "falcon_h1",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -95,6 +96,31 @@ GRANITE4 = {
     "mamba_chunk_size": 16,
 }
 
+FALCON_H1 = {
+    **EVEN,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "intermediate_size": 104,
+    "rms_norm_eps": 1e-4,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_conv_bias": False,
+    "mamba_chunk_size": 16,
+    "time_step_limit": [0.2, 1.5],
+    "rope_theta": 20_000.0,
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 1.1],
+    "ssm_out_multiplier": 0.5,
+}
 MAMBA = {
     "vocab_size": 139,
     "hidden_size": 48,
@@ -292,6 +318,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
             "mlp_bias": True,
             "time_step_min": 1e-6,
+        },
+    ),
+    "falcon_h1": ("FalconH1", {**FALCON_H1, "mamba_norm_before_gate": False}),
+    "falcon_h1-norm": (
+        "FalconH1",
+        {
+            **FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "attention_in_multiplier": 1.0,
+            "attention_bias": True,
         },
     ),
     "jamba": (

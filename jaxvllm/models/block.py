@@ -42,13 +42,14 @@ class Block:
     rope: RopeSpec | None = None
     window: int | None = None  # the last positions a token sees, itself included; None is all
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
+    attention_scale: float = 1.0  # multiplies the output of its attention
     beside: StateMixer | None = None  # reads what its attention reads, and adds its output to that of attention
     reads: int | None = None  # the layer whose memory it reads, where it has none of its own
     embedding: LayerEmbedding | None = None  # what tokens mean to each layer alone, added after the FFN
     has_scale: bool = False  # one number multiplies what the layer returns
 
     def __post_init__(self) -> None:
-        require_positive(self, "window residual_scale")
+        require_positive(self, "window residual_scale attention_scale")
         if self.ffn is None and self.placement != "pre":
             raise ValueError(f"a layer without an FFN must have its norm before its attention, not {self.placement}")
 
@@ -114,6 +115,8 @@ class Block:
         with jax.named_scope("attention"):
             h = self._normed(weights, "attention_norm", x)
             attended, kv = self.attention.apply(weights, h, kv, given)
+            if self.attention_scale != 1:
+                attended = attended * self.attention_scale
             if self.beside is not None:
                 mixed, kv = self.beside.apply(weights, h, kv, replace(given, memory=self.beside.memory(None)))
                 attended = attended + mixed

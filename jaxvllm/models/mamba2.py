@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
@@ -87,12 +88,36 @@ class SelectiveScan:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Numbers that multiply each projected part of a layer, its input and its output (Falcon-H1)."""
+
+    gates: float = 1.0
+    x: float = 1.0
+    b: float = 1.0
+    c: float = 1.0
+    steps: float = 1.0
+    input: float = 1.0
+    output: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "gates x b c steps input output")
+
+    def of_channels(self, scan: SelectiveScan) -> np.ndarray:
+        """Returns those of the channels of a group, f32[C]."""
+        return np.repeat(
+            np.array([self.x, self.b, self.c], np.float32), [scan.values, scan.state_size, scan.state_size]
+        )
+
+
+@dataclass(frozen=True)
 class Mamba2(StateMixer):
     """A layer of Mamba-2. Where groups do not divide over devices, their B and C are copied, and their heads shared."""
 
     scan: SelectiveScan
     conv_size: int
-    norm: RmsNorm | None  # of what each group reads, after the gate; None: it is only gated
+    norm: RmsNorm | None  # of what each group reads; None: it is only gated
+    gates_last: bool = False  # the norm comes before the gates, and not after them
+    multipliers: Multipliers | None = None
     has_conv_bias: bool = True
     has_bias: bool = False  # of the projections
     least_step: float = 0.0
@@ -168,19 +193,32 @@ class Mamba2(StateMixer):
         return decls
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
-        steps = self.steps.apply(weights, "mamba_steps", x).astype(jnp.float32) + weights["mamba_dt_bias"]
+        by = self.multipliers
+        x = x if by is None else by.input * x
+        steps, channels = self.steps.apply(weights, "mamba_steps", x), self.inputs.apply(weights, "mamba_in", x)
+        gates = self.gates.apply(weights, "mamba_gates", x)
+        if by is not None:
+            steps, channels, gates = (
+                by.steps * steps,
+                channels.astype(jnp.float32) * by.of_channels(self.scan),
+                by.gates * gates,
+            )
+        steps = steps.astype(jnp.float32) + weights["mamba_dt_bias"]
         dt = jnp.clip(jax.nn.softplus(steps), self.least_step, self.most_step)
         token = {
-            CHANNELS: self.inputs.apply(weights, "mamba_in", x),
+            CHANNELS: channels,
             "dt": dt,
             "g": -jnp.exp(weights["mamba_decay"]) * dt,
         }
         of_rule = self.conv.weights(weights, "mamba_taps") | {_SKIP: weights["mamba_skip"]}
         read, kv = given.recur(kv, given, of_rule, token)
-        gates = self.gates.apply(weights, "mamba_gates", x).reshape(read.shape).astype(jnp.float32)
-        out = self._normed(weights, read * jax.nn.silu(gates), given.axis)
-        out = out.astype(x.dtype).reshape(len(x), -1)
-        return self.output.apply_summed(weights, "mamba_out", out, given.axis), kv
+        gates = jax.nn.silu(gates.reshape(read.shape).astype(jnp.float32))
+        if self.gates_last:
+            out = self._normed(weights, read, given.axis) * gates
+        else:
+            out = self._normed(weights, read * gates, given.axis)
+        out = self.output.apply_summed(weights, "mamba_out", out.astype(x.dtype).reshape(len(x), -1), given.axis)
+        return out if by is None else by.output * out, kv
 
     def _normed(self, weights: Mapping[str, Any], x: jax.Array, axis: ModelAxis) -> jax.Array:
         """Returns x f32[T, K, H, P], normed over each group, whose parts may be on several devices."""

@@ -65,6 +65,7 @@ FAMILIES = (
     "mamba",
     "falcon_mamba",
     "jamba",
+    "falcon_h1",
 )
 
 
@@ -234,9 +235,12 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),
         ("lfm2", {"layer_types": ["mamba"] * 5}, "layer_types must be a list of 5 of full_attention and conv"),
         ("lfm2_moe", {"layer_types": None}, "lacks layer_types"),
+        ("falcon_h1", {"ssm_multipliers": [1, 2]}, r"ssm_multipliers must be a list of 5 numbers, not \[1, 2\]"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias must be as mamba_proj_bias, which is False"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias is not supported with attention_in_multiplier 1.2"),
         ("mamba2", {"time_step_limit": [0.1]}, r"time_step_limit must be two numbers.*not \[0.1\]"),
         ("mamba2", {"n_groups": 5}, "n_groups 5 must divide the 12 heads of Mamba-2"),
-        ("mamba2", {"expand": 2}, "expand 2.0 times hidden_size 48 must be the 144 of all heads"),
+        ("mamba2", {"expand": 2}, "num_heads 12 of head_dim 12 must be the 96 that expand says"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
         (

@@ -181,9 +181,11 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
         check(name, many[name], one[name], first, size)
     for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
         assert set(got) == set(canonical)
-        assert isinstance(layer.attention, GroupedQueryAttention | StateMixer)
         for name in got:
-            check(name, got[name], canonical[name], layer.attention, size)
+            is_beside = layer.beside is not None and name in layer.beside.declare()
+            heads = layer.beside if is_beside else layer.attention
+            assert isinstance(heads, GroupedQueryAttention | StateMixer)
+            check(name, got[name], canonical[name], heads, size)
 
 
 # What models say whose heads do not divide over 8 devices.

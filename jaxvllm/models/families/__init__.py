@@ -9,6 +9,7 @@ from jaxvllm.models.families import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma4,
@@ -94,6 +95,7 @@ FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     *mamba.FAMILIES,
     jamba.FAMILY,
+    falcon_h1.FAMILY,
 )
 
 

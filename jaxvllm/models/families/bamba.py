@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.mamba2 import check_width, groups_and_scan, limited, mamba2_sources
+from jaxvllm.models.families.mamba2 import expanded, groups_and_scan, limited, mamba2_sources
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.mamba2 import Mamba2
@@ -22,25 +22,22 @@ def bamba_spec(config: HfConfig) -> ModelSpec:
     norm, has_bias, ffn = RmsNorm(config.number("rms_norm_eps", 1e-5)), usual.attention_bias, usual.gated_ffn()
     attention = replace(usual.attention(norm), qkv_bias=has_bias, o_bias=has_bias)
     full = Block(norm=norm, attention=attention, ffn=ffn, rope=usual.rope())
-    mamba = Block(norm=norm, attention=bamba_mixer(config, norm), ffn=ffn)
+    mamba = Block(norm=norm, attention=bamba_mixer(config, norm, expanded(config, "mamba_expand")), ffn=ffn)
     numbers = config.values.get("attn_layer_indices") or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         raise ValueError(f"config attn_layer_indices must be a list of layers, not {numbers!r}")
     return usual.model((full if n in numbers else mamba for n in range(usual.num_layers)), norm)
 
 
-def bamba_mixer(config: HfConfig, norm: RmsNorm) -> Mamba2:
-    """Returns the Mamba-2 of a config that names its sizes as Bamba does."""
+def bamba_mixer(config: HfConfig, norm: RmsNorm, width: int) -> Mamba2:
+    """Returns the Mamba-2 of a config that names its sizes as Bamba does. Its heads have that width together."""
     # The convolution has the activation of the FFNs, and ours knows one.
     config.refuse({"hidden_act": (None, "silu", "swish")})
     hidden_size, heads = config.integer("hidden_size"), config.integer("mamba_n_heads", 128)
-    if config.values.get("mamba_d_head") in (None, "auto"):
-        config = replace(
-            config,
-            values=dict(config.values) | {"mamba_d_head": int(config.number("mamba_expand", 2) * hidden_size) // heads},
-        )
-    size = config.integer("mamba_d_head")
-    check_width(config, "mamba_expand", heads * size)
+    is_auto = config.values.get("mamba_d_head") in (None, "auto")
+    size = width // heads if is_auto else config.integer("mamba_d_head")
+    if heads * size != width:
+        raise ValueError(f"config mamba_n_heads {heads} of mamba_d_head {size} must be the {width} channels of Mamba-2")
     mixer = Mamba2(
         hidden_size,
         *groups_and_scan(config, "mamba_n_groups", 1, heads, size, config.integer("mamba_d_state", 256)),

@@ -7,6 +7,7 @@ from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.families.bamba import bamba_mixer, mixer_sources
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.granite import granite_spec
+from jaxvllm.models.families.mamba2 import expanded
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import Ffn, GatedFfn
 from jaxvllm.models.hf_config import HfConfig
@@ -32,7 +33,8 @@ def granitemoehybrid_spec(config: HfConfig) -> ModelSpec:
     [full] = {replace(layer, ffn=ffn) for layer in granite.layers}
     if config.values.get("position_embedding_type") != "rope":
         full = replace(full, rope=None)
-    mamba = replace(full, rope=None, attention=bamba_mixer(config, RmsNorm(config.number("rms_norm_eps", 1e-6))))
+    norm = RmsNorm(config.number("rms_norm_eps", 1e-6))
+    mamba = replace(full, rope=None, attention=bamba_mixer(config, norm, expanded(config, "mamba_expand")))
     # Some versions of transformers call the types of layers otherwise.
     types = config.values.get("layer_types", config.values.get("layers_block_type"))
     config = replace(config, values=dict(config.values) | {"layer_types": types})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.mamba2 import MAX_POSITION
+from jaxvllm.models.families.mamba2 import MAX_POSITION, expanded
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.mamba import ChannelScan, Mamba
@@ -47,7 +47,7 @@ def mamba_alone(config: HfConfig, told_norm: RmsNorm | None) -> ModelSpec:
 def blocks_and_scan(config: HfConfig, key: str, state_size: int) -> tuple[int, ChannelScan]:
     """Returns the number of blocks of channels, and the recurrence of each. `key` names what widens the hidden size."""
     config.refuse({"hidden_act": (None, "silu", "swish")})  # the convolution's, too
-    width = int(config.number(key, 2) * config.integer("hidden_size"))
+    width = expanded(config, key)
     num_blocks = math.gcd(width, _MOST_BLOCKS)
     if not width:
         raise ValueError(f"config {key} times hidden_size must be at least 1")

@@ -31,7 +31,8 @@ def mamba2_spec(config: HfConfig) -> ModelSpec:
         has_conv_bias=config.flag("use_conv_bias", True),
         has_bias=config.flag("use_bias", False),
     )
-    check_width(config, "expand", heads * size)
+    if (width := expanded(config, "expand")) != heads * size:
+        raise ValueError(f"config num_heads {heads} of head_dim {size} must be the {width} that expand says")
     layer = Block(norm=norm, attention=limited(mixer, config), ffn=None)
     return usual.model([layer] * usual.num_layers, norm)
 
@@ -46,11 +47,9 @@ def groups_and_scan(
     return num_groups, SelectiveScan(num_heads // num_groups, head_size, state_size)
 
 
-def check_width(config: HfConfig, key: str, width: int) -> None:
-    """Raises ValueError if the heads together are not as wide as the config says of the hidden size under `key`."""
-    factor, hidden_size = config.number(key, 2), config.integer("hidden_size")
-    if int(factor * hidden_size) != width:
-        raise ValueError(f"config {key} {factor} times hidden_size {hidden_size} must be the {width} of all heads")
+def expanded(config: HfConfig, key: str) -> int:
+    """Returns the hidden size times what the config has under `key`."""
+    return int(config.number(key, 2) * config.integer("hidden_size"))
 
 
 def limited(mixer: Mamba2, config: HfConfig) -> Mamba2:
@@ -67,7 +66,8 @@ def limited(mixer: Mamba2, config: HfConfig) -> Mamba2:
 
 def mamba2_sources(spec: ModelSpec, layer: int, prefix: str, name: str = "mixer") -> dict[str, tuple[Source, ...]]:
     """Returns the sources of a layer's mixer, whose tensors have that name."""
-    decls, mixer, start = declare_layer(spec, layer), spec.layers[layer].attention, f"{prefix}{name}."
+    decls, block, start = declare_layer(spec, layer), spec.layers[layer], f"{prefix}{name}."
+    mixer = block.attention if block.beside is None else block.beside
     assert isinstance(mixer, Mamba2)
     K, H, W, S = mixer.num_groups, mixer.scan.num_heads, mixer.scan.values, mixer.scan.state_size
 
