@@ -5,7 +5,7 @@ The layer reads h C + D x. Before that, x, B and C go through a short causal con
 then normed over each group.
 
 Steps dt are clamped wherever a token comes from. The code of transformers clamps them in prompts alone, and not in
-tokens that are decoded one by one, which makes the answer depend on where a prompt ends. Published configs have no
+tokens that are decoded one by one, which makes the answer depend on where a prompt ends. By default there are no
 limits.
 """
 
@@ -104,9 +104,8 @@ class Multipliers:
 
     def of_channels(self, scan: SelectiveScan) -> np.ndarray:
         """Returns those of the channels of a group, f32[C]."""
-        return np.repeat(
-            np.array([self.x, self.b, self.c], np.float32), [scan.values, scan.state_size, scan.state_size]
-        )
+        sizes = [scan.values, scan.state_size, scan.state_size]
+        return np.repeat(np.array([self.x, self.b, self.c], np.float32), sizes)
 
 
 @dataclass(frozen=True)
@@ -198,11 +197,8 @@ class Mamba2(StateMixer):
         steps, channels = self.steps.apply(weights, "mamba_steps", x), self.inputs.apply(weights, "mamba_in", x)
         gates = self.gates.apply(weights, "mamba_gates", x)
         if by is not None:
-            steps, channels, gates = (
-                by.steps * steps,
-                channels.astype(jnp.float32) * by.of_channels(self.scan),
-                by.gates * gates,
-            )
+            steps, gates = by.steps * steps, by.gates * gates
+            channels = channels.astype(jnp.float32) * by.of_channels(self.scan)
         steps = steps.astype(jnp.float32) + weights["mamba_dt_bias"]
         dt = jnp.clip(jax.nn.softplus(steps), self.least_step, self.most_step)
         token = {
