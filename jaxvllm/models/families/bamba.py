@@ -16,7 +16,7 @@ from jaxvllm.models.weight_names import OuterNames, Source, attention_sources, g
 
 
 def bamba_spec(config: HfConfig) -> ModelSpec:
-    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=262144)
+    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=262144, intermediate_size=14336)
     rope = {"partial_rotary_factor": 0.5} | config.rope_parameters()
     usual = UsualParts(replace(config, values=dict(config.values) | {"rope_parameters": rope}))
     norm, has_bias, ffn = RmsNorm(config.number("rms_norm_eps", 1e-5)), usual.attention_bias, usual.gated_ffn()

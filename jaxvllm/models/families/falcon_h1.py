@@ -18,7 +18,7 @@ from jaxvllm.models.weight_names import OuterNames, Source, attention_sources, g
 
 
 def falcon_h1_spec(config: HfConfig) -> ModelSpec:
-    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=8192)
+    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=8192, intermediate_size=14336)
     usual, norm, has_bias = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5)), config_bias(config)
     gate, down = multipliers(config, "mlp_multipliers", 2)
     plain, attention = usual.gated_ffn(), usual.attention(norm)

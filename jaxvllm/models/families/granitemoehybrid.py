@@ -27,6 +27,7 @@ _MAMBA, _FULL = ("mamba", "linear_attention"), ("attention", "full_attention")
 
 
 def granitemoehybrid_spec(config: HfConfig) -> ModelSpec:
+    config = config.with_defaults(intermediate_size=11008, max_position_embeddings=2048)
     usual, ffn = UsualParts(config), ffn_of(config)
     config.refuse({"position_embedding_type": (None, "nope", "rope")})
     granite = granite_spec(config)

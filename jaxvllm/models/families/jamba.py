@@ -25,7 +25,7 @@ from jaxvllm.models.weight_names import (
 
 
 def jamba_spec(config: HfConfig) -> ModelSpec:
-    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=262144)
+    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=262144, intermediate_size=14336)
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
     mixer = Mamba(
         usual.hidden_size,
