@@ -314,7 +314,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_state_size": 10,
             "mamba_num_heads": 8,
             "mamba_head_dim": 8,
-            "n_groups": 8,
+            "mamba_n_groups": 4,
             "use_bias": True,
             "mlp_bias": True,
             "time_step_min": 1e-6,
@@ -360,7 +360,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "falcon_mamba": ("FalconMamba", {**MAMBA, "mixer_rms_eps": 1e-4}),
+    "falcon_mamba": ("FalconMamba", {**MAMBA, "expand": 5, "intermediate_size": 96, "mixer_rms_eps": 1e-4}),
     "mamba2": (
         "Mamba2",
         {

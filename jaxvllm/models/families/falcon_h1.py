@@ -18,6 +18,7 @@ from jaxvllm.models.weight_names import OuterNames, Source, attention_sources, g
 
 
 def falcon_h1_spec(config: HfConfig) -> ModelSpec:
+    config.refuse({"mamba_use_mlp": (None, True), "attn_layer_indices": (None,)})
     config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=8192, intermediate_size=14336)
     usual, norm, has_bias = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5)), config_bias(config)
     gate, down = multipliers(config, "mlp_multipliers", 2)

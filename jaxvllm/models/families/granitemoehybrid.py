@@ -29,7 +29,7 @@ _MAMBA, _FULL = ("mamba", "linear_attention"), ("attention", "full_attention")
 def granitemoehybrid_spec(config: HfConfig) -> ModelSpec:
     config = config.with_defaults(intermediate_size=11008, max_position_embeddings=2048)
     usual, ffn = UsualParts(config), ffn_of(config)
-    config.refuse({"position_embedding_type": (None, "nope", "rope")})
+    config.refuse({"position_embedding_type": (None, "nope", "rope"), "normalization_function": (None, "rmsnorm")})
     granite = granite_spec(config)
     [full] = {replace(layer, ffn=ffn) for layer in granite.layers}
     if config.values.get("position_embedding_type") != "rope":

@@ -7,6 +7,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.mamba import blocks_and_scan, mamba_sources, step_size
+from jaxvllm.models.families.mamba2 import expanded
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.mamba import Mamba
@@ -26,10 +27,11 @@ from jaxvllm.models.weight_names import (
 
 def jamba_spec(config: HfConfig) -> ModelSpec:
     config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=262144, intermediate_size=14336)
+    config.refuse({"mamba_inner_layernorms": (None, True)})
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
     mixer = Mamba(
         usual.hidden_size,
-        *blocks_and_scan(config, "mamba_expand", config.integer("mamba_d_state", 16)),
+        *blocks_and_scan(config, expanded(config, "mamba_expand"), config.integer("mamba_d_state", 16)),
         step_size=step_size(config, "mamba_dt_rank"),
         conv_size=config.integer("mamba_d_conv", 4, least=2),
         has_conv_bias=config.flag("mamba_conv_bias", True),

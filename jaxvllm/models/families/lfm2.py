@@ -53,6 +53,7 @@ def ffn_size(config: HfConfig) -> int:
 
 def hybrid_spec(config: HfConfig, kinds: Sequence[str], ffns: Sequence[Ffn]) -> ModelSpec:
     """Returns the spec of an LFM2 with layers of these kinds and FFNs."""
+    config.refuse({"block_use_swiglu": (None, True), "use_pos_enc": (None, True)})
     tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
     config = config.with_defaults(max_position_embeddings=128_000, rope_theta=1e6, num_key_value_heads=8)
     config = replace(config, values=dict(config.values) | {"tie_word_embeddings": tied})

@@ -31,9 +31,11 @@ def falcon_mamba_spec(config: HfConfig) -> ModelSpec:
 def mamba_alone(config: HfConfig, told_norm: RmsNorm | None) -> ModelSpec:
     config = config.with_defaults(max_position_embeddings=MAX_POSITION, tie_word_embeddings=True)
     usual, norm = UsualParts(config), RmsNorm(config.number("layer_norm_epsilon", 1e-5))
+    # Falcon-Mamba states another `expand` than its width, which counts.
+    width = config.optional_integer("intermediate_size") or expanded(config, "expand")
     mixer = Mamba(
         usual.hidden_size,
-        *blocks_and_scan(config, "expand", config.integer("state_size", 16)),
+        *blocks_and_scan(config, width, config.integer("state_size", 16)),
         step_size=step_size(config, "time_step_rank"),
         conv_size=config.integer("conv_kernel", 4, least=2),
         has_conv_bias=config.flag("use_conv_bias", True),
@@ -44,13 +46,10 @@ def mamba_alone(config: HfConfig, told_norm: RmsNorm | None) -> ModelSpec:
     return usual.model([Block(norm=norm, attention=mixer, ffn=None)] * usual.num_layers, norm)
 
 
-def blocks_and_scan(config: HfConfig, key: str, state_size: int) -> tuple[int, ChannelScan]:
-    """Returns the number of blocks of channels, and the recurrence of each. `key` names what widens the hidden size."""
+def blocks_and_scan(config: HfConfig, width: int, state_size: int) -> tuple[int, ChannelScan]:
+    """Returns the number of blocks of channels, which are `width` together, and the recurrence of each."""
     config.refuse({"hidden_act": (None, "silu", "swish")})  # the convolution's, too
-    width = expanded(config, key)
     num_blocks = math.gcd(width, _MOST_BLOCKS)
-    if not width:
-        raise ValueError(f"config {key} times hidden_size must be at least 1")
     return num_blocks, ChannelScan(width // num_blocks, state_size)
 
 

@@ -49,7 +49,7 @@ def groups_and_scan(
 
 def expanded(config: HfConfig, key: str) -> int:
     """Returns the hidden size times what the config has under `key`."""
-    return int(config.number(key, 2) * config.integer("hidden_size"))
+    return config.integer(key, 2) * config.integer("hidden_size")
 
 
 def limited(mixer: Mamba2, config: HfConfig) -> Mamba2:

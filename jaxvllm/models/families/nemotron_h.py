@@ -25,13 +25,24 @@ from jaxvllm.models.weight_names import OuterNames, Source, attention_sources, n
 # The letters of a pattern, and the names that a list of layers has for them.
 _KINDS = {"M": ("linear_attention", "mamba"), "*": ("full_attention", "attention"), "E": ("moe",), "-": ("mlp",)}
 
+_OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias",
+}
+
 
 def nemotron_h_spec(config: HfConfig) -> ModelSpec:
     defaults = {"head_dim": 128, "num_key_value_heads": 8, "num_attention_heads": 32, "max_position_embeddings": 4096}
     pattern = layer_pattern(config)
-    config = config.with_defaults(**defaults)
-    config = replace(config, values=dict(config.values) | {"num_hidden_layers": len(pattern)})
+    # Older configs have other names, which transformers prefers.
+    older = {new: config.values[old] for old, new in _OLDER_NAMES.items() if config.values.get(old) is not None}
+    values = dict(config.values) | older | {"num_hidden_layers": len(pattern)}
+    config = replace(config, values=values).with_defaults(**defaults)
     config.refuse({"attention_bias": (None, False), "sliding_window": (None,), "mamba_proj_bias": (None, False)})
+    if "attention_head_dim" in config.values:  # transformers reads head_dim alone
+        config.refuse({"attention_head_dim": (None, config.integer("head_dim"))})
     usual, norm = UsualParts(config), RmsNorm(config.number("layer_norm_epsilon", 1e-5))
     layers: list[Block] = []
     for number, kind in enumerate(pattern):
