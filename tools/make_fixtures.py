@@ -85,6 +85,12 @@ MODEL_TYPES = {
     "SolarOpen": "solar_open",
     "FlexOlmo": "flex_olmo",
     "GPTBigCode": "gpt_bigcode",
+    "Qwen3Next": "qwen3_next",
+    "Lfm2Moe": "lfm2_moe",
+    "NemotronH": "nemotron_h",
+    "FalconMamba": "falcon_mamba",
+    "FalconH1": "falcon_h1",
+    "GraniteMoeHybrid": "granitemoehybrid",
 }
 
 # Seven heads, of sizes that differ in each part.
@@ -102,6 +108,55 @@ LATENT = {
     "routed_scaling_factor": 1.7,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+GRANITE4 = {
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
+    "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 16,
+}
+
+FALCON_H1 = {
+    **EVEN,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "intermediate_size": 104,
+    "rms_norm_eps": 1e-4,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_conv_bias": False,
+    "mamba_chunk_size": 16,
+    "time_step_limit": [0.2, 1.5],
+    "rope_theta": 20_000.0,
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 1.1],
+    "ssm_out_multiplier": 0.5,
+}
+MAMBA = {
+    "vocab_size": 139,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "state_size": 6,
+    "conv_kernel": 3,
+    "layer_norm_epsilon": 1e-4,
+}
 
 # Both spellings of a config occur, that of transformers 5 and the older one.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -204,6 +259,196 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 28,
             "rope_interleave": False,
             "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **EVEN,
+            **EXPERTS,
+            "full_attention_interval": 2,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            **EVEN,
+            "num_hidden_layers": 5,
+            "full_attn_idxs": [2, 4],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_ffn_dim_multiplier": 1.3,
+            "block_multiple_of": 12,
+            "norm_eps": 1e-4,
+            "rope_theta": 20_000.0,
+            "tie_embedding": False,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **EVEN,
+            **EXPERTS,
+            "intermediate_size": 104,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            **EVEN,
+            "head_dim": 12,
+            "attn_layer_indices": [1, 3],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-4,
+            "rope_theta": 20_000.0,
+            "mamba_expand": 3,
+            "mamba_n_heads": 12,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **EVEN,
+            **GRANITE4,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.2, 1.5],
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybrid",
+        {**EVEN, **GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "vocab_size": 139,
+            "hidden_size": 48,
+            "hybrid_override_pattern": "MEM*EM-",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "intermediate_size": 104,
+            "ssm_state_size": 10,
+            "mamba_num_heads": 12,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "layer_norm_epsilon": 1e-4,
+            # Transformers reads the one, and we the other.
+            "time_step_min": 0.2,
+            "time_step_limit": [0.2, float("inf")],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 20,
+            "routed_scaling_factor": 1.7,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "nemotron_h-bias": (
+        "NemotronH",
+        {
+            "vocab_size": 139,
+            "hidden_size": 48,
+            "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "intermediate_size": 104,
+            "ssm_state_size": 10,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "mamba_n_groups": 4,
+            "use_bias": True,
+            "mlp_bias": True,
+            "time_step_min": 1e-6,
+        },
+    ),
+    "falcon_h1": ("FalconH1", {**FALCON_H1, "mamba_norm_before_gate": False}),
+    "falcon_h1-norm": (
+        "FalconH1",
+        {
+            **FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "attention_in_multiplier": 1.0,
+            "attention_bias": True,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            **EVEN,
+            "head_dim": 12,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "mamba_dt_rank": 5,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+    "mamba": (
+        "Mamba",
+        {
+            **MAMBA,
+            "expand": 3,
+            "time_step_rank": 5,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_mamba": ("FalconMamba", {**MAMBA, "expand": 5, "intermediate_size": 96, "mixer_rms_eps": 1e-4}),
+    "mamba2": (
+        "Mamba2",
+        {
+            "vocab_size": 139,
+            "hidden_size": 48,
+            "num_hidden_layers": 4,
+            "expand": 3,
+            "num_heads": 12,
+            "head_dim": 12,
+            "n_groups": 3,
+            "state_size": 10,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "layer_norm_epsilon": 1e-4,
+            "time_step_limit": [0.2, 1.5],
+            "chunk_size": 16,
         },
     ),
     "olmoe": ("Olmoe", {**EVEN, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
@@ -781,13 +1026,13 @@ def make(name: str) -> None:
         **{key: value for key, value in NO_SPECIAL.items() if key not in values},
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    norm_offset = (
-        1.0 if family in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Nemotron", "Gemma", "VaultGemma") else 0.0
-    )
+    with_offset = ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "Nemotron", "Gemma", "VaultGemma")
+    norm_offset = 1.0 if family in with_offset else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
-    # SDPA has no soft cap and no sinks.
-    attention = "eager" if family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2")) else "sdpa"
+    # SDPA has no soft cap and no sinks, and layers without attention want none of it.
+    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2")) or "Mamba" in family
+    attention = "eager" if eager else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()

@@ -54,7 +54,11 @@ def page_format(
 ) -> PageFormat:
     """Returns how the pages of a replica on `mesh` travel."""
     groups, held = shape.groups(spec), shape.groups(Spread.on(spec, mesh).whole)
-    copies = [whole.memory.num_kv_heads // own.memory.num_kv_heads for own, whole in zip(groups, held, strict=True)]
+    # A state may be divided into parts where keys and values would be copied: then each is another one.
+    copies = [
+        1 if own.memory.keeps_state else whole.memory.num_kv_heads // own.memory.num_kv_heads
+        for own, whole in zip(groups, held, strict=True)
+    ]
     arrays = []
     for at, pages in enumerate(shape.pages(spec, backend, mesh)):
         num_held, _, num_heads, page_size, width = pages.shape

@@ -16,6 +16,7 @@ from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.norm import Norm
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.state_mixer import StateMixer
 
 # The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
 # OLMo 2). In a parallel block both read the hidden state through one norm, and their outputs are added to it together
@@ -35,18 +36,22 @@ class Block:
     """The computation of one layer. Consecutive equal blocks are one loop on the device."""
 
     attention: Attention
-    ffn: Ffn
+    ffn: Ffn | None  # None: the layer ends after its attention, or what stands in its place
     norm: Norm
     placement: Placement = "pre"
     rope: RopeSpec | None = None
     window: int | None = None  # the last positions a token sees, itself included; None is all
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the hidden state
+    attention_scale: float = 1.0  # multiplies the output of its attention
+    beside: StateMixer | None = None  # reads what its attention reads, and adds its output to that of attention
     reads: int | None = None  # the layer whose memory it reads, where it has none of its own
     embedding: LayerEmbedding | None = None  # what tokens mean to each layer alone, added after the FFN
     has_scale: bool = False  # one number multiplies what the layer returns
 
     def __post_init__(self) -> None:
-        require_positive(self, "window residual_scale")
+        require_positive(self, "window residual_scale attention_scale")
+        if self.ffn is None and self.placement != "pre":
+            raise ValueError(f"a layer without an FFN must have its norm before its attention, not {self.placement}")
 
     @property
     def hidden_size(self) -> int:
@@ -55,8 +60,25 @@ class Block:
 
     @property
     def memory(self) -> LayerMemory:
-        """The memory that the layer reads, its own or another layer's."""
+        """The memory that its attention reads, its own or another layer's."""
         return self.attention.memory(self.window)
+
+    @property
+    def memories(self) -> tuple[LayerMemory, ...]:
+        """All memories of the layer, each of which differs from the others. That of its attention comes first."""
+        mixers = [mixer for mixer in (self.attention, self.beside) if isinstance(mixer, StateMixer)]
+        beside = () if self.beside is None else (self.beside.memory(None),)
+        return self.memory, *beside, *(memory for mixer in mixers for memory in mixer.more_memories)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether one of its memories is a state."""
+        return any(memory.keeps_state for memory in self.memories)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of its norms."""
+        return tuple(name for name in _NORMS[self.placement] if self.ffn is not None or name == "attention_norm")
 
     def in_windows(self, windows: Iterable[int | None]) -> tuple[Self, ...]:
         """Returns a layer like this one for each of `windows`."""
@@ -64,16 +86,21 @@ class Block:
 
     def spread(self, size: int) -> Self:
         """Returns the same layer with sizes that divide over `size` devices."""
-        return replace(self, attention=self.attention.spread(size))
+        beside = None if self.beside is None else self.beside.spread(size)
+        return replace(self, attention=self.attention.spread(size), beside=beside)
 
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes. The sizes must divide already."""
-        return replace(self, attention=self.attention.shard(size), ffn=self.ffn.shard(size))
+        ffn = None if self.ffn is None else self.ffn.shard(size)
+        beside = None if self.beside is None else self.beside.shard(size)
+        return replace(self, attention=self.attention.shard(size), ffn=ffn, beside=beside)
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns all arrays of the layer by name."""
-        parts = [self.attention.declare(), self.ffn.declare()]
-        parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in _NORMS[self.placement]]
+        parts = [self.attention.declare(), {} if self.ffn is None else self.ffn.declare()]
+        parts += [self.norm.declare(name, (self.hidden_size,), ("embed",)) for name in self.norms]
+        if self.beside is not None:
+            parts.append(self.beside.declare())
         if self.embedding is not None:
             parts.append(self.embedding.declare_layer())
         if self.has_scale:
@@ -88,11 +115,17 @@ class Block:
         with jax.named_scope("attention"):
             h = self._normed(weights, "attention_norm", x)
             attended, kv = self.attention.apply(weights, h, kv, given)
+            if self.attention_scale != 1:
+                attended = attended * self.attention_scale
+            if self.beside is not None:
+                mixed, kv = self.beside.apply(weights, h, kv, replace(given, memory=self.beside.memory(None)))
+                attended = attended + mixed
             x = x + self._added(weights, "attention_post_norm", attended)
-        with jax.named_scope("ffn"):
-            if self.placement != "parallel":
-                h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
-            x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
+        if self.ffn is not None:
+            with jax.named_scope("ffn"):
+                if self.placement != "parallel":
+                    h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
+                x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
         if self.embedding is not None:
             assert given.embedding is not None, "a model whose layers have embeddings looks them up"
             with jax.named_scope("layer_embedding"):
@@ -100,7 +133,7 @@ class Block:
         return x * weights["layer_scale"].astype(x.dtype) if self.has_scale else x, kv
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
-        return self.norm.apply(weights, name, x) if name in _NORMS[self.placement] else x
+        return self.norm.apply(weights, name, x) if name in self.norms else x
 
     def _added(self, weights: Mapping[str, Any], post_norm: str, x: jax.Array) -> jax.Array:
         """Returns the values that attention or FFN adds to the hidden state."""

@@ -1,36 +1,38 @@
 """The gated delta rule (arXiv 2412.06464), and the layers of linear attention that use it (Qwen3-Next, Qwen 3.5).
 
 Each value head keeps a matrix S. A token makes it forget a part, S <- exp(g) S, and corrects what it says of a key:
-S <- S + k (beta (v - S^T k))^T. The layer reads S^T q. Before that, a short causal convolution mixes each channel of
-q, k and v with the tokens before it, which is why the state has their last channels, too.
+S <- S + k (beta (v - S^T k))^T. The layer reads S^T q. Before that, each channel of q, k and v goes through a short
+causal convolution.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import RmsNorm
-from jaxvllm.models.state_memory import State, StateMemory, Token
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule, decays
+from jaxvllm.models.state_memory import State, Token
+from jaxvllm.models.state_mixer import StateMixer
 
 # Added to the squared length of queries and keys before they are divided by it.
 _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class GatedDeltaRule:
-    """The rule for one key head and the value heads that share it. All of it is in float32."""
+class GatedDelta:
+    """The rule for one key head and the value heads that share it."""
 
     values_per_key: int  # value heads of a key head, r
     key_size: int
     value_size: int
-    conv_size: int  # tokens that the convolution sees, the present one included
 
     @property
     def channels(self) -> int:
@@ -39,141 +41,102 @@ class GatedDeltaRule:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        return (self.values_per_key, self.key_size, self.value_size), (self.conv_size - 1, self.channels)
+        return ((self.values_per_key, self.key_size, self.value_size),)
 
     @property
     def taken_parts(self) -> Mapping[str, tuple[int, ...]]:
-        of_values, v = (self.values_per_key,), (self.values_per_key, self.value_size)
-        return {"channels": (self.channels,), "k": (self.key_size,), "v": v, "g": of_values, "beta": of_values}
+        r = self.values_per_key
+        return {"k": (self.key_size,), "v": (r, self.value_size), "g": (r,), "beta": (r,)}
 
-    def take(self, weights: Mapping[str, jax.Array], state: State, token: Token) -> tuple[State, jax.Array, Token]:
-        """Takes in `token`, which has channels f[K, C], `g` and `beta` f32[K, r]; reads f32[K, r, Dv].
+    def understand(self, weights: Mapping[str, jax.Array], mixed: jax.Array, token: Token) -> Token:
+        """Returns q, k [Dk], v [r, Dv], g and beta [r]."""
+        q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size))
+        q, k = _of_length_one(q) * self.key_size**-0.5, _of_length_one(k)
+        v = v.reshape(self.values_per_key, self.value_size)
+        return {"q": q, "k": k, "v": v, "g": token["g"], "beta": token["beta"]}
 
-        `weights` are those of the convolution, f32[K, conv_size, C].
-        """
-        channels = token["channels"].astype(jnp.float32)
-        seen = jnp.concatenate([state[1], channels[:, None]], axis=1)
-        q, k, v = self._mixed(jnp.sum(seen * weights["conv"], axis=1))
-        taken = {"channels": channels, "k": k, "v": v, "g": token["g"], "beta": token["beta"]}
-        state = self.retake(state, taken)
-        return state, jnp.sum(state[0] * q[:, None, :, None], axis=-2), taken
+    def update(self, state: State, token: Token) -> State:
+        [matrix], k = state, token["k"][None, :, None]
+        matrix = matrix * jnp.exp(token["g"])[:, None, None]
+        error = token["v"] - jnp.sum(matrix * k, axis=-2)
+        return (matrix + k * (token["beta"][:, None] * error)[:, None, :],)
 
-    def take_run(
-        self, weights: Mapping[str, jax.Array], state: State, tokens: Token, count: jax.Array
-    ) -> tuple[State, jax.Array]:
-        """Takes in up to N tokens by products of matrices (section 3 of the paper).
+    def read(self, state: State, token: Token) -> jax.Array:
+        return jnp.sum(state[0] * token["q"][None, :, None], axis=-2)
+
+    def run(self, state: State, tokens: Token) -> tuple[State, jax.Array]:
+        """Takes in N tokens by products of matrices (section 3 of the paper).
 
         What a token corrects depends on what those before it in the run have corrected, which is a system of equations
         with a triangular matrix.
         """
-        matrix, before = state
-        N = len(tokens["g"])
-        is_real = (jnp.arange(N) < count)[:, None, None]
-        # Tokens that are too much are another row's: whatever they are, nothing of them gets in.
-        tokens = {name: jnp.where(is_real, x.astype(jnp.float32), 0) for name, x in tokens.items()}
-        channels = jnp.concatenate([before, jnp.moveaxis(tokens["channels"], 0, 1)], axis=1)
-        seen = jnp.stack([channels[:, i : i + N] for i in range(self.conv_size)], axis=2)
-        q, k, v = self._mixed(jnp.sum(seen * weights["conv"][:, None], axis=2))  # [K, N, ..]
-        g, beta = (jnp.moveaxis(tokens[name], 0, 2) for name in ("g", "beta"))  # [K, r, N]
-        decay = jnp.cumsum(g, axis=-1)
-        since = decay[..., :, None] - decay[..., None, :]  # from token j to token i, [K, r, N, N]
-        earlier = jnp.tril(jnp.ones((N, N), bool))
-        since = jnp.exp(jnp.where(earlier, since, -jnp.inf))  # exp alone would overflow
+        [matrix], q, k, v = state, tokens["q"], tokens["k"], jnp.moveaxis(tokens["v"], 1, 0)  # [r, N, Dv]
+        beta = tokens["beta"].T[..., None]  # [r, N, 1]
+        since, left = decays(tokens["g"].T)
         exactly = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        v = jnp.moveaxis(v, 2, 1)  # [K, r, N, Dv]
-        said = exactly("kid,krdv->kriv", k, matrix) * jnp.exp(decay)[..., None]
-        system = jnp.tril(exactly("kid,kjd->kij", k, k)[:, None] * since * beta[..., None], -1)
+        said = exactly("id,rdv->riv", k, matrix) * left[..., None]
+        system = jnp.tril(exactly("id,jd->ij", k, k) * since * beta, -1)
         errors = jax.lax.linalg.triangular_solve(
-            system, beta[..., None] * (v - said), left_side=True, lower=True, unit_diagonal=True
+            system, beta * (v - said), left_side=True, lower=True, unit_diagonal=True
         )
-        read = exactly("kid,krdv->kriv", q, matrix) * jnp.exp(decay)[..., None]
-        read = read + exactly("krij,krjv->kriv", exactly("kid,kjd->kij", q, k)[:, None] * since, errors)
-        last = decay[..., -1:]
-        matrix = matrix * jnp.exp(last)[..., None]
-        matrix = matrix + exactly("kjd,krjv->krdv", k, errors * jnp.exp(last - decay)[..., None])
-        before = jax.lax.dynamic_slice_in_dim(channels, count, self.conv_size - 1, axis=1)
-        return (matrix, before), jnp.moveaxis(read, 2, 0)
-
-    def _mixed(self, channels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns q and k [.., Dk] and v [.., r, Dv] of what the convolution made of channels [.., C]."""
-        q, k, v = jnp.split(jax.nn.silu(channels), (self.key_size, 2 * self.key_size), axis=-1)
-        q = _of_length_one(q) * self.key_size**-0.5
-        return q, _of_length_one(k), v.reshape(*v.shape[:-1], self.values_per_key, self.value_size)
-
-    def retake(self, state: State, taken: Token) -> State:
-        matrix, before = state
-        k = taken["k"][:, None, :, None]
-        matrix = matrix * jnp.exp(taken["g"])[..., None, None]
-        error = taken["v"] - jnp.sum(matrix * k, axis=-2)
-        matrix = matrix + k * (taken["beta"][..., None] * error)[..., None, :]
-        return matrix, jnp.concatenate([before[:, 1:], taken["channels"][:, None]], axis=1)
+        read = exactly("id,rdv->riv", q, matrix) * left[..., None]
+        read = read + exactly("rij,rjv->riv", exactly("id,jd->ij", q, k) * since, errors)
+        matrix = matrix * left[:, -1, None, None]
+        matrix = matrix + exactly("jd,rjv->rdv", k, errors * since[:, -1, :, None])
+        return (matrix,), jnp.moveaxis(read, 1, 0)
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
-    """A layer's mixer of tokens that keeps a state, in the place of its attention. Its output is normed and gated."""
+class GatedDeltaNet(StateMixer):
+    """A layer of linear attention, whose groups are key heads. Its output is normed and gated."""
 
-    hidden_size: int
-    num_key_heads: int
-    rule: GatedDeltaRule
+    delta: GatedDelta
+    conv_size: int
     norm: RmsNorm  # of what each value head reads
 
-    head_size: ClassVar[int] = 0  # no rope turns anything
-    keeps: ClassVar[bool] = True
+    group_name: ClassVar[str] = "key heads of linear attention"
+
+    @property
+    def rule(self) -> RecurrentRule:
+        return RecurrentRule(self.conv, self.delta)
+
+    @property
+    def conv(self) -> CausalConv:
+        return CausalConv(self.delta.channels, self.conv_size)
 
     @property
     def num_heads(self) -> int:
-        return self.num_key_heads * self.rule.values_per_key
-
-    def memory(self, window: int | None) -> StateMemory:
-        return StateMemory(self.num_key_heads, self.rule)
+        return self.num_groups * self.delta.values_per_key
 
     @property
     def inputs(self) -> Linear:
         """The projection to, for each key head, the channels, the gates of the values' outputs, and beta and decay."""
-        rule = self.rule
-        each = rule.channels + rule.values_per_key * (rule.value_size + 2)
-        return Linear((self.num_key_heads, each, self.hidden_size), ("kv_heads", None, "embed"))
+        delta = self.delta
+        each = delta.channels + delta.values_per_key * (delta.value_size + 2)
+        return Linear((self.num_groups, each, self.hidden_size), ("kv_heads", None, "embed"))
 
     @property
     def output(self) -> Linear:
-        return Linear((self.hidden_size, self.num_heads * self.rule.value_size), ("embed", "heads"))
+        return Linear((self.hidden_size, self.num_heads * self.delta.value_size), ("embed", "heads"))
 
     def declare(self) -> dict[str, ParamDecl]:
-        K, rule = self.num_key_heads, self.rule
-        of_heads = ParamDecl((K, rule.values_per_key), ("kv_heads", None), dtype="float32")
-        conv = ParamDecl((K, rule.channels, rule.conv_size), ("kv_heads", None, None))
-        decls = self.inputs.declare("delta_in") | self.output.declare("delta_out")
-        decls |= {"delta_conv": conv, "delta_decay": of_heads, "delta_step_bias": replace(of_heads, init="zeros")}
-        return decls | self.norm.declare("delta_norm", (rule.value_size,), (None,))
-
-    def kv_copies(self, size: int) -> int:
-        return 1
-
-    def problem(self, size: int) -> str | None:
-        if self.num_key_heads % size:
-            return f"{self.num_key_heads} key heads of linear attention do not divide over {size} devices"
-        return None
-
-    def spread(self, size: int) -> Self:
-        return self
-
-    def shard(self, size: int) -> Self:
-        return replace(self, num_key_heads=self.num_key_heads // size)
+        K = self.num_groups
+        of_heads = ParamDecl((K, self.delta.values_per_key), ("kv_heads", None), dtype="float32")
+        decls = self.inputs.declare("delta_in") | self.output.declare("delta_out") | self.conv.declare("delta_conv", K)
+        decls |= {"delta_decay": of_heads, "delta_step_bias": replace(of_heads, init="zeros")}
+        return decls | self.norm.declare("delta_norm", (self.delta.value_size,), (None,))
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
-        rule = self.rule
-        r = rule.values_per_key
-        ends = (rule.channels, rule.channels + r * rule.value_size, rule.channels + r * (rule.value_size + 1))
+        delta, r = self.delta, self.delta.values_per_key
+        ends = (delta.channels, delta.channels + r * delta.value_size, delta.channels + r * (delta.value_size + 1))
         channels, gate, beta, decay = jnp.split(self.inputs.apply(weights, "delta_in", x), ends, axis=-1)
         steps = jax.nn.softplus(decay.astype(jnp.float32) + weights["delta_step_bias"])
         token = {
-            "channels": channels,
+            CHANNELS: channels,
             "g": -jnp.exp(weights["delta_decay"]) * steps,
             "beta": jax.nn.sigmoid(beta.astype(jnp.float32)),
         }
-        conv = jnp.swapaxes(weights["delta_conv"], -1, -2).astype(jnp.float32)
-        read, kv = given.recur(kv, given, {"conv": conv}, token)
+        read, kv = given.recur(kv, given, self.conv.weights(weights, "delta_conv"), token)
         gate = gate.reshape(read.shape).astype(jnp.float32)
         out = self.norm.apply(weights, "delta_norm", read) * jax.nn.silu(gate)
         out = out.astype(x.dtype).reshape(len(x), -1)

@@ -77,7 +77,7 @@ def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, 
 
 
 def attention_sources(
-    spec: ModelSpec, layer: int, prefix: str, output: str = "self_attn.o_proj"
+    spec: ModelSpec, layer: int, prefix: str, output: str = "self_attn.o_proj", inputs: str = "self_attn."
 ) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of grouped-query attention whose q, k and v are separate tensors."""
     decls = declare_layer(spec, layer)
@@ -88,7 +88,7 @@ def attention_sources(
             D, tail = spec.layers[layer].attention.head_size, decls[key].shape[2:]
             queries = G * size  # each with its gate, where it has one
             sources[key] = tuple(
-                rows_of_heads(f"{prefix}self_attn.{letter}_proj.{kind}", (K, count, *tail), first)
+                rows_of_heads(f"{prefix}{inputs}{letter}_proj.{kind}", (K, count, *tail), first)
                 for letter, first, count in (("q", 0, queries), ("k", queries, D), ("v", queries + D, D))
                 if first < decls[key].shape[1]
             )
@@ -110,15 +110,21 @@ def gated_ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tup
     return gated_sources(declare_layer(spec, layer), f"{prefix}mlp.")
 
 
-def gated_sources(decls: Mapping[str, ParamDecl], prefix: str, ours: str = "") -> dict[str, tuple[Source, ...]]:
+def gated_sources(
+    decls: Mapping[str, ParamDecl],
+    prefix: str,
+    ours: str = "",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of gate, up and down, whose tensors begin with `prefix`, and our arrays with `ours`."""
-    sources = with_biases(decls, prefix, {f"{ours}down": "down_proj"})
+    *halves, down = names
+    sources = with_biases(decls, prefix, {f"{ours}down": down})
     for key, kind in ((f"{ours}gate_up", "weight"), (f"{ours}gate_up_bias", "bias")):
         if key in decls:
             _, *shape = decls[key].shape
             sources[key] = tuple(
-                Source(f"{prefix}{half}_proj.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
-                for i, half in enumerate(("gate", "up"))
+                Source(f"{prefix}{half}.{kind}", tuple(shape), (i, *(0 for _ in shape)), (1, *shape))
+                for i, half in enumerate(halves)
             )
     return sources
 

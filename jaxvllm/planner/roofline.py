@@ -60,19 +60,20 @@ class StepRates:
     def of(cls, deployment: Deployment, chip: Chip) -> Self:
         share = deployment.share
         attentions = [layer.attention for layer in share.spec.layers if not layer.memory.keeps_state]
+        some = max(len(attentions), 1)  # a model may keep states alone
         return cls(
             layer_bytes=share.layer_bytes - share.expert_bytes,
             outer_bytes=share.bytes_read - share.layer_bytes,
             expert_bytes=share.expert_bytes,
             chosen=share.chosen,
-            kv_bytes=deployment.page_bytes / (deployment.page_size * len(attentions)),
+            kv_bytes=deployment.page_bytes / (deployment.page_size * some),
             num_layers=len(attentions),
             state_bytes=deployment.state_bytes,
             token_flops=share.flops(1, 0),
             row_flops=share.flops(0, 1),
             # There are two products, q k' and p v, each with 2 D operations per pair.
             # Where layers differ, a pair costs their mean.
-            pair_flops=sum(4 * of.num_heads * of.head_size for of in attentions) // len(attentions),
+            pair_flops=sum(4 * of.num_heads * of.head_size for of in attentions) // some,
             bandwidth=chip.hbm_bandwidth,
             flops=chip.bf16_flops,
         )

@@ -96,7 +96,7 @@ class Share:
         return self._kept_bytes(page_size, page_dtype, backend, states=True)
 
     def _kept_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend, *, states: bool) -> int:
-        kept = [layer.memory for layer in self.spec.layers if layer.reads is None]
+        kept = [memory for layer in self.spec.layers if layer.reads is None for memory in layer.memories]
         pages = [of.pages(1, 1, page_size, page_dtype, backend) for of in kept if of.keeps_state == states]
         return sum(page.size * page.dtype.itemsize for page in pages)
 

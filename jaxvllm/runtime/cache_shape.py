@@ -79,23 +79,25 @@ class CacheShape:
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
 
-        Layers that keep a state come last. Layers whose window no request outgrows see all. Layers that read another's
-        memory are in no group. Where the step reads windows while it runs, so that a layer's group is not known when it
-        is compiled, all layers are one group. Raises NotImplementedError where these keep different things.
+        Layers that keep a state come last. A layer that keeps several things is in as many groups. Layers whose window
+        no request outgrows see all. Layers that read another's memory are in no group. Where the step reads windows
+        while it runs, so that a layer's group is not known when it is compiled, all layers are one group. Raises
+        NotImplementedError where these keep different things.
         """
         windows = known_windows(spec)
-        kept = {number: layer.memory for number, layer in enumerate(spec.layers) if layer.reads is None}
+        kept = {number: layer.memories for number, layer in enumerate(spec.layers) if layer.reads is None}
         if None in windows:
-            memories = {memory.seeing(None) for memory in kept.values()}
-            if len(memories) > 1 or spec.shares_memory:
+            seen = {memory.seeing(None) for memories in kept.values() for memory in memories}
+            if len(seen) > 1 or spec.shares_memory:
                 raise NotImplementedError("the windows of layers that keep different things must have a pattern")
-            return (LayerGroup(tuple(kept), memories.pop()),)
+            return (LayerGroup(tuple(kept), seen.pop()),)
         longest = self.max_pages * self.page_size
         layers: dict[LayerMemory, list[int]] = {}
-        for number, memory in kept.items():
+        for number, memories in kept.items():
             window = windows[number]
             sees_all = window is None or window >= longest
-            layers.setdefault(memory.seeing(None if sees_all else window), []).append(number)
+            for memory in memories:
+                layers.setdefault(memory.seeing(None if sees_all else window), []).append(number)
         order = sorted(layers, key=lambda memory: (memory.keeps_state, -(memory.window or NO_WINDOW)))
         return tuple(LayerGroup(tuple(layers[memory]), memory) for memory in order)
 

@@ -49,14 +49,24 @@ class LayerCache:
     @cached_property
     def _number_of(self) -> dict[Any, int]:
         """The number of the group of each memory."""
-        layers = self.spec.layers
-        return {layers[layer].memory: number for number, group in enumerate(self.groups) for layer in group.layers}
+        return {
+            memory: number
+            for number, group in enumerate(self.groups)
+            for layer in group.layers
+            for memory in self.spec.layers[layer].memories
+            if memory.seeing(group.window) == group.memory
+        }
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """The place of each layer in its group, i32[layers]. A layer's number may be that of a loop."""
-        place_of = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
-        return np.array([place_of.get(layer, 0) for layer in range(self.spec.num_layers)], np.int32)
+        """The place of each layer in each group that it is in, i32[groups, layers].
+
+        A layer's number may be that of a loop.
+        """
+        places = np.zeros((len(self.groups), self.spec.num_layers), np.int32)
+        for number, group in enumerate(self.groups):
+            places[number, list(group.layers)] = np.arange(len(group.layers))
+        return places
 
     @cached_property
     def _rows_of(self) -> list[RaggedRows]:
@@ -110,7 +120,7 @@ class LayerCache:
         assert isinstance(memory, KeysAndValues), "attention keeps keys and values"
         out, own = memory.attend(
             pages[number],
-            self._place(given),
+            self._place(number, given),
             self._rows_of[number],
             q,
             k,
@@ -131,7 +141,7 @@ class LayerCache:
         pages, taken = kept
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
-        place = self._place(given)
+        place = self._place(number, given)
         where = pages[number], place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
@@ -159,10 +169,10 @@ class LayerCache:
             )
         return pages
 
-    def _place(self, given: LayerInput) -> jax.Array | int:
+    def _place(self, number: int, given: LayerInput) -> jax.Array | int:
         if len(self.groups) == 1 and not self.spec.shares_memory:
             return given.number
-        return jnp.asarray(self._places)[given.number]
+        return jnp.asarray(self._places[number])[given.number]
 
     def _columns(self, number: int) -> Columns:
         return Columns(self._rows_of[number], self.shape.page_size)

@@ -90,6 +90,17 @@ FAMILIES = (
     "hyperclovax",
     "jais2",
     "vaultgemma",
+    "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
+    "mamba2",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "falcon_h1",
 )
 
 
@@ -272,6 +283,26 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs original_max_position_embeddings"),
+        ("lfm2", {"layer_types": ["mamba"] * 5}, "layer_types must be a list of 5 of full_attention and conv"),
+        ("lfm2_moe", {"layer_types": None}, "lacks layer_types"),
+        ("falcon_h1", {"ssm_multipliers": [1, 2]}, r"ssm_multipliers must be a list of 5 numbers, not \[1, 2\]"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias must be as mamba_proj_bias, which is False"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias is not supported with attention_in_multiplier 1.2"),
+        ("mamba2", {"time_step_limit": [0.1]}, r"time_step_limit must be two numbers.*not \[0.1\]"),
+        ("mamba2", {"n_groups": 5}, "n_groups 5 must divide the 12 heads of Mamba-2"),
+        ("mamba2", {"expand": 2}, "num_heads 12 of head_dim 12 must be the 96 that expand says"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M--"},
+            "layer 2 must not be mlp: it follows no Mamba-2 or attention",
+        ),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "MX"},
+            "hybrid_override_pattern a text of M \\* E -, not None and 'MX'",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(name: str, change: dict[str, Any], message: str) -> None:

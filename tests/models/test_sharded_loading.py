@@ -18,9 +18,11 @@ from safetensors.numpy import save_file
 from jaxvllm.models import checkpoint, shards
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.gated_delta import GatedDeltaNet
+from jaxvllm.models.latent_attention import LatentAttention
+from jaxvllm.models.mamba2 import Mamba2
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_mixer import StateMixer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import changed
@@ -29,7 +31,8 @@ from tests.waiting import PATIENCE
 
 INDEX = "model.safetensors.index.json"
 # What has numbers of heads.
-type Heads = GroupedQueryAttention | GatedDeltaNet
+type Heads = GroupedQueryAttention | LatentAttention | StateMixer
+HEADS = (GroupedQueryAttention, LatentAttention, StateMixer)
 
 
 def divisible(name: str) -> Fixture:
@@ -43,7 +46,7 @@ def divisible(name: str) -> Fixture:
     sizes = {size: wider, 2 * size: 2 * wider}
     shapes = {
         tensor: [sizes.get(n, n) for n in shape]
-        if any(part in tensor for part in (".mlp.", ".fc1.", ".fc2."))
+        if any(part in tensor for part in (".mlp.", ".feed_forward.", ".fc1.", ".fc2."))
         else shape
         for tensor, shape in fixture.shapes.items()
     }
@@ -52,10 +55,20 @@ def divisible(name: str) -> Fixture:
 
 def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.ndarray:
     """What `Spread` says in words, of one array of one layer, by padding and repeating."""
-    if isinstance(spec, GatedDeltaNet):  # its heads divide as they are
+    if name in ("embed", "lm_head", "layer_embeddings"):
+        return np.pad(array, ((0, -len(array) % size), (0, 0)))
+    if isinstance(spec, Mamba2):
+        copies, values = size // np.gcd(spec.num_groups, size), spec.scan.values
+        if name in ("mamba_in", "mamba_in_bias", "mamba_taps", "mamba_taps_bias"):
+            x, both = array[:, :values], array[:, values:]
+            x = x.reshape(len(x) * copies, values // copies, *x.shape[2:])
+            return np.concatenate([x, np.repeat(both, copies, axis=0)], axis=1)
+        if SPLIT.get(name) == 0 and name.startswith("mamba_"):
+            return array.reshape(len(array) * copies, array.shape[1] // copies, *array.shape[2:])
+    if isinstance(spec, StateMixer):  # its heads divide as they are
         return array
-    K, G, D = spec.num_kv_heads, spec.group_size, spec.head_size
-    P = 2 if spec.gated else 1  # a head of queries, and its gate
+    K = spec.num_kv_heads
+    G = spec.num_heads // K
     copies = size // np.gcd(K, size)
     share = -(-G // copies)
 
@@ -64,11 +77,16 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
         return np.pad(heads, padding).reshape(K * copies, share, *heads.shape[2:])
 
     match name:
-        case "embed" | "lm_head" | "layer_embeddings":
-            return np.pad(array, ((0, -len(array) % size), (0, 0)))
         case "lm_head_bias":
             return np.pad(array, (0, -len(array) % size))
+        case "q":
+            of_heads = query_heads(array.reshape(K, G, -1, array.shape[-1]))
+            return of_heads.reshape(K * copies, -1, array.shape[-1])
+        case "k_up" | "v_up":
+            return query_heads(array)
         case "qkv" | "qkv_bias":
+            assert isinstance(spec, GroupedQueryAttention)
+            D, P = spec.head_size, 2 if spec.gated else 1  # a head of queries, and its gate
             own = array.shape[1] // D - G * P  # key and value, or only a key, or none of them
             heads = array.reshape(K, G * P + own, D, -1)
             queries = query_heads(heads[:, : G * P].reshape(K, G, P * D, -1)).reshape(K * copies, share * P, D, -1)
@@ -79,15 +97,18 @@ def spread_by_hand(name: str, array: np.ndarray, spec: Heads, size: int) -> np.n
             return np.moveaxis(query_heads(heads), -1, 0).reshape(len(array), -1)
         case "sinks" | "head_gates":
             return query_heads(array)
-        case "q_norm" if spec.qk_norm in OF_HEADS:
+        case "q_norm" if normed_by_head(spec):
             return query_heads(array)
-        case "k_norm" if spec.qk_norm in OF_HEADS:
+        case "k_norm" if normed_by_head(spec):
             return np.repeat(array, copies, axis=0)
     return array
 
 
-# Norms whose weights are those of heads.
-OF_HEADS = ("own", "full")
+def normed_by_head(spec: Heads) -> bool:
+    """Whether the weights of the norms of queries and keys are those of heads."""
+    return isinstance(spec, GroupedQueryAttention) and spec.qk_norm in ("own", "full")
+
+
 # Which dimension of an array is split; of the others every device has all.
 SPLIT = {
     "embed": 0,
@@ -97,6 +118,9 @@ SPLIT = {
     "experts_gate_up_bias": 2,
     "layer_embeddings": 0,
     "lm_head": 0,
+    "q": 0,
+    "k_up": 0,
+    "v_up": 0,
     "qkv": 0,
     "qkv_bias": 0,
     "o": 1,
@@ -107,13 +131,43 @@ SPLIT = {
     "up_bias": 0,
     "experts_gate_up": 2,
     "experts_down": 2,
+    "experts_up": 1,
     "shared_gate_up": 1,
+    "shared_up": 0,
     "shared_down": 1,
     "delta_in": 0,
     "delta_conv": 0,
     "delta_decay": 0,
     "delta_step_bias": 0,
     "delta_out": 1,
+    "mamba_gates": 0,
+    "mamba_gates_bias": 0,
+    "mamba_in": 0,
+    "mamba_in_bias": 0,
+    "mamba_steps": 0,
+    "mamba_steps_bias": 0,
+    "mamba_taps": 0,
+    "mamba_taps_bias": 0,
+    "mamba_decay": 0,
+    "mamba_skip": 0,
+    "mamba_dt_bias": 0,
+    "mamba_norm": 0,
+    "mamba_out": 1,
+    "mamba1_in": 0,
+    "mamba1_in_bias": 0,
+    "mamba1_told": 1,
+    "mamba1_steps": 0,
+    "mamba1_dt_bias": 0,
+    "mamba1_decay": 0,
+    "mamba1_skip": 0,
+    "mamba1_taps": 0,
+    "mamba1_taps_bias": 0,
+    "mamba1_out": 1,
+    "conv_in": 0,
+    "conv_in_bias": 0,
+    "conv_taps": 0,
+    "conv_taps_bias": 0,
+    "conv_out": 1,
 }
 
 
@@ -127,11 +181,7 @@ def layers_of(params: Params, num_layers: int) -> list[dict[str, jax.Array]]:
 def check(name: str, got: jax.Array, canonical: jax.Array, spec: Heads, size: int) -> None:
     expected = spread_by_hand(name, np.asarray(canonical), spec, size)
     np.testing.assert_array_equal(np.asarray(got), expected, err_msg=name)
-    axis = (
-        0
-        if name in ("q_norm", "k_norm") and not isinstance(spec, GatedDeltaNet) and spec.qk_norm in OF_HEADS
-        else SPLIT.get(name)
-    )
+    axis = 0 if name in ("q_norm", "k_norm") and normed_by_head(spec) else SPLIT.get(name)
     if axis is None:
         assert got.sharding.is_fully_replicated, name
         return
@@ -146,14 +196,27 @@ def check_spread(directory: Path, spec: ModelSpec, size: int, layout: Layout, **
     mesh = make_mesh(MeshShape(1, size), jax.devices())
     many = checkpoint.load(directory, spec, dtype=jnp.float32, layout=layout, mesh=mesh, **options)
     assert set(many) == set(one)
-    [first, *_] = [layer.attention for layer in spec.layers if isinstance(layer.attention, GroupedQueryAttention)]
+    first = spec.layers[0].attention
+    assert isinstance(first, HEADS)
     for name in set(one) - {"layers"}:
         check(name, many[name], one[name], first, size)
     for layer, got, canonical in zip(spec.layers, layers_of(many, spec.num_layers), one["layers"], strict=True):
         assert set(got) == set(canonical)
-        assert isinstance(layer.attention, GroupedQueryAttention | GatedDeltaNet)
         for name in got:
-            check(name, got[name], canonical[name], layer.attention, size)
+            is_beside = layer.beside is not None and name in layer.beside.declare()
+            heads = layer.beside if is_beside else layer.attention
+            assert isinstance(heads, HEADS)
+            check(name, got[name], canonical[name], heads, size)
+
+
+# What models say whose heads do not divide over 8 devices.
+_DELTA = "heads of linear attention do not divide"
+TOO_MANY_DEVICES = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA),
+    "mamba2": "3 groups of Mamba-2 of 4 heads do not divide",
+    "nemotron_h": "2 groups of Mamba-2 of 6 heads do not divide",
+    "bamba": "2 groups of Mamba-2 of 6 heads do not divide",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,8 +226,8 @@ def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
     directory = fixture.write_checkpoint(tmp_path)
     for size in (2, 4, 8):
         norms_all = getattr(spec.layers[0].attention, "qk_norm", "") == "full"
-        refused = "norms all of them together" if norms_all else "heads of linear attention do not divide"
-        if size == 8 and (norms_all or name.startswith("qwen3_5")):
+        if size == 8 and (norms_all or name in TOO_MANY_DEVICES):
+            refused = TOO_MANY_DEVICES.get(name, "norms all of them together")
             with pytest.raises(ValueError, match=f"{refused}.*: use a mesh of 1x1, 1x2"):
                 check_spread(directory, spec, size, "separate")
         else:
@@ -273,7 +336,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxvllm.models import checkpoint, hf_weights
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.gated_delta import GatedDeltaNet
+from jaxvllm.models.state_mixer import StateMixer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import changed

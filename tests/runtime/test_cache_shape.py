@@ -132,6 +132,20 @@ def test_a_state_is_a_page_of_a_group_that_slides() -> None:
     assert share.state_bytes(16, jnp.dtype("bfloat16"), REFERENCE) == 4 * states.memory.page_bytes(16, "bfloat16") // 2
 
 
+def test_a_layer_that_keeps_several_things_is_in_as_many_groups() -> None:
+    spec = model_spec(Fixture.load("falcon_h1").config)
+    shape = CacheShape(41, 16, 4, max_pages=8, dtype=jnp.dtype("float32"), step_tokens=16)
+    attention, states = shape.groups(spec)
+    assert attention.layers == states.layers == (0, 1, 2)
+    assert attention.memory == KeysAndValues(2, 12, None) and states.memory.keeps_state
+    # Two groups of Mamba-2 on four devices have half of their heads each. No part is a copy of another.
+    mesh = make_mesh(MeshShape(1, 4), jax.devices())
+    arrays = page_format("", spec, shape, REFERENCE, mesh).arrays
+    assert [(array.num_layers, array.num_heads, array.copies) for array in arrays] == [(3, 2, 2), (3, 4, 1)]
+    window, scan = shape.groups(model_spec(Fixture.load("mamba").config))
+    assert window.layers == scan.layers == (0, 1, 2) and window.memory != scan.memory
+
+
 def test_heads_that_a_gpus_kernels_do_not_have_are_left_to_xla() -> None:
     backend = Backend.of_chip(chip_named("h200"))
     assert KeysAndValues(2, 512, None).backend(backend) == REFERENCE

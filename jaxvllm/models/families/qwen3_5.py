@@ -4,14 +4,14 @@ Three layers of linear attention, by the gated delta rule, to each layer of atte
 rope turns the first quarter of a head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import Ffn
-from jaxvllm.models.gated_delta import GatedDeltaNet, GatedDeltaRule
+from jaxvllm.models.gated_delta import GatedDelta, GatedDeltaNet
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
@@ -30,12 +30,14 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def qwen3_5_spec(config: HfConfig) -> ModelSpec:
-    return hybrid_spec(config, UsualParts(config).gated_ffn())
+    usual = UsualParts(config)
+    return hybrid_spec(config, [usual.gated_ffn()] * usual.num_layers)
 
 
-def hybrid_spec(config: HfConfig, ffn: Ffn) -> ModelSpec:
-    """Returns the spec of a Qwen 3.5 with this FFN in all layers."""
-    config.refuse({"attn_output_gate": (None, True)})
+def hybrid_spec(config: HfConfig, ffns: Sequence[Ffn]) -> ModelSpec:
+    """Returns the spec of a Qwen 3.5 with these FFNs in its layers."""
+    # The convolution of linear attention has the activation of the FFNs, and ours knows one.
+    config.refuse({"attn_output_gate": (None, True), "hidden_act": (None, "silu", "swish")})
     # The sections of the rope are for images: the axes of a text's positions are all the same.
     rope = {"partial_rotary_factor": 0.25} | config.rope_parameters()
     config = config.with_defaults(head_dim=256, num_key_value_heads=4)
@@ -45,22 +47,25 @@ def hybrid_spec(config: HfConfig, ffn: Ffn) -> ModelSpec:
     full = Block(
         norm=norm,
         attention=replace(usual.attention(norm), qk_norm="head", gated=True, qkv_bias=has_bias, o_bias=has_bias),
-        ffn=ffn,
+        ffn=ffns[0],
         rope=usual.rope(),
     )
     num_keys, num_values = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
     if num_values % num_keys:
         raise ValueError(f"config linear_num_value_heads {num_values} must be a multiple of {num_keys} key heads")
-    rule = GatedDeltaRule(
+    delta = GatedDelta(
         values_per_key=num_values // num_keys,
         key_size=config.integer("linear_key_head_dim", 128),
         value_size=config.integer("linear_value_head_dim", 128),
-        conv_size=config.integer("linear_conv_kernel_dim", 4, least=2),
     )
-    linear = Block(norm=norm, attention=GatedDeltaNet(usual.hidden_size, num_keys, rule, RmsNorm(eps)), ffn=ffn)
-    every = [_LINEAR if (layer + 1) % 4 else _FULL for layer in range(usual.num_layers)]
+    conv_size = config.integer("linear_conv_kernel_dim", 4, least=2)
+    mixer = GatedDeltaNet(usual.hidden_size, num_keys, delta, conv_size, RmsNorm(eps))
+    linear = Block(norm=norm, attention=mixer, ffn=ffns[0])
+    interval = config.integer("full_attention_interval", 4)
+    every = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(usual.num_layers)]
     kinds = config.layer_types(every, (_FULL, _LINEAR))
-    return usual.model((full if kind == _FULL else linear for kind in kinds), norm)
+    layers = [full if kind == _FULL else linear for kind in kinds]
+    return usual.model((replace(layer, ffn=ffn) for layer, ffn in zip(layers, ffns, strict=True)), norm)
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
@@ -73,8 +78,8 @@ def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[S
     mixer = spec.layers[layer].attention
     if not isinstance(mixer, GatedDeltaNet):
         return norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
-    decls, rule, K, E = declare_layer(spec, layer), mixer.rule, mixer.num_key_heads, spec.hidden_size
-    r, Dk, Dv, C = rule.values_per_key, rule.key_size, rule.value_size, rule.channels
+    decls, delta, K, E = declare_layer(spec, layer), mixer.delta, mixer.num_groups, spec.hidden_size
+    r, Dk, Dv, C = delta.values_per_key, delta.key_size, delta.value_size, delta.channels
     prefix_in = f"{prefix}linear_attn."
     # Queries, keys and values: rows of a head, where they begin in our array, and where in the tensor.
     channels = ((Dk, 0, 0), (Dk, Dk, K * Dk), (r * Dv, 2 * Dk, 2 * K * Dk))
@@ -98,7 +103,8 @@ def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[S
             of_values("in_proj_a.weight", C + r * (Dv + 1), r, E),
         ),
         "delta_conv": tuple(
-            replace(source, shape=(K * C, 1, rule.conv_size)) for source in of_channels("conv1d.weight", rule.conv_size)
+            replace(source, shape=(K * C, 1, mixer.conv_size))
+            for source in of_channels("conv1d.weight", mixer.conv_size)
         ),
         "delta_decay": (of_values("A_log", 0, r),),
         "delta_step_bias": (of_values("dt_bias", 0, r),),

@@ -26,7 +26,7 @@ def qwen3_5_moe_spec(config: HfConfig) -> ModelSpec:
         usual.hidden_size, config.integer("num_experts", 256), config.integer("num_experts_per_tok", 8)
     )
     sizes = config.integer("moe_intermediate_size", 512), config.integer("shared_expert_intermediate_size", 512)
-    return hybrid_spec(config, replace(usual.experts(router, *sizes), is_shared_gated=True))
+    return hybrid_spec(config, [replace(usual.experts(router, *sizes), is_shared_gated=True)] * usual.num_layers)
 
 
 def sources_of(are_stacked: bool) -> LayerSources:

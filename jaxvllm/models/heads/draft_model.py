@@ -25,8 +25,8 @@ class DraftModel:
         if any(layer.window is not None for layer in self.spec.layers):
             raise ValueError("a draft model must see all positions: take another")
         # Its keys and values are in one array of pages.
-        one_size = len({layer.memory for layer in self.spec.layers}) == 1
-        if self.spec.shares_memory or not one_size or self.spec.layers[0].memory.keeps_state:
+        one_size = len({layer.memories for layer in self.spec.layers}) == 1
+        if self.spec.shares_memory or not one_size or self.spec.layers[0].keeps_state:
             raise ValueError("all layers of a draft model must keep keys and values of one size: take another")
 
     @property

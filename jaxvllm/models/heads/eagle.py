@@ -204,4 +204,5 @@ def decoder_layer(
     given = LayerInput(positions, rotation, attend, no_recur, ALONE, layer.memory, number, NO_WINDOW)
     h, kv = layer.attention.apply(weights, h, kv, given)
     x = x + h
+    assert layer.ffn is not None, "EAGLE's layers are those of a Llama"
     return x + layer.ffn.apply(weights, layer.norm.apply(weights, "ffn_norm", x), given), kv
