@@ -13,6 +13,9 @@ from jaxvllm.bench.kernels.timing import time_calls
 from pallas_kernels.chips import GIB
 
 MATMUL_SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
+# The most bytes to copy. Random numbers take four times the memory of their array, and a CPU may say that it has
+# 480 MiB of cache.
+COPY_SIZE = {"cpu": GIB // 4, "gpu": 4 * GIB, "tpu": 4 * GIB}
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,8 @@ class _Chain:
 
 
 def _copy_bandwidth(device: jax.Device) -> float:
-    # Random numbers take four times the memory of their array, and a CPU may say that it has 480 MiB of cache.
-    most = GIB // 4 if device.platform == "cpu" else 4 * GIB
     wanted = 4 * cache_bytes(device) if device.platform == "cpu" else memory_bytes(device) // 8
-    nbytes = min(most, wanted)
+    nbytes = min(COPY_SIZE[device.platform], wanted)
     x = jax.random.normal(jax.random.key(0), (nbytes // 4,), jnp.float32)
     # The runtime's own copy, and a kernel of XLA's that reads and writes in place: the faster one is the ceiling. On a
     # CPU that is the second, by ten times: the memory of a new array must be handed out first, page by page.
