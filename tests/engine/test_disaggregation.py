@@ -150,7 +150,7 @@ def test_a_thousand_requests_leave_no_page(producer: LLM, consumer: LLM) -> None
         connector(one)._memory.check_invariants()
 
 
-@pytest.mark.parametrize("mesh", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("1x1", "2x1x1")), "1x2"])
+@pytest.mark.parametrize("mesh", [pytest.param("2x1x1", marks=pytest.mark.slow), "1x2"])
 def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, mesh: str) -> None:
     expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], SEEDED, use_tqdm=False))
     # A page is the same, whichever program has written it.

@@ -224,7 +224,7 @@ def test_every_shard_of_every_family(name: str, tmp_path: Path) -> None:
     fixture = divisible(name)
     spec = model_spec(fixture.config, fixture.max_model_len)
     directory = fixture.write_checkpoint(tmp_path)
-    for size in (2, 4, 8):
+    for size in (2, 8):  # the logits over four devices are compared
         norms_all = getattr(spec.layers[0].attention, "qk_norm", "") == "full"
         if size == 8 and (norms_all or name in TOO_MANY_DEVICES):
             refused = TOO_MANY_DEVICES.get(name, "norms all of them together")
