@@ -64,8 +64,8 @@ def test_the_report_of_stages(capsys):
     assert "gemma-2-27b on 2x1x4 v5p: fits" in out
     assert "  layers do not divide: 2 of zeros after them cost what others do" in out
     assert "  links are those within a stage" in out
-    assert main(["--model", "Llama-3.1-8B", "--device", "v5e", "--mesh", "4x1x4"]) == 2
-    assert "mesh 4x1x4 has 16 devices to a replica, more than the 8 that can be planned" in capsys.readouterr().err
+    assert main(["--model", "Llama-3.1-8B", "--device", "v5e", "--mesh", "4x1x8"]) == 2
+    assert "mesh 4x1x8 has 32 devices to a replica, more than the 16 that can be planned" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("compiler")
@@ -100,7 +100,7 @@ def test_a_model_that_does_not_fit_names_a_mesh_that_would(capsys):
     assert main(["--model", "Llama-3.1-70B", "--device", "v5e", "--json"]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["findings"] is None
-    assert "about 1x16 of v5e would hold it" in captured.err and "more than the 8 that can be planned" in captured.err
+    assert "about 1x16 of v5e would hold it" in captured.err and "plan that mesh to be sure" in captured.err
 
 
 def test_virtual_devices_are_no_larger_when_they_are_more(capsys, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_refusal_is_one_line(kind, code, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--mesh", "1x16", "--model", "Llama-3.1-70B"], "mesh 1x16 has 16 devices to a replica, more than the 8"),
+        (["--mesh", "1x32", "--model", "Llama-3.1-70B"], "mesh 1x32 has 32 devices to a replica, more than the 16"),
         (["--model", "~nouser/x"], "give the whole path"),
         (["--model", "Lama-3.1-8B"], "did you mean meta-llama/Llama-3.1-8B"),
         (["--device", "h300"], "'h300': known are v5e"),

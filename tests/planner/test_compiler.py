@@ -92,7 +92,7 @@ def test_a_step_has_the_collectives_of_its_design(findings):
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (ValueError("9 devices: between 1 and 8 can be compiled for"), "usage"),
+        (ValueError("17 devices: between 1 and 16 can be compiled for"), "usage"),
         (NotImplementedError("no kernels"), "usage"),
         (RuntimeError("libtpu is not installed"), "usage"),
         (UnreadableHlo("this is no HLO text"), "compiler"),
@@ -110,5 +110,5 @@ def test_errors_become_refusals_of_one_line(error, kind, monkeypatch):
 
 
 def test_too_many_devices_are_refused_before_anything_compiles():
-    refusal = compile_worker._outcome(replace(deployment(TINY, "v5e"), size=16))
-    assert refusal == Refusal("usage", "16 devices: between 1 and 8 can be compiled for")
+    refusal = compile_worker._outcome(replace(deployment(TINY, "v5e"), size=32))
+    assert refusal == Refusal("usage", "32 devices: between 1 and 16 can be compiled for")
