@@ -74,6 +74,8 @@ MODEL_TYPES = {
     "DeepseekV2": "deepseek_v2",
     "DeepseekV3": "deepseek_v3",
     "Glm4MoeLite": "glm4_moe_lite",
+    "DeepseekV32": "deepseek_v32",
+    "GlmMoeDsa": "glm_moe_dsa",
     "GptOss": "gpt_oss",
     "HunYuanDenseV1": "hunyuan_v1_dense",
     "HunYuanMoEV1": "hunyuan_v1_moe",
@@ -106,6 +108,15 @@ LATENT = {
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.7,
+}
+INDEXED = {
+    "hidden_size": 56,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 28,
+    "index_n_heads": 12,  # of few heads all may be 0, and transformers breaks ties in another way
+    "index_head_dim": 14,
+    "index_topk": 11,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
@@ -251,6 +262,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # An index chooses 11 of up to 114 positions.
+    "deepseek_v32": ("DeepseekV32", {**EVEN, **LATENT, **INDEXED, "n_group": 3, "topk_group": 2}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**EVEN, **LATENT, **INDEXED, "attention_bias": True, "rms_norm_eps": 1e-4}),
     "glm4_moe_lite": (
         "Glm4MoeLite",
         {

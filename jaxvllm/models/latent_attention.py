@@ -23,6 +23,7 @@ from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.ops import project_heads
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rotation import RopePairs, rotated
+from jaxvllm.models.sparse_indexer import SparseIndexer
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,12 @@ class LatentAttention:
     scale: float  # multiplies q . k
     rope_pairs: RopePairs = "neighbours"
     has_bias: bool = False  # of latents, and of the output
+    indexer: SparseIndexer | None = None  # chooses the positions that are seen
     num_kv_heads: int = 1  # copies of the latents, one on each device
 
     def __post_init__(self) -> None:
+        if self.indexer is not None and self.q_rank is None:
+            raise ValueError("an index reads the latents of queries, so q_lora_rank must be a number")
         sizes = "hidden_size num_heads q_rank latent_size content_size rope_size value_size scale num_kv_heads"
         require_positive(self, sizes)
         if self.num_heads % self.num_kv_heads:
@@ -57,8 +61,12 @@ class LatentAttention:
 
     @property
     def head_size(self) -> int:
-        """The size of a query that has been brought to the latents."""
-        return self.rope_size + self.latent_size
+        """The size of a query that has been brought to the latents, and of a key. It begins with a key of the index."""
+        return self._index_size + self.rope_size + self.latent_size
+
+    @property
+    def _index_size(self) -> int:
+        return 0 if self.indexer is None else self.indexer.head_size
 
     def memory(self, window: int | None) -> KeysAndValues:
         return KeysAndValues(self.num_kv_heads, self.head_size, window, self.latent_size)
@@ -101,6 +109,8 @@ class LatentAttention:
         decls |= self.norm.declare("kv_latent_norm", (self.latent_size,), (None,))
         if self.q_rank is not None:
             decls |= self.norm.declare("q_latent_norm", (self.q_rank,), (None,))
+        if self.indexer is not None:
+            decls |= self.indexer.declare()
         return decls | {"k_up": self._of_latents(self.content_size), "v_up": self._of_latents(self.value_size)}
 
     def kv_copies(self, size: int) -> int:
@@ -118,7 +128,7 @@ class LatentAttention:
         return replace(self, num_kv_heads=self.num_kv_heads // size, num_heads=self.num_heads // size)
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
-        T, H = x.shape[0], self.num_heads
+        T, H, hidden = x.shape[0], self.num_heads, x
         of_query, latent, shared = jnp.split(
             self.latents.apply(weights, "latents", x), (self.q_rank or 0, -self.rope_size), axis=-1
         )
@@ -128,8 +138,13 @@ class LatentAttention:
         content = project_heads("thc,hcl->thl", q[..., : self.content_size], weights["k_up"])
         q = jnp.concatenate([self._rotated(q[..., self.content_size :], given), content], axis=-1)
         latent = self.norm.apply(weights, "kv_latent_norm", latent)
-        k = jnp.concatenate([self._rotated(shared, given), latent], axis=-1)[:, None]
-        out, kv = given.attend(kv, given, q, k, None, scale=self.scale, soft_cap=None)
+        k = jnp.concatenate([self._rotated(shared, given), latent], axis=-1)
+        index = None
+        if self.indexer is not None:
+            index = self.indexer.queries(weights, hidden, x, given)
+            k = jnp.concatenate([self.indexer.keys(weights, hidden, given), k], axis=-1)
+            q = jnp.pad(q, ((0, 0), (0, 0), (self._index_size, 0)))
+        out, kv = given.attend(kv, given, q, k[:, None], None, scale=self.scale, soft_cap=None, index=index)
         out = project_heads("thl,hvl->thv", out, weights["v_up"])
         return self.o.apply_summed(weights, "o", out.reshape(T, -1), given.axis), kv
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxvllm.models.layer_memory import LayerMemory
+from pallas_kernels.ragged_paged_attention import IndexQueries
 from sharding.axis import ModelAxis
 
 # A layer's number, window or rope: a Python int where it is known, an i32 scalar inside a loop.
@@ -23,6 +24,7 @@ class Attend[Kv](Protocol):
     k, v  # [T, K, D]; None: the layer whose memory is read has written them already. v alone: it is the end of k
     scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
     sinks  # f32[H]: one more logit for each head, which takes weight and has no value (None: no head has one)
+    index  # what chooses the positions that are seen (None: all are)
     Returns [T, H, size of a value] and the new cache.
     """
 
@@ -38,6 +40,7 @@ class Attend[Kv](Protocol):
         scale: float,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
+        index: IndexQueries | None = None,
     ) -> tuple[jax.Array, Kv]: ...
 
 

@@ -16,7 +16,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import Columns, StateMemory, Token
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import RaggedRows
+from pallas_kernels.ragged_paged_attention import IndexQueries, RaggedRows
 
 # Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
 # with a leading axis of layers.
@@ -113,6 +113,7 @@ class LayerCache:
         scale: float,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
+        index: IndexQueries | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
         pages, taken = kept
@@ -129,6 +130,7 @@ class LayerCache:
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            index=index,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )

@@ -3,8 +3,10 @@
 from pallas_kernels.ragged_paged_attention.api import plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.layout import KVPages, RowLayout, backend_for, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
+from pallas_kernels.ragged_paged_attention.sparse import IndexQueries
 
 __all__ = [
+    "IndexQueries",
     "NO_WINDOW",
     "KVPages",
     "RaggedRows",

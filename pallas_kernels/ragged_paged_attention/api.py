@@ -8,10 +8,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import reference, sparse
 from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, RowLayout
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from pallas_kernels.ragged_paged_attention.sparse import IndexQueries
 from pallas_kernels.ragged_paged_attention.write import read_kv, write_kv
 
 # The result of `plan_rows`: a pytree that only its backend understands, or None where there is nothing to plan.
@@ -49,6 +50,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
     latent_size: int | None = None,
+    index: IndexQueries | None = None,
     plan: Plan = None,
     backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
@@ -59,9 +61,11 @@ def ragged_paged_attention(
     to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit for each head, which
     takes weight and has no value (gpt-oss, arXiv 2508.10925). Without k and v the pages hold this step's KV already.
     With `latent_size` L and without v, the last L elements of a key are its value, which pages store once (DeepSeek V2,
-    arXiv 2405.04434). Pages of int8 or float8 hold keys and values divided by `kv_scales` f32[2, K], keys first (None:
-    by one). `plan` is the result of `plan_rows` for these rows. Returns f[T, H, D], or f[T, H, L] for latents, with
-    arbitrary finite values for padding tokens, and the pages. Donate `kv_pages`, so that the write is in place.
+    arXiv 2405.04434). With `index` a key begins with its key in the index, and a query attends to the positions that
+    the index chooses (`sparse.py`), or to all where no more fit the page table. Pages of int8 or float8 hold keys and
+    values divided by `kv_scales` f32[2, K], keys first (None: by one). `plan` is the result of `plan_rows` for these
+    rows. Returns f[T, H, D], or f[T, H, L] for latents, with arbitrary finite values for padding tokens, and the pages.
+    Donate `kv_pages`, so that the write is in place.
 
     Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
     backend supports. A page table that is too narrow for its longest row is not detected, because the length of a row
@@ -77,7 +81,12 @@ def ragged_paged_attention(
     q = layout.key(q)
     new = None if k is None else layout.row(k, v)
     options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
-    if backend.kind == "tpu":
+    if index is not None and latent_size is not None and _longest(rows, kv_pages) > index.top_k:
+        if new is not None:
+            kv_pages = write_kv(new, kv_pages, layer, rows)
+        own = q[..., -head_size:]  # without padding
+        out = sparse.attend(own, index, kv_pages, layer, rows, scale=scale, latent_size=latent_size)
+    elif backend.kind == "tpu":
         if new is None:
             # Our kernel there writes while it attends, and writes again what it finds.
             new = read_kv(kv_pages, layer, rows)
@@ -108,6 +117,11 @@ def ragged_paged_attention(
     if kv_pages.dtype in QUANTIZED:
         out = _scale_heads(out, scales[0 if layout.is_latent else 1])
     return out.astype(dtype), kv_pages
+
+
+def _longest(rows: RaggedRows, kv_pages: KVPages) -> int:
+    """Returns the positions that a row of the page table has room for."""
+    return rows.page_table.shape[1] * kv_pages.shape[3]
 
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import StateMemory
+from pallas_kernels.ragged_paged_attention import IndexQueries
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -23,6 +24,7 @@ def dense_attend(
     scale: float,
     soft_cap: float | None,
     sinks: jax.Array | None = None,
+    index: IndexQueries | None = None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""
@@ -32,6 +34,7 @@ def dense_attend(
         v = k[..., -given.memory.latent_size :]
     elif isinstance(kv, dict) and _key(given) in kv:
         kv = kv | {_key(given): (k, v)}
+    index_keys = k[:, 0, : 0 if index is None else index.q.shape[-1]]
     G = q.shape[1] // k.shape[1]
     dtype = q.dtype
     q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
@@ -43,6 +46,12 @@ def dense_attend(
     if isinstance(given.memory, KeysAndValues) and given.memory.chunk is not None:
         chunk = jnp.arange(len(q)) // given.memory.chunk
         seen &= chunk[:, None] == chunk[None]
+    if index is not None:
+        keys = index_keys.astype(jnp.float32)
+        of_heads = jax.nn.relu(jnp.einsum("thd,nd->thn", index.q.astype(jnp.float32), keys))
+        counts = jnp.where(seen, (of_heads * index.weights[..., None]).sum(1), -jnp.inf)
+        least = jnp.sort(counts, axis=-1)[:, -min(index.top_k, len(keys))]
+        seen &= counts >= least[:, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     if sinks is not None:
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)

@@ -60,6 +60,8 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "gpt_oss",
     "nemotron",
     "arcee",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertGroups, ExpertRouter
@@ -12,6 +13,7 @@ from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.latent_attention import LatentAttention
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
+from jaxvllm.models.sparse_indexer import SparseIndexer
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import Source, named_norms, sparse_projections, whole, with_biases
 
@@ -36,7 +38,7 @@ def deepseek_v2_spec(config: HfConfig) -> ModelSpec:
     return latent_model(config, router)
 
 
-def latent_model(config: HfConfig, router: ExpertRouter) -> ModelSpec:
+def latent_model(config: HfConfig, router: ExpertRouter, indexer: SparseIndexer | None = None) -> ModelSpec:
     """Returns the model with latent attention, whose first layers are dense, and whose others have experts."""
     config.refuse({"moe_layer_freq": (None, 1)})
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
@@ -45,7 +47,7 @@ def latent_model(config: HfConfig, router: ExpertRouter) -> ModelSpec:
     num_dense = min(config.integer("first_k_dense_replace", least=0), usual.num_layers)
     kinds = ["dense"] * num_dense + ["sparse"] * (usual.num_layers - num_dense)
     ffns: Mapping[str, Ffn] = {"dense": usual.gated_ffn(), "sparse": usual.experts(router, size, shared_size)}
-    attention = latent_attention(config)
+    attention = replace(latent_attention(config), indexer=indexer)
     parameters, theta = config.rope_parameters(), config.number("rope_theta", 10_000.0)
     rope = config.rope(parameters, theta, attention.rope_size, usual.max_position)
     layers = (

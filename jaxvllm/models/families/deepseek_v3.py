@@ -9,12 +9,17 @@ from jaxvllm.models.weight_names import sparse_projections
 
 
 def deepseek_v3_spec(config: HfConfig) -> ModelSpec:
+    config = v3_defaults(config)
+    return latent_model(config, deepseek_router(config))
+
+
+def v3_defaults(config: HfConfig) -> HfConfig:
+    """Returns the config with what DeepSeek V3 means where a key is not there."""
     config.refuse({"topk_method": (None, "noaux_tc"), "scoring_func": (None, "sigmoid")})
-    config = config.with_defaults(
+    return config.with_defaults(
         n_routed_experts=256, n_group=8, topk_group=4, routed_scaling_factor=2.5, moe_intermediate_size=2048,
         n_shared_experts=1, first_k_dense_replace=3,
     )  # fmt: skip
-    return latent_model(config, deepseek_router(config))
 
 
 SOURCES = sparse_projections(

@@ -1,0 +1,116 @@
+"""Attention to a few positions of each context, which an index chooses (DeepSeek V3.2, arXiv 2512.02556, section 2.1).
+
+The key of a token has, before the part that attention reads, one small key for the index. A query scores every position
+that it sees by the index alone, and attends to the best ones. All of it is plain XLA, a few queries at a time, so that
+the most that exists of a context is its scores.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+
+TILE_QUERIES = 8  # of which 2,048 chosen positions of 576 numbers are 19 MB in bfloat16
+CHUNK_TOKENS = 1024  # scored in one step
+MASKED = -1e30
+
+
+class IndexQueries(NamedTuple):
+    """What the queries of a step ask the index, and how many positions each attends to."""
+
+    q: jax.Array  # f[T, heads of the index, D]
+    weights: jax.Array  # f32[T, heads of the index]: what the score of each head counts
+    top_k: int
+
+
+def scores_of(index: IndexQueries, keys: jax.Array) -> jax.Array:
+    """Returns the scores f32[T, N] of positions with the keys f[T, N, D], or f[N, D] where they are those of all."""
+    equation = "thd,nd->thn" if keys.ndim == 2 else "thd,tnd->thn"
+    of_heads = jnp.einsum(
+        equation, index.q.astype(jnp.float32), keys.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    return jnp.einsum("thn,th->tn", jax.nn.relu(of_heads), index.weights, precision=lax.Precision.HIGHEST)
+
+
+def attend(
+    q: jax.Array,
+    index: IndexQueries,
+    kv_pages: jax.Array,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    *,
+    scale: float,
+    latent_size: int,
+) -> jax.Array:
+    """Attends with q f[T, H, D] over pages of one KV head, which hold this step's keys already: f[T, H, latent_size].
+
+    The first numbers of a key, as many as those of a query of the index, are its key there; those of q are not read.
+    """
+    num_tokens, index_size = len(q), index.q.shape[-1]
+    tile = min(TILE_QUERIES, num_tokens)
+    padding = -num_tokens % tile
+    positions = jnp.where(rows.is_real(), rows.positions, -1)
+    places = _Places(kv_pages, layer, index_size, q.shape[-1])
+
+    def tiles(x: jax.Array, value: int = 0) -> jax.Array:
+        widths = ((0, padding), *[(0, 0)] * (x.ndim - 1))
+        return jnp.pad(x, widths, constant_values=value).reshape(-1, tile, *x.shape[1:])
+
+    def attend_tile(given: tuple[jax.Array, ...]) -> jax.Array:
+        q, index_q, weights, row, position = given
+        table = rows.page_table[row]
+        best = IndexQueries(index_q, weights, index.top_k)
+        chosen, is_chosen = places.best(best, table, position)
+        kv = jnp.where(is_chosen[..., None], places.rows_at(table, chosen), 0)
+        logits = jnp.einsum("thd,tkd->thk", q * jnp.asarray(scale, q.dtype), kv, preferred_element_type=jnp.float32)
+        logits = jnp.where(is_chosen[:, None], logits, MASKED)
+        shares = jnp.where(is_chosen[:, None], jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
+        shares = shares / jnp.maximum(shares.sum(-1, keepdims=True), 1e-30)
+        values = kv[..., -latent_size:]
+        return jnp.einsum("thk,tkv->thv", shares.astype(kv.dtype), values, preferred_element_type=jnp.float32)
+
+    parts = q[..., index_size:], index.q, index.weights, rows.token_rows
+    out = lax.map(attend_tile, (*map(tiles, parts), tiles(positions, -1)))
+    return out.reshape(-1, *out.shape[2:])[:num_tokens].astype(q.dtype)
+
+
+class _Places(NamedTuple):
+    """The pages of a layer, with what their rows have."""
+
+    kv_pages: jax.Array  # f[L, P, 1, S, W]
+    layer: jax.Array | int
+    index_size: int
+    head_size: int  # the last so many numbers of a row are a key
+
+    def best(self, index: IndexQueries, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the best positions i32[t, k] of each query, and bool[t, k], true for those that it sees.
+
+        `table` i32[t, pages] has the pages of each query's row. A query at position -1 sees nothing.
+        """
+        page_size = self.kv_pages.shape[3]
+        chunk_pages = max(1, min(CHUNK_TOKENS // page_size, table.shape[1]))
+        table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % chunk_pages)))
+        chunk, longest = chunk_pages * page_size, table.shape[1] * page_size
+        begin = self.kv_pages.shape[4] - self.head_size
+
+        def score(number: jax.Array, scores: jax.Array) -> jax.Array:
+            pages = lax.dynamic_slice_in_dim(table, number * chunk_pages, chunk_pages, axis=1)
+            keys = self.kv_pages[self.layer, pages, 0, :, begin : begin + self.index_size]
+            found = scores_of(index, keys.reshape(len(table), chunk, -1))
+            return lax.dynamic_update_slice_in_dim(scores, found, number * chunk, axis=1)
+
+        scores = jnp.full((len(table), longest), -jnp.inf, jnp.float32)
+        scores = lax.fori_loop(0, positions.max() // chunk + 1, score, scores)
+        scores = jnp.where(jnp.arange(longest) <= positions[:, None], scores, -jnp.inf)
+        best, chosen = lax.top_k(scores, min(index.top_k, longest))
+        return chosen, best > -jnp.inf
+
+    def rows_at(self, table: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns what attention reads of the keys at `positions` i32[t, k] of each row: f[t, k, D]."""
+        page_size = self.kv_pages.shape[3]
+        pages = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
+        begin = self.kv_pages.shape[4] - self.head_size + self.index_size
+        return self.kv_pages[self.layer, pages, 0, positions % page_size, begin:]
