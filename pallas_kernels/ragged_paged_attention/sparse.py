@@ -19,7 +19,7 @@ MASKED = -1e30
 
 
 class IndexQueries(NamedTuple):
-    """What the queries of a step ask the index, and how many positions each attends to."""
+    """The queries of a step to the index, each of which chooses `top_k` positions."""
 
     q: jax.Array  # f[T, heads of the index, D]
     weights: jax.Array  # f32[T, heads of the index]: what the score of each head counts
@@ -53,7 +53,7 @@ def attend(
     tile = min(TILE_QUERIES, num_tokens)
     padding = -num_tokens % tile
     positions = jnp.where(rows.is_real(), rows.positions, -1)
-    places = _Places(kv_pages, layer, index_size, q.shape[-1])
+    indexed = _IndexedPages(kv_pages, layer, index_size, q.shape[-1])
 
     def tiles(x: jax.Array, value: int = 0) -> jax.Array:
         widths = ((0, padding), *[(0, 0)] * (x.ndim - 1))
@@ -63,8 +63,8 @@ def attend(
         q, index_q, weights, row, position = given
         table = rows.page_table[row]
         best = IndexQueries(index_q, weights, index.top_k)
-        chosen, is_chosen = places.best(best, table, position)
-        kv = jnp.where(is_chosen[..., None], places.rows_at(table, chosen), 0)
+        chosen, is_chosen = indexed.best(best, table, position)
+        kv = jnp.where(is_chosen[..., None], indexed.rows_at(table, chosen), 0)
         logits = jnp.einsum("thd,tkd->thk", q * jnp.asarray(scale, q.dtype), kv, preferred_element_type=jnp.float32)
         logits = jnp.where(is_chosen[:, None], logits, MASKED)
         shares = jnp.where(is_chosen[:, None], jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
@@ -77,7 +77,7 @@ def attend(
     return out.reshape(-1, *out.shape[2:])[:num_tokens].astype(q.dtype)
 
 
-class _Places(NamedTuple):
+class _IndexedPages(NamedTuple):
     """The pages of a layer, with what their rows have."""
 
     kv_pages: jax.Array  # f[L, P, 1, S, W]

@@ -15,7 +15,7 @@ from jaxvllm.runtime.proposers.proposer import Drafts, Known, SeenStep
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, DeviceState, Rows
 from jaxvllm.runtime.step_model import StepModel
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, IndexQueries, RaggedRows
 
 # Tokens of each row that a head catches up with at once.
 CATCH_UP = 8
@@ -181,8 +181,9 @@ class AutoregressiveProposer:
             scale: float,
             soft_cap: float | None,
             sinks: jax.Array | None = None,
+            index: IndexQueries | None = None,
         ) -> tuple[jax.Array, jax.Array]:
-            options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+            options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "index": index}
             options |= {"plan": plan, "backend": backend}
             return memory.attend(kv, given.number, rows, q, k, v, window, **options)
 
