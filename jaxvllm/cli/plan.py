@@ -25,6 +25,8 @@ _PLANNED = (
     "max_num_batched_tokens",
     "page_size",
     "memory_utilization",
+    "quantization",
+    "enable_expert_parallel",
 )
 
 

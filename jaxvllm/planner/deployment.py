@@ -12,6 +12,7 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.models.experts import by_expert
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.spec import ModelSpec
@@ -45,6 +46,7 @@ class Deployment:
     max_num_batched_tokens: int
     page_size: int
     quantization: str | None = None
+    enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
@@ -68,11 +70,13 @@ class Deployment:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             page_size=resolved.page_size,
             quantization=resolved.quantization,
+            enable_expert_parallel=config.enable_expert_parallel,
         )
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return model_spec(self.hf_config, self.max_model_len)
+        spec = model_spec(self.hf_config, self.max_model_len)
+        return by_expert(spec) if self.enable_expert_parallel else spec
 
     @cached_property
     def spread(self) -> Spread:
