@@ -6,6 +6,7 @@ import those. Weights are not stored: tests/models/seeded_weights.py makes them 
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -90,6 +91,7 @@ MODEL_TYPES = {
     "NemotronH": "nemotron_h",
     "FalconMamba": "falcon_mamba",
     "FalconH1": "falcon_h1",
+    "KimiLinear": "kimi_linear",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -259,6 +261,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 28,
             "rope_interleave": False,
             "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2,
+        },
+    ),
+    # Released configs have these spellings, and count layers from 1.
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "vocab_size": 139,
+            "hidden_size": 56,
+            "intermediate_size": 100,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "kv_lora_rank": 20,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "mla_use_nope": True,
+            "model_max_length": 128,
+            "moe_intermediate_size": 24,
+            "moe_renormalize": False,
+            "num_experts": 12,
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 2,
+            "rms_norm_eps": 1e-4,
+            "linear_attn_config": {
+                "full_attn_layers": [2, 4],
+                "kda_layers": [1, 3],
+                "head_dim": 6,
+                "num_heads": 8,
+                "short_conv_kernel_size": 3,
+            },
         },
     ),
     "qwen3_next": (
@@ -1066,7 +1104,10 @@ def stored_shapes(model: Any) -> dict[str, list[int]]:
         model.save_pretrained(directory)
         [file] = Path(directory).glob("*.safetensors")
         with safe_open(file, "pt") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    # transformers writes the dense FFNs of Kimi Linear with the names of experts, and reads them with those of Kimi.
+    dense = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
+    return {dense.sub(r".mlp.\1_proj.", name): shape for name, shape in shapes.items()}
 
 
 def loaded(config: Path, weights: dict[str, np.ndarray], attention: str) -> Any:

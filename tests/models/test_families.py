@@ -101,6 +101,7 @@ FAMILIES = (
     "falcon_mamba",
     "jamba",
     "falcon_h1",
+    "kimi_linear",
 )
 
 
@@ -292,6 +293,13 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("mamba2", {"expand": 2}, "num_heads 12 of head_dim 12 must be the 96 that expand says"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1]}},
+            r"must list each layer from 1 to 4 once, in full_attn_layers or kda_layers, not \[2, 4\] and \[1\]",
+        ),
+        ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5}}, "linear_attn_config must be an object of"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False is not supported"),
         (
             "nemotron_h",
             {"hybrid_override_pattern": "M--"},

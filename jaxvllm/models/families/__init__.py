@@ -42,6 +42,7 @@ from jaxvllm.models.families import (
     internlm3,
     jais2,
     jamba,
+    kimi_linear,
     laguna,
     lfm2,
     lfm2_moe,
@@ -161,6 +162,7 @@ FAMILIES: tuple[Family, ...] = (
     *mamba.FAMILIES,
     jamba.FAMILY,
     falcon_h1.FAMILY,
+    kimi_linear.FAMILY,
 )
 
 
