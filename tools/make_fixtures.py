@@ -17,13 +17,16 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.models.seeded_weights import seeded_weights  # noqa: E402
+
+# transformers has the class, and does not know it as a model of text alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 FIXTURES = ROOT / "tests" / "fixtures"
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 33, 64, 90)
@@ -251,6 +254,51 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "mscale": 1.0,
                 "mscale_all_dim": 0.7,
             },
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **EVEN,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 28,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "rms_norm_eps": 1e-4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 20_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 16.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "youtu": (
+        "Youtu",
+        {
+            **EVEN,
+            **{
+                key: value
+                for key, value in LATENT.items()
+                if "expert" not in key and "rout" not in key and "moe" not in key
+            },
+            "num_hidden_layers": 3,
+            "q_lora_rank": 28,
+            "rope_interleave": False,
+            "rope_theta": 20_000.0,
+            "rms_norm_eps": 1e-4,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
         },
     ),
     "glm4_moe_lite": (
@@ -905,6 +953,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": 139,
             "use_double_wide_mlp": True,
             "final_logit_softcapping": 3.0,
+        },
+    ),
+    # Experts beside a dense FFN, which is wider where a layer reads the keys and values of another.
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **EVEN,
+            **GEMMA4,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 139,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "rms_norm_eps": 1e-4,
         },
     ),
     # Fewer KV heads in layers of full attention, whose keys are their values.

@@ -102,6 +102,8 @@ FAMILIES = (
     "jamba",
     "falcon_h1",
     "kimi_linear",
+    "mistral4",
+    "youtu",
 )
 
 

@@ -56,6 +56,8 @@ from jaxvllm.models.families import (
     minimax_m2,
     ministral3,
     mistral,
+    mistral3,
+    mistral4,
     mixtral,
     nemotron,
     nemotron_h,
@@ -80,6 +82,7 @@ from jaxvllm.models.families import (
     stablelm,
     starcoder2,
     vaultgemma,
+    youtu,
 )
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
@@ -99,7 +102,8 @@ FAMILIES: tuple[Family, ...] = (
     granite.FAMILY,
     mimo.FAMILY,
     olmo3.FAMILY,
-    *ministral3.FAMILIES,
+    ministral3.FAMILY,
+    mistral3.FAMILY,
     glm4.FAMILY,
     *cohere.FAMILIES,
     gpt2.FAMILY,
@@ -163,6 +167,8 @@ FAMILIES: tuple[Family, ...] = (
     jamba.FAMILY,
     falcon_h1.FAMILY,
     kimi_linear.FAMILY,
+    mistral4.FAMILY,
+    youtu.FAMILY,
 )
 
 
