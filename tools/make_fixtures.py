@@ -6,6 +6,7 @@ import those. Weights are not stored: tests/models/seeded_weights.py makes them 
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -16,13 +17,16 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.models.seeded_weights import seeded_weights  # noqa: E402
+
+# transformers has the class, and does not know it as a model of text alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 FIXTURES = ROOT / "tests" / "fixtures"
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 33, 64, 90)
@@ -92,6 +96,7 @@ MODEL_TYPES = {
     "NemotronH": "nemotron_h",
     "FalconMamba": "falcon_mamba",
     "FalconH1": "falcon_h1",
+    "KimiLinear": "kimi_linear",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -265,6 +270,51 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # An index chooses 11 of up to 114 positions.
     "deepseek_v32": ("DeepseekV32", {**EVEN, **LATENT, **INDEXED, "n_group": 3, "topk_group": 2}),
     "glm_moe_dsa": ("GlmMoeDsa", {**EVEN, **LATENT, **INDEXED, "attention_bias": True, "rms_norm_eps": 1e-4}),
+    "mistral4": (
+        "Mistral4",
+        {
+            **EVEN,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 28,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "rms_norm_eps": 1e-4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 20_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 16.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "youtu": (
+        "Youtu",
+        {
+            **EVEN,
+            **{
+                key: value
+                for key, value in LATENT.items()
+                if "expert" not in key and "rout" not in key and "moe" not in key
+            },
+            "num_hidden_layers": 3,
+            "q_lora_rank": 28,
+            "rope_interleave": False,
+            "rope_theta": 20_000.0,
+            "rms_norm_eps": 1e-4,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
         {
@@ -273,6 +323,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": 28,
             "rope_interleave": False,
             "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2,
+        },
+    ),
+    # Released configs have these spellings, and count layers from 1.
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "vocab_size": 139,
+            "hidden_size": 56,
+            "intermediate_size": 100,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 7,
+            "kv_lora_rank": 20,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "mla_use_nope": True,
+            "model_max_length": 128,
+            "moe_intermediate_size": 24,
+            "moe_renormalize": False,
+            "num_experts": 12,
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 2,
+            "rms_norm_eps": 1e-4,
+            "linear_attn_config": {
+                "full_attn_layers": [2, 4],
+                "kda_layers": [1, 3],
+                "head_dim": 6,
+                "num_heads": 8,
+                "short_conv_kernel_size": 3,
+            },
         },
     ),
     "qwen3_next": (
@@ -883,6 +969,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    # Experts beside a dense FFN, which is wider where a layer reads the keys and values of another.
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **EVEN,
+            **GEMMA4,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 139,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
     # Fewer KV heads in layers of full attention, whose keys are their values.
     "gemma4-keys": (
         "Gemma4",
@@ -1080,7 +1184,10 @@ def stored_shapes(model: Any) -> dict[str, list[int]]:
         model.save_pretrained(directory)
         [file] = Path(directory).glob("*.safetensors")
         with safe_open(file, "pt") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    # transformers writes the dense FFNs of Kimi Linear with the names of experts, and reads them with those of Kimi.
+    dense = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
+    return {dense.sub(r".mlp.\1_proj.", name): shape for name, shape in shapes.items()}
 
 
 def loaded(config: Path, weights: dict[str, np.ndarray], attention: str) -> Any:

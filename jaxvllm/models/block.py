@@ -20,11 +20,13 @@ from jaxvllm.models.state_mixer import StateMixer
 
 # The norms stand before attention and FFN (pre: Llama), before and after (sandwich: Gemma 2, 3), or after (post:
 # OLMo 2). In a parallel block both read the hidden state through one norm, and their outputs are added to it together
-# (Cohere); in a twin block each has a norm of its own (GPT-NeoX).
-Placement = Literal["pre", "sandwich", "post", "parallel", "twin"]
+# (Cohere); in a twin block each has a norm of its own (GPT-NeoX). In an open sandwich the FFN reads the hidden state
+# itself, and has norms of its own (Gemma 4 with experts).
+Placement = Literal["pre", "sandwich", "open_sandwich", "post", "parallel", "twin"]
 _NORMS: Mapping[Placement, tuple[str, ...]] = {
     "pre": ("attention_norm", "ffn_norm"),
     "sandwich": ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"),
+    "open_sandwich": ("attention_norm", "attention_post_norm", "ffn_post_norm"),
     "post": ("attention_post_norm", "ffn_post_norm"),
     "parallel": ("attention_norm",),
     "twin": ("attention_norm", "ffn_norm"),

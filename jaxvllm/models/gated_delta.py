@@ -51,7 +51,7 @@ class GatedDelta:
     def understand(self, weights: Mapping[str, jax.Array], mixed: jax.Array, token: Token) -> Token:
         """Returns q, k [Dk], v [r, Dv], g and beta [r]."""
         q, k, v = jnp.split(mixed, (self.key_size, 2 * self.key_size))
-        q, k = _of_length_one(q) * self.key_size**-0.5, _of_length_one(k)
+        q, k = of_length_one(q) * self.key_size**-0.5, of_length_one(k)
         v = v.reshape(self.values_per_key, self.value_size)
         return {"q": q, "k": k, "v": v, "g": token["g"], "beta": token["beta"]}
 
@@ -143,5 +143,6 @@ class GatedDeltaNet(StateMixer):
         return self.output.apply_summed(weights, "delta_out", out, given.axis), kv
 
 
-def _of_length_one(x: jax.Array) -> jax.Array:
+def of_length_one(x: jax.Array) -> jax.Array:
+    """Returns queries or keys x [.., D], each divided by its length."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)

@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.models.attention import QueryGrowth
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import KeysAndValues
@@ -45,6 +46,7 @@ class LatentAttention:
     rope_pairs: RopePairs = "neighbours"
     has_bias: bool = False  # of latents, and of the output
     indexer: SparseIndexer | None = None  # chooses the positions that are seen
+    q_growth: QueryGrowth | None = None
     num_kv_heads: int = 1  # copies of the latents, one on each device
 
     def __post_init__(self) -> None:
@@ -137,6 +139,8 @@ class LatentAttention:
         q = self.q.apply(weights, "q", x).reshape(T, H, -1)
         content = project_heads("thc,hcl->thl", q[..., : self.content_size], weights["k_up"])
         q = jnp.concatenate([self._rotated(q[..., self.content_size :], given), content], axis=-1)
+        if self.q_growth is not None:
+            q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         latent = self.norm.apply(weights, "kv_latent_norm", latent)
         k = jnp.concatenate([self._rotated(shared, given), latent], axis=-1)
         index = None

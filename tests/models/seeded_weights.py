@@ -32,4 +32,6 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int, norm_offset: float) ->
     if "embed_tokens" in name or name.endswith(("wte.weight", "wpe.weight", "embed_in.weight")):
         return np.float32(0.1) * values
     # Twice the usual: attention and FFN then outweigh the embedding, and greedy tokens do not just repeat.
-    return np.float32(2 * shape[-1] ** -0.5) * values
+    # Some tensors of heads end with dimensions of 1.
+    width = [1, *(n for n in shape if n > 1)][-1]
+    return np.float32(2 * width**-0.5) * values

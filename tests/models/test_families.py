@@ -103,6 +103,9 @@ FAMILIES = (
     "falcon_mamba",
     "jamba",
     "falcon_h1",
+    "kimi_linear",
+    "mistral4",
+    "youtu",
 )
 
 
@@ -197,6 +200,18 @@ def test_ministral3_inside_the_multimodal_checkpoint(prefix: str, beside: str, t
     [layer] = set(older.layers)
     assert isinstance(layer.attention, GroupedQueryAttention)
     assert layer.attention.q_growth is None and layer.window is None
+
+
+def test_mistral4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
+    plain = Fixture.load("mistral4")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    weights = {name.replace("model.", "model.language_model.", 1): value for name, value in plain.weights().items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
 
 
 def test_llama4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
@@ -294,6 +309,20 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("mamba2", {"expand": 2}, "num_heads 12 of head_dim 12 must be the 96 that expand says"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1]}},
+            r"must list each layer from 1 to 4 once, in full_attn_layers or kda_layers, not \[2, 4\] and \[1\]",
+        ),
+        ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5}}, "linear_attn_config must be an object of"),
+        (
+            "mistral4",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5 must be that of qk_rope_head_dim 8 of 20",
+        ),
+        ("gemma4-experts", {"top_k_experts": None}, "config lacks top_k_experts"),
+        ("gemma4-experts", {"top_k_experts": 7}, "7 of 6 experts cannot be chosen"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False is not supported"),
         (
             "nemotron_h",
             {"hybrid_override_pattern": "M--"},

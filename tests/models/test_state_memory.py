@@ -12,6 +12,7 @@ import pytest
 
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.kimi_delta import ChannelDelta
 from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import RecurrentRule
@@ -77,6 +78,17 @@ def delta_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.nda
     return read
 
 
+def channel_delta_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.ndarray:
+    S, read = np.zeros((6, 6)), np.zeros((len(mixed), 6))
+    for t in range(len(mixed)):
+        q, k, v = mixed[t].reshape(3, 6)
+        q, k = (x / np.sqrt(x @ x + 1e-6) for x in (q, k))
+        S = np.diag(np.exp(tokens["g"][t])) @ S
+        S = S + np.outer(k, tokens["beta"][t] * (v - S.T @ k))
+        read[t] = S.T @ q / np.sqrt(6)
+    return read
+
+
 def scan_by_numpy(weights: Tokens, mixed: np.ndarray, tokens: Tokens) -> np.ndarray:
     h, read = np.zeros((3, 4, 7)), np.zeros((len(mixed), 3, 4))
     for t in range(len(mixed)):
@@ -109,6 +121,12 @@ CASES = {
         random_weights(taps=(4, 22)),
         {"g": (2,), "beta": (2,)},
         delta_by_numpy,
+    ),
+    "Kimi delta": Case(
+        RecurrentRule(CausalConv(18, 4), ChannelDelta(size=6)),
+        random_weights(taps=(4, 18)),
+        {"g": (6,), "beta": ()},
+        channel_delta_by_numpy,
     ),
     "Mamba-2": Case(
         RecurrentRule(CausalConv(26, 4, has_bias=True), SelectiveScan(num_heads=3, head_size=4, state_size=7)),

@@ -44,6 +44,7 @@ from jaxvllm.models.families import (
     internlm3,
     jais2,
     jamba,
+    kimi_linear,
     laguna,
     lfm2,
     lfm2_moe,
@@ -57,6 +58,8 @@ from jaxvllm.models.families import (
     minimax_m2,
     ministral3,
     mistral,
+    mistral3,
+    mistral4,
     mixtral,
     nemotron,
     nemotron_h,
@@ -81,6 +84,7 @@ from jaxvllm.models.families import (
     stablelm,
     starcoder2,
     vaultgemma,
+    youtu,
 )
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
@@ -100,7 +104,8 @@ FAMILIES: tuple[Family, ...] = (
     granite.FAMILY,
     mimo.FAMILY,
     olmo3.FAMILY,
-    *ministral3.FAMILIES,
+    ministral3.FAMILY,
+    mistral3.FAMILY,
     glm4.FAMILY,
     *cohere.FAMILIES,
     gpt2.FAMILY,
@@ -165,6 +170,9 @@ FAMILIES: tuple[Family, ...] = (
     *mamba.FAMILIES,
     jamba.FAMILY,
     falcon_h1.FAMILY,
+    kimi_linear.FAMILY,
+    mistral4.FAMILY,
+    youtu.FAMILY,
 )
 
 

@@ -1,24 +1,39 @@
-"""Gemma 4, text only and dense, alone or inside the multimodal checkpoint.
+"""Gemma 4, text only, alone or inside the multimodal checkpoint.
 
 It has five windowed layers to a full one. Layers of full attention have larger heads, of which a rope turns the first
 quarter, and may take their keys for values, too. The last layers of the small models read the keys and values of an
-earlier layer of their kind. Tokens of small models mean something to each layer alone.
+earlier layer of their kind. Tokens of small models mean something to each layer alone. The FFN of 26B-A4B has experts
+beside it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.expert_router import ExpertRouter
+from jaxvllm.models.experts_beside import ExpertsBesideFfn
 from jaxvllm.models.families.family import Family, beside_vision
 from jaxvllm.models.families.gemma3 import rope_entries
 from jaxvllm.models.families.usual import UsualParts
-from jaxvllm.models.ffn import GatedFfn
+from jaxvllm.models.ffn import Ffn, GatedFfn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import OuterNames, Source, named_norms, separate_projections, whole, with_biases
+from jaxvllm.models.weight_names import (
+    OuterNames,
+    Source,
+    attention_sources,
+    gated_ffn_sources,
+    gated_sources,
+    named_norms,
+    norm_sources,
+    stacked_expert_sources,
+    whole,
+    with_biases,
+)
 
 _FULL = "full_attention"
 # The part of a head that turns in layers of full attention, and how.
@@ -27,7 +42,7 @@ _ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 
 def gemma4_spec(config: HfConfig) -> ModelSpec:
     # Only the tokens of an image would see those after them.
-    config.refuse({"enable_moe_block": (None, False), "use_bidirectional_attention": (None, False, "vision")})
+    config.refuse({"use_bidirectional_attention": (None, False, "vision")})
     config = config.with_defaults(
         vocab_size=262_144,
         hidden_size=2304,
@@ -53,11 +68,22 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         qkv_bias=usual.attention_bias,
         o_bias=usual.attention_bias,
     )
+    has_experts = config.flag("enable_moe_block", False)
+
+    def ffn(size: int) -> Ffn:
+        """Returns an FFN of `size`, with experts beside it in models that have them."""
+        dense = GatedFfn(usual.hidden_size, size, activation)
+        if not has_experts:
+            return dense
+        router = ExpertRouter(usual.hidden_size, config.integer("num_experts"), config.integer("top_k_experts"))
+        of_experts = config.integer("moe_intermediate_size")
+        return ExpertsBesideFfn(usual.hidden_size, of_experts, router, activation, dense, norm=norm)
+
     sliding = Block(
         norm=norm,
-        placement="sandwich",
+        placement="open_sandwich" if has_experts else "sandwich",
         attention=small,
-        ffn=GatedFfn(usual.hidden_size, usual.ffn_size, activation),
+        ffn=ffn(usual.ffn_size),
         rope=config.rope(of_sliding, 10_000.0, usual.head_size, usual.max_position),
         window=config.integer("sliding_window", 512),
         embedding=LayerEmbedding(own_size, usual.num_layers, usual.hidden_size, activation, norm) if own_size else None,
@@ -87,8 +113,8 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
             raise ValueError(
                 f"config num_kv_shared_layers {usual.num_layers - own} leaves no {kinds[number]} layer to read from"
             )
-        ffn = GatedFfn(usual.hidden_size, usual.ffn_size * (2 if is_wide else 1), activation)
-        return replace(kind, attention=replace(attention, kv="none"), ffn=ffn, reads=earlier[-1])
+        size = usual.ffn_size * (2 if is_wide else 1)
+        return replace(kind, attention=replace(attention, kv="none"), ffn=ffn(size), reads=earlier[-1])
 
     return replace(
         usual.model(map(layer, range(usual.num_layers)), norm),
@@ -102,9 +128,25 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     """Returns the sources of a layer. Some of its parts are not in every model."""
     decls = declare_layer(spec, layer)
     names = {"layer_embedding_gate": "per_layer_input_gate", "layer_embedding_out": "per_layer_projection"}
-    found = dict(separate_projections(spec, layer, prefix)) | with_biases(decls, prefix, names)
+    found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
+    found |= _expert_sources(decls, prefix) if "router" in decls else gated_ffn_sources(spec, layer, prefix)
+    found |= with_biases(decls, prefix, names)
     found |= named_norms(decls, prefix, {"layer_embedding_post_norm": "post_per_layer_input_norm"})
     return found | {"layer_scale": whole(f"{prefix}layer_scalar", (1,))}
+
+
+def _expert_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of an FFN with experts beside it, of which one tensor has all."""
+    norms = {
+        "shared_norm": "pre_feedforward_layernorm",
+        "shared_post_norm": "post_feedforward_layernorm_1",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "experts_post_norm": "post_feedforward_layernorm_2",
+    }
+    of_router = {"router": "proj.weight", "router_scale": "scale", "router_counts": "per_expert_scale"}
+    found = named_norms(decls, prefix, norms) | gated_sources(decls, f"{prefix}mlp.", "shared_")
+    found |= stacked_expert_sources(decls, f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj")
+    return found | {key: whole(f"{prefix}router.{name}", decls[key].shape) for key, name in of_router.items()}
 
 
 NAMES = OuterNames(
@@ -114,7 +156,7 @@ NAMES = OuterNames(
         ("layer_embedding_norm", "per_layer_projection_norm.weight"),
     )
 )
-UNDERSTOOD = ("use_bidirectional_attention",)
+UNDERSTOOD = ("use_bidirectional_attention", "num_experts")
 FAMILY = Family("Gemma4ForCausalLM", gemma4_spec, layer_sources=sources, names=NAMES, understood=UNDERSTOOD)
 _BESIDE = beside_vision("Gemma4ForConditionalGeneration", gemma4_spec)
 FAMILIES = (
