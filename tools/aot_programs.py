@@ -12,6 +12,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.params import abstract_params
@@ -140,6 +141,31 @@ WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES, mixed_to
 # they took 10 MiB of HBM in all on v5p.) So an array of 8 MiB in VMEM is a copy. WIDE can hardly tell, because its
 # matrices are 64 MiB and more.
 NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20, mixed_tokens=64)
+# A model with experts, whose down projections XLA keeps turned, because their inner size is no multiple of 128. The
+# stacks of a layer's experts have 24 and 48 MiB, and its other matrices 8 MiB at least, but for the router.
+EXPERTS = StepModel(
+    "-experts",
+    model_spec(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 1024,
+            "hidden_size": 2048,
+            "intermediate_size": 4096,
+            "moe_intermediate_size": 192,
+            "num_experts": 32,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 8192,
+        }
+    ),
+    32 * 2**20,
+    mixed_tokens=64,
+)
+EXPERTS_FORMS = ("decode", "mixed")
 # The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
@@ -179,7 +205,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         return wide
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
     narrow = (form for form in NARROW.forms if form != "suffix-learns")
-    return wide + tuple(_step_program(NARROW, form, backend, MeshShape(1, 1)) for form in narrow)
+    small = [(NARROW, form) for form in narrow] + [(EXPERTS, form) for form in EXPERTS_FORMS]
+    return wide + tuple(_step_program(model, form, backend, MeshShape(1, 1)) for model, form in small)
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
@@ -275,7 +302,8 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
     shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        params = abstract_params(spec, DTYPE, "stacked", mesh)
+        forms = Forms.chosen(None, backend, may_turn=False)
+        params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
         pages = shape.pages(spec, backend, mesh)
         proposer = NgramProposer(SPECULATION.prompt_lookup_min, SPECULATION.prompt_lookup_max)
         return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh, proposer=proposer))

@@ -19,8 +19,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.side_rows import SideShape
-from pallas_kernels.backend import Backend
-from pallas_kernels.chips import CpuChip
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.cpu.host import kernels_multiply_bfloat16
 
 # As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
@@ -85,8 +84,8 @@ class ResolvedConfig:
         # XLA turns and reads only the arrays of single layers. Several devices on a CPU are virtual, for proving what
         # real ones will do, not for speed.
         of_layers = self.layout == "separate"
-        chip = backend.chip if of_layers and isinstance(backend.chip, CpuChip) else None
-        return Forms.chosen(self.quantization, chip, may_turn=of_layers and num_devices == 1)
+        kernels = REFERENCE if backend.kind == "cpu" and not of_layers else backend
+        return Forms.chosen(self.quantization, kernels, may_turn=of_layers and num_devices == 1)
 
     def cache_shape(self, num_pages: int, proposer: Proposer | None = None) -> CacheShape:
         """Returns the shape of a cache with slots for all requests at full length, and what `proposer` keeps or reads.

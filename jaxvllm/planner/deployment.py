@@ -107,7 +107,7 @@ class Deployment:
     @property
     def forms(self) -> Forms:
         """The forms of the matrices, which need no turning to be counted and compiled."""
-        return Forms.chosen(self.quantization, chip=None, may_turn=False)
+        return Forms.chosen(self.quantization, self.backend, may_turn=False)
 
     @property
     def page_bytes(self) -> int:

@@ -37,4 +37,5 @@ CASES = (
     GroupedCase("one-group-has-all", 33, 12, (0, 0, 21, 0)),
     GroupedCase("none-in-the-middle", 7, 5, (3, 0, 0, 9, 1, 0)),
     GroupedCase("nothing", 16, 8, (0, 0, 0)),
+    GroupedCase("wide", 24, 160, (0, 7, 0, 20, 9, 0)),
 )

@@ -12,8 +12,10 @@ from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.int8 import int8_form
 from jaxvllm.models.forms.plain import PLAIN
+from jaxvllm.models.forms.tpu_experts import TpuExperts
 from jaxvllm.models.forms.turned import Turned, prefers_turned
-from pallas_kernels.chips import CpuChip
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import CpuChip, TpuChip
 
 # What users may choose by name, made for a CPU on which our own kernels run, or for none.
 QUANTIZATIONS: Mapping[str, Callable[[CpuChip | None], Form]] = {"int8": int8_form}
@@ -35,12 +37,13 @@ class Forms:
     experts: Form = PLAIN
 
     @classmethod
-    def chosen(cls, quantization: str | None, chip: CpuChip | None, may_turn: bool) -> Self:
-        """Returns the forms for a CPU on which our own kernels run, or for devices (None) on which XLA multiplies.
+    def chosen(cls, quantization: str | None, backend: Backend, may_turn: bool) -> Self:
+        """Returns the forms for the kernels of `backend`. For the reference XLA multiplies.
 
         `may_turn` says that the model is on one CPU, whose layers have arrays of their own. A quantization is that of
         the layers. The head keeps its dtype, as in vLLM: its errors would be those of the logits.
         """
+        chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
         if chip is not None:
             usual = CpuKernel(chip)
@@ -49,6 +52,8 @@ class Forms:
         layers = usual if quantization is None else QUANTIZATIONS[quantization](chip)
         # An expert is multiplied by few rows, and one that is turned ten times slower (CPU, 32 experts of 512 x 256).
         experts = PLAIN if isinstance(layers, Turned) else layers
+        if quantization is None and isinstance(backend.chip, TpuChip):
+            experts = TpuExperts(backend.chip, backend.interpret)
         return cls(layers, usual, PLAIN if isinstance(usual, Turned) else usual, experts)
 
     def of(self, decl: ParamDecl, is_of_layer: bool) -> Form:
