@@ -27,14 +27,14 @@ VMEM_SHARE = 0.5  # of a core's VMEM: the rest is for what XLA keeps there
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GroupBlocks:
     """One step of the grid takes `rows` rows, and `columns` rows of a matrix, which are columns of the result."""
 
     rows: int
     columns: int
 
 
-def choose_blocks(x: jax.Array, w: jax.Array, gate: Gate | None, chip: TpuChip) -> Blocks | None:
+def choose_blocks(x: jax.Array, w: jax.Array, gate: Gate | None, chip: TpuChip) -> GroupBlocks | None:
     """Returns the blocks of `grouped_matmul`, or None where it has no room or does not take the dtype.
 
     A block has all columns of a matrix. So there is no room for those of several hundred thousand.
@@ -53,7 +53,7 @@ def choose_blocks(x: jax.Array, w: jax.Array, gate: Gate | None, chip: TpuChip) 
     sums = 4 * TILE_ROWS * across * (halves + 2)
     if buffers + sums > chip.vmem_bytes * VMEM_SHARE:
         return None
-    return Blocks(min(len(x), TILE_ROWS), columns)
+    return GroupBlocks(min(len(x), TILE_ROWS), columns)
 
 
 def _padded(size: int, unit: int) -> int:
@@ -67,7 +67,7 @@ def grouped_matmul(
     first: jax.Array | int = 0,
     *,
     gate: Gate | None = None,
-    blocks: Blocks,
+    blocks: GroupBlocks,
     chip: TpuChip,
     interpret: bool = False,
 ) -> jax.Array:

@@ -60,7 +60,7 @@ def run(way: Way, x: jax.Array, w: jax.Array, case: GroupedCase) -> np.ndarray:
     """The product, with the place of the matrices in the stack known only while it runs."""
     w = jnp.concatenate([jnp.full((FIRST, *w.shape[1:]), jnp.nan, w.dtype), w])
     chip = TPUS[way.chip]
-    blocks = tpu.choose_blocks(x, w, way.gate, chip) if way.blocks is None else tpu.Blocks(*way.blocks)
+    blocks = tpu.choose_blocks(x, w, way.gate, chip) if way.blocks is None else tpu.GroupBlocks(*way.blocks)
     assert blocks is not None
     multiply = partial(tpu.grouped_matmul, gate=way.gate, blocks=blocks, chip=chip, interpret=True)
     return np.asarray(jax.jit(multiply)(x, w, jnp.asarray(case.starts), jnp.int32(FIRST)))
