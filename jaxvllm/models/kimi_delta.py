@@ -5,6 +5,7 @@ S <- diag(exp(g)) S, and corrects what S says of a key: S <- S + k (beta (v - S^
 that, each channel of q, k and v goes through a short causal convolution. A value head has a key head of its own.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,10 @@ from jaxvllm.models.positive import require_positive
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
+
+# Tokens that are taken in together, at most. For 64 tokens, 32 heads and D 128 one core takes 8.3 ms in blocks of 8,
+# 11.6 in blocks of 16, 104 in one block, and 17.3 one by one.
+_BLOCK = 8
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,20 @@ class ChannelDelta:
         return jnp.sum(state[0] * token["q"][:, None], axis=0)
 
     def run(self, state: State, tokens: Token) -> tuple[State, jax.Array]:
-        """Takes in N tokens at once, as `GatedDelta.run` does.
+        """Takes in N tokens by products of matrices, a few at a time.
 
-        What is left of token j at token i depends on the channel, so it stands inside the products of their keys. To
-        divide it up between the keys would make those of early tokens too large for float32. So these two products are
-        sums over channels of N x N numbers, which is no more than N tokens cost one by one while N is at most D.
+        What is left of one token at a later one depends on the channel, so it stands inside the product of their keys,
+        which is a sum over channels of a block of tokens with itself. For long blocks these sums would cost more than
+        all products. To divide decays up between the two keys would make those of early tokens too large for float32.
         """
+        num_tokens = len(tokens["q"])
+        size = math.gcd(num_tokens, _BLOCK)
+        blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), dict(tokens))
+        state, read = jax.lax.scan(self._run_block, state, blocks)
+        return state, read.reshape(num_tokens, self.size)
+
+    def _run_block(self, state: State, tokens: Token) -> tuple[State, jax.Array]:
+        """Takes in a block of N tokens at once, as `GatedDelta.run` does."""
         [matrix], q, k, v, beta = state, tokens["q"], tokens["k"], tokens["v"], tokens["beta"][:, None]
         total = jnp.cumsum(tokens["g"], axis=0)  # [N, D]
         left = jnp.exp(total)

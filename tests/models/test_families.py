@@ -214,6 +214,20 @@ def test_mistral4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
     chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-keys"])
+def test_gemma4_whose_config_has_the_sizes_of_full_layers_by_number(name: str) -> None:
+    """transformers 5.23 saves it so, and leaves out the keys of published configs."""
+    config = Fixture.load(name).config
+    published = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    sizes = {ours: config[key] for ours, key in published.items() if key in config}
+    full = [str(number) for number, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    saved = {key: value for key, value in config.items() if key not in published.values()}
+    assert model_spec(saved | {"per_layer_config": dict.fromkeys(full, sizes)}) == model_spec(config)
+    for wrong in ({full[0]: sizes}, dict.fromkeys(full, sizes | {"window": 2}), {full[0]: sizes, full[1]: {}}):
+        with pytest.raises(ValueError, match="per_layer_config must give all full layers"):
+            model_spec(saved | {"per_layer_config": wrong})
+
+
 def test_llama4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
     plain = Fixture.load("llama4")
     text = {key: value for key, value in plain.config.items() if key != "architectures"}
@@ -343,7 +357,7 @@ def test_what_is_not_understood_is_refused(name: str, change: dict[str, Any], me
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_value_of_any_key_is_taken_or_refused_in_one_line(name: str) -> None:
     config = Fixture.load(name).config
-    more = {"no_rope_layer_interval", "sliding_window_pattern", "max_window_layers", "layer_types"}
+    more = {"no_rope_layer_interval", "sliding_window_pattern", "max_window_layers", "layer_types", "per_layer_config"}
     for key in config.keys() | more:
         for value in (0, -1, 2.5, True, "x", [], ["x"], [[]], {}, {"x": 1}, float("nan"), float("inf"), None):
             try:

@@ -15,7 +15,7 @@ from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.kimi_delta import ChannelDelta
 from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
-from jaxvllm.models.recurrence import RecurrentRule
+from jaxvllm.models.recurrence import RecurrentRule, one_by_one
 from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import Columns, StateMemory
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -234,6 +234,18 @@ def test_tokens_that_are_looked_at_first_leave_the_same_states(case: Case, seque
                 if lengths[row]:
                     np.testing.assert_array_equal(once[row], read[first + step])
         np.testing.assert_array_equal(pages[PLACE, 1:], alone[PLACE, 1:])
+
+
+@pytest.mark.parametrize("num_tokens", [24, 12, 7])
+def test_a_run_of_kimi_delta_in_blocks_is_its_tokens_one_by_one(num_tokens: int) -> None:
+    delta, random = ChannelDelta(size=6), np.random.default_rng(0)
+    tokens = {name: jnp.asarray(random.normal(size=(num_tokens, 6)), jnp.float32) for name in ("q", "k", "v", "g")}
+    tokens |= {"k": tokens["k"] / 3, "g": -jnp.exp(2 * tokens["g"]), "beta": jnp.linspace(0.1, 1, num_tokens)}
+    state = (jnp.asarray(random.normal(size=(6, 6)), jnp.float32),)
+    for got, expected in zip(
+        jax.tree.leaves(delta.run(state, tokens)), jax.tree.leaves(one_by_one(delta, state, tokens)), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_a_page_has_the_rows_that_a_tpu_tiles() -> None:

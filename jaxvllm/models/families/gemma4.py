@@ -89,6 +89,8 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         embedding=LayerEmbedding(own_size, usual.num_layers, usual.hidden_size, activation, norm) if own_size else None,
         has_scale=True,
     )
+    kinds = [*config.layer_types_by_period(usual.num_layers, 6)[:-1], _FULL]  # the last one always sees all
+    config = _with_full_sizes(config, kinds)
     large = replace(small, head_size=config.integer("global_head_dim", 512))
     if config.flag("attention_k_eq_v", False):
         num_kv_heads = config.integer("num_global_key_value_heads", small.num_kv_heads)
@@ -99,7 +101,6 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         rope=config.rope(of_full or _ROPE, 1_000_000.0, large.head_size, usual.max_position),
         window=None,
     )
-    kinds = [*config.layer_types_by_period(usual.num_layers, 6)[:-1], _FULL]  # the last one always sees all
     own = usual.num_layers - config.integer("num_kv_shared_layers", 0, least=0)
     is_wide = config.flag("use_double_wide_mlp", False)
 
@@ -122,6 +123,30 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         logit_soft_cap=config.optional_number("final_logit_softcapping"),
         embed_scale=usual.hidden_size**0.5,
     )
+
+
+def _with_full_sizes(config: HfConfig, kinds: list[str]) -> HfConfig:
+    """Returns the config with the sizes of full layers, which transformers 5.23 writes for each layer by its number."""
+    of_layers = config.values.get("per_layer_config") or {}
+    known = {"head_dim": "global_head_dim"}
+    if config.flag("attention_k_eq_v", False):
+        known["num_key_value_heads"] = "num_global_key_value_heads"
+    full = {str(number) for number, kind in enumerate(kinds) if kind == _FULL}
+    sizes = list(of_layers.values()) if isinstance(of_layers, dict) else [None]
+    if not sizes:
+        return config
+    first = sizes[0]
+    if (
+        not isinstance(first, dict)
+        or set(of_layers) != full
+        or first.keys() - known
+        or any(one != first for one in sizes)
+    ):
+        raise ValueError(
+            f"config per_layer_config must give all full layers, {', '.join(sorted(full))}, the same "
+            f"{' and '.join(known)}, and other layers nothing, not {of_layers!r}"
+        )
+    return config.with_defaults(**{known[key]: value for key, value in first.items()})
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
