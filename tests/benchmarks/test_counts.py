@@ -17,6 +17,8 @@ EDGES = tuple(
 def brute_force(case: RaggedCase, dtype: np.dtype) -> Work:
     stored = np.dtype(case.kv_dtype or dtype)
     read, written, tokens, operations = set(), set(), 0, 0
+    value = case.latent_size or case.head_size
+    stored_elements = case.head_size if case.latent_size else 2 * case.head_size  # a latent is the end of its key
     for index, row in enumerate(case.rows):
         for query in range(row.kv_len - row.query_len, row.kv_len):
             seen = [at for at in range(row.kv_len) if query - case.window < at <= query]
@@ -24,9 +26,9 @@ def brute_force(case: RaggedCase, dtype: np.dtype) -> Work:
             written.add((index, query))
             tokens += 1
             for _ in range(case.num_heads):
-                operations += len(seen) * (2 * case.head_size + 2 * case.head_size)  # q . k, then weight * v
-    kv = (len(read) + len(written)) * case.num_kv_heads * 2 * case.head_size * stored.itemsize
-    return Work(kv + 2 * tokens * case.num_heads * case.head_size * dtype.itemsize, operations)
+                operations += len(seen) * (2 * case.head_size + 2 * value)  # q . k, then weight * v
+    kv = (len(read) + len(written)) * case.num_kv_heads * stored_elements * stored.itemsize
+    return Work(kv + tokens * case.num_heads * (case.head_size + value) * dtype.itemsize, operations)
 
 
 @pytest.mark.parametrize("case", CASES + EDGES, ids=str)
