@@ -226,6 +226,15 @@ def fused_qkv(qkv: ParamDecl, name: str, is_turned: bool = False) -> tuple[Sourc
     return tuple(replace(one, shape=one.shape[::-1], is_turned=True) if is_turned else one for one in found)
 
 
+def qkv_by_head(decls: Mapping[str, ParamDecl], name: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of queries, keys and values, and their biases, that one tensor lists by KV head, as we do."""
+    return {
+        key: whole(f"{name}.{kind}", (math.prod(decls[key].shape[:2]), *decls[key].shape[2:]), decls[key].shape)
+        for key, kind in (("qkv", "weight"), ("qkv_bias", "bias"))
+        if key in decls
+    }
+
+
 def fused_gate_up(gate_up: ParamDecl, name: str) -> tuple[Source, ...]:
     """Returns the source of gate and up where one tensor has both."""
     _, F, E = gate_up.shape

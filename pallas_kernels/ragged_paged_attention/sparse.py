@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.reference import MASKED
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 TILE_QUERIES = 8  # of which 2,048 chosen positions of 576 numbers are 19 MB in bfloat16
 CHUNK_TOKENS = 1024  # scored in one step
-MASKED = -1e30
 
 
 class IndexQueries(NamedTuple):
@@ -27,11 +27,9 @@ class IndexQueries(NamedTuple):
 
 
 def scores_of(index: IndexQueries, keys: jax.Array) -> jax.Array:
-    """Returns the scores f32[T, N] of positions with the keys f[T, N, D], or f[N, D] where they are those of all."""
-    equation = "thd,nd->thn" if keys.ndim == 2 else "thd,tnd->thn"
-    of_heads = jnp.einsum(
-        equation, index.q.astype(jnp.float32), keys.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
+    """Returns the scores f32[T, N] of positions with the keys f[T, N, D]."""
+    q, keys = index.q.astype(jnp.float32), keys.astype(jnp.float32)
+    of_heads = jnp.einsum("thd,tnd->thn", q, keys, precision=lax.Precision.HIGHEST)
     return jnp.einsum("thn,th->tn", jax.nn.relu(of_heads), index.weights, precision=lax.Precision.HIGHEST)
 
 

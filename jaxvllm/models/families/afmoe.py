@@ -49,11 +49,10 @@ def afmoe_spec(config: HfConfig) -> ModelSpec:
     config.refuse(NEUTRAL)
     config = config.with_defaults(head_dim=128)
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5))
-    has_bias = usual.attention_bias
     dense = Block(
         norm=norm,
         placement="sandwich",
-        attention=replace(usual.attention(norm), qk_norm="head", gated=True, qkv_bias=has_bias, o_bias=has_bias),
+        attention=replace(usual.head_normed_attention(norm), gated=True),
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )

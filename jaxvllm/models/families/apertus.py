@@ -1,7 +1,6 @@
 """Apertus: a norm over each query and key head, and an FFN without a gate, whose activation each layer has learned."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
@@ -34,10 +33,9 @@ def apertus_spec(config: HfConfig) -> ModelSpec:
     config.refuse({"hidden_act": (None, "xielu"), "post_norm": (None, False), "qk_norm": (None, True)})
     config = config.or_rope(_ROPE).with_defaults(rope_theta=12_000_000.0)
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5))
-    has_bias = usual.attention_bias
     layer = Block(
         norm=norm,
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=XieluFfn(usual.hidden_size, usual.ffn_size),
         rope=usual.rope(),
     )

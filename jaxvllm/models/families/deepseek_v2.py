@@ -1,14 +1,12 @@
 """DeepSeek V2: latent attention, dense layers first, and then experts whose softmax over all is what they count."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertGroups, ExpertRouter
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
-from jaxvllm.models.ffn import Ffn
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.latent_attention import LatentAttention
 from jaxvllm.models.norm import RmsNorm
@@ -44,15 +42,13 @@ def latent_model(config: HfConfig, router: ExpertRouter, indexer: SparseIndexer 
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
     size = config.integer("moe_intermediate_size")
     shared_size = size * (config.optional_integer("n_shared_experts", least=0) or 0)
-    num_dense = min(config.integer("first_k_dense_replace", least=0), usual.num_layers)
-    kinds = ["dense"] * num_dense + ["sparse"] * (usual.num_layers - num_dense)
-    ffns: Mapping[str, Ffn] = {"dense": usual.gated_ffn(), "sparse": usual.experts(router, size, shared_size)}
+    dense, experts = usual.gated_ffn(), usual.experts(router, size, shared_size)
     attention = replace(latent_attention(config), indexer=indexer)
     parameters, theta = config.rope_parameters(), config.number("rope_theta", 10_000.0)
     rope = config.rope(parameters, theta, attention.rope_size, usual.max_position)
     layers = (
-        Block(norm=norm, attention=attention, ffn=ffns[kind], rope=rope)
-        for kind in config.layer_types(kinds, ("dense", "sparse"), key="mlp_layer_types")
+        Block(norm=norm, attention=attention, ffn=experts if is_sparse else dense, rope=rope)
+        for is_sparse in config.sparse_layers(config.integer("first_k_dense_replace", least=0))
     )
     return usual.model(layers, norm)
 

@@ -17,10 +17,9 @@ def dots1_spec(config: HfConfig) -> ModelSpec:
         num_key_value_heads=32, norm_topk_prob=False, use_sliding_window=True, max_window_layers=62
     )
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
-    has_bias = usual.attention_bias
     dense = Block(
         norm=norm,
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )

@@ -1,7 +1,5 @@
 """EXAONE 4: norms after attention and FFN, a norm over each query and key head, and no positions in full layers."""
 
-from dataclasses import replace
-
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.cohere import with_positions_in_windows
 from jaxvllm.models.families.family import Family
@@ -13,11 +11,10 @@ from jaxvllm.models.spec import ModelSpec
 
 def exaone4_spec(config: HfConfig) -> ModelSpec:
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5))
-    has_bias = usual.attention_bias
     layer = Block(
         norm=norm,
         placement="post",
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )

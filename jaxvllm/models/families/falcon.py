@@ -11,7 +11,7 @@ from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import OuterNames, Source, named_norms, whole, with_biases
+from jaxvllm.models.weight_names import OuterNames, Source, named_norms, qkv_by_head, with_biases
 
 
 def falcon_spec(config: HfConfig) -> ModelSpec:
@@ -57,11 +57,7 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     found = named_norms(decls, prefix, dict(zip(("attention_norm", "ffn_norm"), names, strict=True)))
     matrices = {"o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
     found |= with_biases(decls, prefix, matrices)
-    for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
-        if key in decls:
-            heads, rows, *tail = shape = decls[key].shape
-            found[key] = whole(f"{prefix}self_attention.query_key_value.{kind}", (heads * rows, *tail), shape)
-    return found
+    return found | qkv_by_head(decls, f"{prefix}self_attention.query_key_value")
 
 
 FAMILY = Family(

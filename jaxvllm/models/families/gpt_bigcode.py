@@ -9,7 +9,7 @@ from jaxvllm.models.families.usual import multi_head
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import OuterNames, Source, named_norms, whole, with_biases
+from jaxvllm.models.weight_names import OuterNames, Source, named_norms, qkv_by_head, with_biases
 
 
 def gpt_bigcode_spec(config: HfConfig) -> ModelSpec:
@@ -26,10 +26,7 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     decls = declare_layer(spec, layer)
     found = named_norms(decls, prefix, {"attention_norm": "ln_1", "ffn_norm": "ln_2"})
     found |= with_biases(decls, prefix, {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"})
-    for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
-        heads, rows, *tail = shape = decls[key].shape
-        found[key] = whole(f"{prefix}attn.c_attn.{kind}", (heads * rows, *tail), shape)
-    return found
+    return found | qkv_by_head(decls, f"{prefix}attn.c_attn")
 
 
 FAMILY = Family(

@@ -11,7 +11,7 @@ from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import LayerNorm
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import OuterNames, Source, norm_sources, whole, with_biases
+from jaxvllm.models.weight_names import OuterNames, Source, norm_sources, qkv_by_head, with_biases
 
 
 def gpt_neox_spec(config: HfConfig) -> ModelSpec:
@@ -36,11 +36,7 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     decls = declare_layer(spec, layer)
     names = {"o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
     found = norm_sources(spec, layer, prefix) | with_biases(decls, prefix, names)
-    for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
-        if key in decls:
-            heads, rows, *tail = shape = decls[key].shape
-            found[key] = whole(f"{prefix}attention.query_key_value.{kind}", (heads * rows, *tail), shape)
-    return found
+    return found | qkv_by_head(decls, f"{prefix}attention.query_key_value")
 
 
 FAMILY = Family(

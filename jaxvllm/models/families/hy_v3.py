@@ -16,10 +16,9 @@ def hy_v3_spec(config: HfConfig) -> ModelSpec:
     config.refuse({"mlp_bias": (None, False), "qk_norm": (None, True)})
     config = config.with_defaults(head_dim=128, num_key_value_heads=8, rope_theta=11_158_840.0)
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-5))
-    has_bias = usual.attention_bias
     dense = Block(
         norm=norm,
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )

@@ -17,11 +17,11 @@ def mellum_spec(config: HfConfig) -> ModelSpec:
     config = config.with_defaults(head_dim=128, num_key_value_heads=4, norm_topk_prob=True)
     config = config.with_defaults(num_experts=config.integer("num_local_experts", 64))
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
-    has_bias, (of_full, of_sliding) = usual.attention_bias, rope_entries(config)
+    of_full, of_sliding = rope_entries(config)
     sizes = usual.head_size, usual.max_position
     full = Block(
         norm=norm,
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=usual.gated_ffn(),
         rope=config.rope(of_full, 500_000.0, *sizes),
     )

@@ -1,7 +1,5 @@
 """Qwen 3, dense: a Llama with a norm over each query and key head."""
 
-from dataclasses import replace
-
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.qwen2 import qwen_windows
@@ -14,10 +12,9 @@ from jaxvllm.models.spec import ModelSpec
 def qwen3_spec(config: HfConfig) -> ModelSpec:
     # The default of head_dim is 128, whatever the hidden size is.
     usual, norm = UsualParts(config.with_defaults(head_dim=128)), RmsNorm(config.number("rms_norm_eps", 1e-6))
-    has_bias = usual.attention_bias
     layer = Block(
         norm=norm,
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )

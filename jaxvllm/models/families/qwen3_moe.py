@@ -16,10 +16,9 @@ def qwen3_moe_spec(config: HfConfig) -> ModelSpec:
     config = config.with_defaults(head_dim=128, num_key_value_heads=4)
     config.refuse({"use_sliding_window": (None, False)})
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
-    has_bias = usual.attention_bias
     dense = Block(
         norm=norm,
-        attention=replace(usual.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias),
+        attention=usual.head_normed_attention(norm),
         ffn=usual.gated_ffn(),
         rope=usual.rope(),
     )

@@ -1,7 +1,7 @@
 """`UsualParts`: what nearly every decoder has, read from the keys that nearly every config has."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
@@ -68,6 +68,11 @@ class UsualParts:
             norm=norm,
             scale=self.head_size**-0.5,
         )
+
+    def head_normed_attention(self, norm: Norm) -> GroupedQueryAttention:
+        """Returns attention with a norm over each query and key head, whose biases `attention_bias` asks for."""
+        has_bias = self.attention_bias
+        return replace(self.attention(norm), qk_norm="head", qkv_bias=has_bias, o_bias=has_bias)
 
     def experts(self, router: ExpertRouter, size: int, shared_size: int = 0) -> ExpertsFfn:
         """Returns experts of `size`, and beside them one of `shared_size`, where that is not 0."""
