@@ -1,13 +1,14 @@
 """Measures output tokens per second on two CPU cores, of this engine and of its peers, in one run.
 
-The model is S (Qwen3 architecture, 25.2M random weights). One request runs, or sixteen at once, with 128 tokens in and
-128 out, or 64 at once of mixed lengths; all greedy, and the end of text is ignored. Each round gives all engines the
-same new token ids (so no prefix is cached), and the next round turns their order round. This prints medians and ranges
-beside the rates that the memory and the arithmetic of this machine would allow, measured here, and writes
-benchmarks/results/cpu-DATE-COMMIT.json (for bfloat16 cpu-bfloat16-DATE-COMMIT.json). Other load on the machine makes
-such figures several times worse, so the load average is part of the record.
+The model is S (Qwen3 architecture, 25.2M random weights), or one with experts (Qwen3 MoE, 32 experts a layer of which a
+token chooses 4). One request runs, or sixteen at once, with 128 tokens in and 128 out, or 64 at once of mixed lengths;
+all greedy, and the end of text is ignored. Each round gives all engines the same new token ids (so no prefix is
+cached), and the next round turns their order round. This prints medians and ranges beside the rates that the memory and
+the arithmetic of this machine would allow, measured here, and writes benchmarks/results/cpu-DATE-COMMIT.json
+(cpu-experts- for the other model, and -bfloat16 before the date). Other load on the machine makes such figures several
+times worse, so the load average is part of the record.
 
-    python -m benchmarks.cpu [--rounds 5] [--dtype float32]
+    python -m benchmarks.cpu [--model S] [--rounds 5] [--dtype float32]
 
 The peers are transformers (`make oracle`), which gets no mixed lengths because its batches are static, and vLLM's build
 for CPUs (`make .vllm/.stamp`). A peer that is not installed is left out.
@@ -30,18 +31,23 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from benchmarks.peers.process import PeerProcess
-from benchmarks.qwen3 import qwen3, write_model
+from benchmarks.qwen3 import qwen3, qwen3_moe, write_model
 from benchmarks.result_files import ROOT, machine, spread, write_record
 
 THREADS = 2
 PEERS = ROOT / "benchmarks" / "peers"
 
-MODEL_S = qwen3(8, 384, 2048, 6, 2, 64, 4096, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32")
+VOCAB_SIZE = 4096
+MODEL_S = qwen3(8, 384, 2048, 6, 2, 64, VOCAB_SIZE, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32")
+MODEL_EXPERTS = qwen3_moe(
+    8, 512, 256, 32, 4, 8, 2, 64, VOCAB_SIZE, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32"
+)
+MODELS = {"S": MODEL_S, "experts": MODEL_EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Workload:
     def prompts(self, round_: int) -> list[list[int]]:
         """Returns the token ids of a round. The workload is part of the seed, so that no two share a prompt."""
         rng = np.random.default_rng([self.requests, round_])
-        return [rng.integers(3, MODEL_S["vocab_size"], count).tolist() for count in self.prompt_tokens]
+        return [rng.integers(3, VOCAB_SIZE, count).tolist() for count in self.prompt_tokens]
 
 
 WORKLOADS = (
@@ -187,23 +193,29 @@ class Roofline:
     copy: float
     flops: float
 
-    def tokens_per_second(self, load: Workload) -> float:
+    def tokens_per_second(self, c: dict[str, Any], load: Workload) -> float:
         """Returns the output tokens per second if a step read each weight and key once, and nothing else took time.
 
-        It is that of float32, for requests of one shape.
+        It is that of float32, for the model of the config `c` and requests of one shape. Rows choose experts at random.
         """
-        c = MODEL_S
         heads = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
-        layer = c["hidden_size"] * (heads + 3 * c["intermediate_size"])
-        weights = c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
+        multiplied = read = c["intermediate_size"]
+        if num_experts := c.get("num_experts"):
+            multiplied = c["num_experts_per_tok"] * c["moe_intermediate_size"]
+            not_chosen = (1 - c["num_experts_per_tok"] / num_experts) ** load.requests
+            read = num_experts * (1 - not_chosen) * c["moe_intermediate_size"]
+        of_row, weights = (
+            c["hidden_size"] * (c["num_hidden_layers"] * (heads + 3 * ffn) + c["vocab_size"])
+            for ffn in (multiplied, read)
+        )
         kv_token = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
         [prompt_tokens], [output_tokens] = set(load.prompt_tokens), set(load.output_tokens)
         context = prompt_tokens + output_tokens / 2
         step = max(
             4 * (weights + load.requests * context * kv_token) / self.read,
-            2 * weights * load.requests / self.flops,
+            2 * of_row * load.requests / self.flops,
         )
-        prefill = 2 * weights * load.requests * prompt_tokens / self.flops
+        prefill = 2 * of_row * load.requests * prompt_tokens / self.flops
         return float(load.requests * output_tokens / (prefill + (output_tokens - 1) * step))
 
 
@@ -255,16 +267,17 @@ def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
+    parser.add_argument("--model", choices=tuple(MODELS), default="S")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # the worker inherits it
-    device = machine()
+    device, model = machine(), MODELS[args.model]
     roofline = measure_roofline()
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory), MODEL_S)
+        write_model(Path(directory), model)
         engines: list[Engine] = [Ours(Path(directory), args.dtype)]
         peers: list[Peer] = []
         try:
@@ -303,7 +316,7 @@ def main() -> None:
                 }
             )
         if load.is_uniform and args.dtype == "float32":
-            print(f"| {load.name} | roofline | {roofline.tokens_per_second(load):.0f} | |")
+            print(f"| {load.name} | roofline | {roofline.tokens_per_second(model, load):.0f} | |")
 
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     for engine in engines:
@@ -311,14 +324,15 @@ def main() -> None:
     record = {
         "threads": THREADS,
         "versions": versions,
-        "model": MODEL_S,
+        "model": model,
         "dtype": args.dtype,
         "prompt_seed": "[requests, round], rounds from 1",
         "roofline": asdict(roofline)
-        | {load.name: roofline.tokens_per_second(load) for load in WORKLOADS if load.is_uniform},
+        | {load.name: roofline.tokens_per_second(model, load) for load in WORKLOADS if load.is_uniform},
         "results": results,
     }
-    path = write_record("cpu" if args.dtype == "float32" else f"cpu-{args.dtype}", device, record)
+    parts = ("cpu", args.model if args.model != "S" else "", args.dtype if args.dtype != "float32" else "")
+    path = write_record("-".join(filter(None, parts)), device, record)
     print(f"\nwritten to {path.relative_to(ROOT)}")
 
 

@@ -35,6 +35,32 @@ def qwen3(
     } | others
 
 
+def qwen3_moe(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    experts: int,
+    top_k: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    vocab: int,
+    **others: Any,
+) -> dict[str, Any]:
+    """Returns a config.json whose layers all have experts of size `ffn`, of which a token chooses `top_k`."""
+    of_experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": ffn,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return qwen3(layers, hidden, ffn, heads, kv_heads, head_size, vocab, **(of_experts | others))
+
+
 def qwen3_600m(**others: Any) -> dict[str, Any]:
     """Returns the config.json of the size of Qwen3 0.6B."""
     return qwen3(28, 1024, 3072, 16, 8, 128, 151_936, tie_word_embeddings=True, **others)
