@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.cpu import MODEL_S
+from benchmarks.cpu import MODELS, VOCAB_SIZE
 from benchmarks.qwen3 import write_model
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
@@ -31,7 +31,7 @@ from jaxvllm.engine.stats import StepReport
 
 OUTPUT_TOKENS = 64
 ROUNDS = 5
-KINDS = ("matmuls", "attention", "KV write", "sampling", "norms, rope, activation")
+KINDS = ("matmuls", "experts", "attention", "KV write", "sampling", "norms, rope, activation")
 # Operations that contain others, whose time is counted there.
 _CONTAINERS = ("while", "cond", "call")
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ", re.MULTILINE)
@@ -65,6 +65,8 @@ def kind_of(line: str) -> str:
     """Returns the kind of an operation, given its line in a compiled program."""
     if re.search(r"=\"jaxvllm_(matmul|gated)|\bdot\(|__onednn|matmul", line):
         return "matmuls"
+    if re.search(r"=\"jaxvllm_grouped", line):
+        return "experts"
     if 'custom_call_target="jaxvllm_attention' in line:
         return "attention"
     scope = match[1] if (match := re.search(r'op_name="([^"]*)"', line)) else ""
@@ -112,7 +114,7 @@ class Steps:
     def run(self, work: Work) -> list[StepReport]:
         """Returns the reports of the steps that count."""
         prompts = [
-            {"prompt_token_ids": self._rng.integers(3, MODEL_S["vocab_size"], work.prompt_tokens).tolist()}
+            {"prompt_token_ids": self._rng.integers(3, VOCAB_SIZE, work.prompt_tokens).tolist()}
             for _ in range(work.requests)
         ]
         params = SamplingParams(temperature=0.0, max_tokens=work.output_tokens, ignore_eos=True, detokenize=False)
@@ -160,12 +162,13 @@ def _milliseconds(seconds: list[float], reports: list[StepReport]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(MODELS), default="S")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--attention-backend", choices=("auto", "reference"), default="auto")
     args = parser.parse_args()
     device = machine()
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory), MODEL_S)
+        write_model(Path(directory), MODELS[args.model])
         steps = Steps(Path(directory), args.dtype, args.attention_backend)
         results = {work.name: steps.measure(work) for work in WORK}
     columns = ("step", *KINDS, "between operations", "host")
@@ -176,7 +179,7 @@ def main() -> None:
     record = {
         "dtype": args.dtype,
         "attention_backend": args.attention_backend,
-        "model": MODEL_S,
+        "model": MODELS[args.model],
         "milliseconds": results,
     }
     path = write_record("cpu-step" if args.dtype == "float32" else f"cpu-step-{args.dtype}", device, record)

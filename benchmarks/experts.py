@@ -3,7 +3,7 @@
 The layer has 32 experts of 256 inner features on a hidden size of 512, of which a token chooses 4, in float32. An
 engine goes through its layers in turn, and so does this, through so many that none stays in the caches. Two things
 stand beside the milliseconds of a layer, its router included. One is the time in which this machine reads the experts
-that were chosen, at the speed at which NumPy multiplies a large matrix by a vector. The other is a dense network of as
+that were chosen, at the speed at which NumPy multiplies a large matrix by a vector just before and after. The other is a dense network of as
 many operations: it has the size of one expert, and a row for each pair of a token and its expert. XLA multiplies it in
 one measurement and our kernel in another, and the quicker one counts. All take turns, compiled as steps are. It prints
 a table and writes benchmarks/results/experts-DATE-COMMIT.json.
@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cpu import measure_roofline
 from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
@@ -112,6 +111,18 @@ def chosen_bytes(layers: dict[str, Any], x: jax.Array) -> float:
     return EXPERT_BYTES * statistics.fmean(counts)
 
 
+def read_seconds_of_byte() -> float:
+    """Returns the median seconds for a byte of 256 MiB that a product with a vector reads, of seven."""
+    matrix, vector = np.ones((8192, 8192), np.float32), np.ones(8192, np.float32)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        matrix @ vector
+        times.append(time.perf_counter() - start)
+    time.sleep(0.3)  # OpenBLAS' threads spin for a while after a product, and would take a core from what comes next
+    return statistics.median(times) / matrix.nbytes
+
+
 def seconds(run: Callable[[], jax.Array]) -> float:
     start = time.perf_counter()
     run().block_until_ready()
@@ -122,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="measured rounds, after one to warm up")
     args = parser.parse_args()
-    device, roofline = machine(), measure_roofline()
+    device = machine()
     ours = Forms.chosen(None, Backend("cpu", host_chip()), may_turn=True)
     contenders = (
         Contender("experts", EXPERTS, ours, 1),
@@ -130,7 +141,8 @@ def main() -> None:
         Contender("dense, XLA", DENSE, PLAIN_FORMS, TOP_K),
     )
     layers = {one.name: one.layers() for one in contenders}
-    random, results, read_bytes = np.random.default_rng(0), [], {}
+    random, results = np.random.default_rng(0), []
+    read_bytes, read_ms = {}, {}
     for tokens in TOKENS:
         x = jnp.asarray(random.normal(size=(tokens, HIDDEN)), jnp.float32)
         read_bytes[tokens] = chosen_bytes(layers["experts"], x)
@@ -143,13 +155,16 @@ def main() -> None:
             for one in contenders
         }
         times: dict[str, list[float]] = {name: [] for name in runs}
+        byte_seconds = read_seconds_of_byte()
         for round_ in range(args.rounds + 1):
             for name, run in runs.items():
                 took = seconds(run)
                 if round_:
                     times[name].append(1000 * took / NUM_LAYERS)
+        byte_seconds = (byte_seconds + read_seconds_of_byte()) / 2
+        read_ms[tokens] = 1000 * read_bytes[tokens] * byte_seconds
         results += [Measured(name, tokens, tuple(ms)) for name, ms in times.items()]
-    print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}, reads {roofline.read / 1e9:.1f} GB/s")
+    print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}")
     print(f"milliseconds of a layer, median (range) of {args.rounds}\n")
     print("| tokens | network | ms | ms to read the chosen experts | times the reading | times the quicker dense one |")
     print("|---|---|---|---|---|---|")
@@ -157,7 +172,7 @@ def main() -> None:
     for one in results:
         line = f"| {one.tokens} | {one.name} | {spread(one.ms, 3)} |"
         if one.name == "experts":
-            reading = 1000 * read_bytes[one.tokens] / roofline.read
+            reading = read_ms[one.tokens]
             dense = min(median[one.tokens, other.name] for other in contenders if other.ffn is DENSE)
             ours_ms = median[one.tokens, one.name]
             line += f" {reading:.3f} | {ours_ms / reading:.2f} | {ours_ms / dense:.2f} |"
@@ -169,7 +184,7 @@ def main() -> None:
         "layer": {"experts": NUM_EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "size": SIZE, "dtype": "float32"},
         "layers": NUM_LAYERS,
         "read_bytes": {str(tokens): num_bytes for tokens, num_bytes in read_bytes.items()},
-        "roofline": asdict(roofline),
+        "read_ms": {str(tokens): ms for tokens, ms in read_ms.items()},
         "results": [asdict(one) | {"ms_median": statistics.median(one.ms)} for one in results],
     }
     path = write_record("experts", device, record)
