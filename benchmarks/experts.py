@@ -3,10 +3,10 @@
 The layer has 32 experts of 256 inner features on a hidden size of 512, of which a token chooses 4, in float32. An
 engine goes through its layers in turn, and so does this, through so many that none stays in the caches. Two things
 stand beside the milliseconds of a layer, its router included. One is the time in which this machine reads the experts
-that were chosen, at the speed at which NumPy multiplies a large matrix by a vector just before and after. The other is a dense network of as
-many operations: it has the size of one expert, and a row for each pair of a token and its expert. XLA multiplies it in
-one measurement and our kernel in another, and the quicker one counts. All take turns, compiled as steps are. It prints
-a table and writes benchmarks/results/experts-DATE-COMMIT.json.
+that were chosen, at the speed at which NumPy multiplies a large matrix by a vector just before and after. The other is
+a dense network of as many operations: it has the size of one expert, and a row for each pair of a token and its expert.
+XLA multiplies it in one measurement and our kernel in another, and the quicker one counts. All take turns, compiled as
+steps are. It prints a table and writes benchmarks/results/experts-DATE-COMMIT.json.
 
     python -m benchmarks.experts [--rounds 25]
 """

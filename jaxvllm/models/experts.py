@@ -128,7 +128,8 @@ class ExpertsFfn:
         # Rows of experts that are elsewhere come last, and are not computed.
         expert = jnp.where(is_here, own, self.num_held).reshape(-1)
         order = jnp.argsort(expert, stable=True)
-        starts = jnp.searchsorted(expert[order], jnp.arange(self.num_held + 1)).astype(jnp.int32)
+        # The rows before each expert. A search among sorted rows is a loop, and took 15 us a layer (CPU, 16 tokens).
+        starts = (expert < jnp.arange(self.num_held + 1)[:, None]).sum(1, dtype=jnp.int32)
         rows = x[order // each]
         if self.weighs_input:
             rows = rows * counts.reshape(-1)[order][:, None].astype(x.dtype)

@@ -10,6 +10,7 @@ from jaxvllm.core.page_groups import windowed_pages
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
 from tests.jax_cache import same_programs_once
 from tests.models.fixture import NAMES, Fixture
+from tests.quick import quick_engines
 
 LONGEST_PAGES = 8  # of 90 prompt tokens and 24 new ones
 # The layers and positions of these are those of other families here: of Llama, Gemma 2 and 4, Cohere 2, GPT-2, Phi-3,
@@ -30,6 +31,12 @@ CASES = [
     *(name for name in NAMES if "-" not in name and name not in ALIKE),
     pytest.param(VARIANT, marks=pytest.mark.slow),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick_engines(have_states=True):
+        yield
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -25,9 +25,16 @@ from tests.engine.tiny import (
     tiny_llm,
     write_tiny_checkpoint,
 )
+from tests.quick import quick_engines
 
 # Of less than a page, of whole pages, and of several chunks of a step.
 PROMPTS = [*random_prompts(4, longest=30, seed=11), *(list(range(2, 2 + length)) for length in (16, 32, 45))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick_engines(have_states=True):
+        yield
 
 
 @pytest.fixture(scope="module")
