@@ -830,6 +830,43 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation": "gelu_new",
         },
     ),
+    # Falcon RW. With four heads the products that transformers rounds to bfloat16 are exact.
+    "falcon-rw": (
+        "Falcon",
+        {
+            **{key: value for key, value in EVEN.items() if key not in ("intermediate_size", "num_key_value_heads")},
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "ffn_hidden_size": 120,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    # Six and seven heads: no powers of two.
+    "bloom": (
+        "Bloom",
+        {
+            "vocab_size": 131,
+            "hidden_size": 84,
+            "n_layer": 3,
+            "n_head": 7,
+            "layer_norm_epsilon": 1e-3,
+            "seq_length": 128,
+        },
+    ),
+    "mpt": (
+        "Mpt",
+        {
+            "vocab_size": 139,
+            "d_model": 72,
+            "n_layers": 3,
+            "n_heads": 6,
+            "max_seq_len": 128,
+            "layer_norm_epsilon": 1e-3,
+            "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.3},
+        },
+    ),
     "gpt_bigcode": (
         "GPTBigCode",
         {
@@ -1149,7 +1186,7 @@ def make(name: str) -> None:
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap and no sinks, and layers without attention want none of it.
-    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2")) or "Mamba" in family
+    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2", "Bloom", "Mpt")) or "Mamba" in family
     attention = "eager" if eager else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32

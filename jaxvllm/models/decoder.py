@@ -66,7 +66,7 @@ def embed_tokens(
             x = jnp.where(tokens[:, None] < 0, rows.astype(x.dtype), x)
         if spec.positions is not None:
             x = x + jnp.take(params["positions"], positions + spec.positions.offset, axis=0, mode="clip")
-        return x
+        return x if spec.embed_norm is None else spec.embed_norm.apply(params, "embed_norm", x)
 
 
 def embed_for_layers(

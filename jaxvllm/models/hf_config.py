@@ -54,6 +54,13 @@ class HfConfig:
             else replace(self, values=dict(self.values) | {"rope_parameters": parameters})
         )
 
+    def nested(self, key: str) -> Self:
+        """Returns the config that stands under `key`, which is empty where nothing does."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, dict):
+            self._reject(key, "an object", value)
+        return replace(self, values=value)
+
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError if a key has another value than those that change nothing."""
         for key, values in neutral.items():

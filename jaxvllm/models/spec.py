@@ -35,6 +35,7 @@ class ModelSpec:
     max_position: int  # tokens that the model can serve, its RoPE scaling included
     positions: PositionTable | None = None  # beside or in the place of ropes
     embed_scale: float = 1.0
+    embed_norm: Norm | None = None  # of what the first layer computes with (BLOOM)
     logit_scale: float = 1.0  # multiplies the logits, before the soft cap
     logit_soft_cap: float | None = None
     tie_embeddings: bool = False  # the LM head is the embedding

@@ -106,6 +106,8 @@ FAMILIES = (
     "kimi_linear",
     "mistral4",
     "youtu",
+    "bloom",
+    "mpt",
 )
 
 
@@ -287,7 +289,7 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*supported are LlamaForCausalLM,"),
+        ("llama", {"architectures": ["GPTJForCausalLM"]}, "GPTJForCausalLM.*supported are LlamaForCausalLM,"),
         ("llama", {"architectures": None}, "architecture None is not supported"),
         ("llama", {"hidden_act": "tanh"}, "hidden_act must be one of silu.*not 'tanh'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config.*not supported"),

@@ -8,6 +8,7 @@ from jaxvllm.models.families import (
     apertus,
     arcee,
     bamba,
+    bloom,
     cohere,
     cohere2_moe,
     cwm,
@@ -61,6 +62,7 @@ from jaxvllm.models.families import (
     mistral3,
     mistral4,
     mixtral,
+    mpt,
     nemotron,
     nemotron_h,
     olmo,
@@ -173,6 +175,8 @@ FAMILIES: tuple[Family, ...] = (
     kimi_linear.FAMILY,
     mistral4.FAMILY,
     youtu.FAMILY,
+    bloom.FAMILY,
+    mpt.FAMILY,
 )
 
 
