@@ -64,6 +64,7 @@ SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
 MODEL_TYPES = {
     "Gemma3": "gemma3_text",
+    "Gemma3n": "gemma3n_text",
     "Gemma4": "gemma4_text",
     "SeedOss": "seed_oss",
     "GPTNeoX": "gpt_neox",
@@ -989,6 +990,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 10_000.0,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    # Three states, of which layers compute the second, and 8 tokens that the embeddings of layers lack.
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **EVEN,
+            "intermediate_size": 104,
+            "head_dim": 16,
+            "sliding_window": 32,
+            "num_hidden_layers": 7,
+            "layer_types": [FULL if kind == "f" else SLIDING for kind in "sfssfsf"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 131,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "laurel_rank": 10,
+            "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0, 0.7, 0.0, 0.0],
+            "final_logit_softcapping": 3.0,
         },
     ),
     # Layers that read others' keys and values, embeddings of layers, and a wider FFN where layers read.

@@ -50,6 +50,8 @@ def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
         decls |= spec.embed_norm.declare("embed_norm", (spec.hidden_size,), ("embed",))
     if spec.layer_embedding is not None:
         decls |= spec.layer_embedding.declare(spec.vocab_size)
+    if spec.states is not None:
+        decls |= spec.states.declare()
     if not spec.tie_embeddings:
         decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
     if spec.head_bias:

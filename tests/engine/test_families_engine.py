@@ -21,7 +21,7 @@ ALIKE = frozenset(
     "nemotron arcee phi phimoe dots1 hunyuan hunyuan_moe afmoe cohere2_moe exaone_moe hy_v3 gemma glm "
     "apertus stablelm solar_open flex_olmo olmo cwm internlm3 falcon gpt_bigcode laguna mellum mimo_v2 "
     "hyperclovax jais2 vaultgemma deepseek_v2 glm4_moe_lite glm_moe_dsa kimi_linear mistral4 youtu "
-    "mpt qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h mamba2 falcon_mamba jamba".split()
+    "mpt gemma3n qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h mamba2 falcon_mamba jamba".split()
 )
 # Variants of a family differ in RoPE and biases alone, which tests/models checks at every position. One is enough here:
 # the one whose frequencies depend on the engine's `max_model_len`.

@@ -26,6 +26,7 @@ from jaxvllm.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     glm,
     glm4,
@@ -177,6 +178,7 @@ FAMILIES: tuple[Family, ...] = (
     youtu.FAMILY,
     bloom.FAMILY,
     mpt.FAMILY,
+    *gemma3n.FAMILIES,
 )
 
 
