@@ -98,6 +98,7 @@ MODEL_TYPES = {
     "FalconMamba": "falcon_mamba",
     "FalconH1": "falcon_h1",
     "KimiLinear": "kimi_linear",
+    "BailingHybrid": "bailing_hybrid",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -327,6 +328,37 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # Released configs have these spellings, and count layers from 1.
+    # Ten heads of each kind of attention.
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {
+            "vocab_size": 139,
+            "hidden_size": 56,
+            "intermediate_size": 104,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 6,
+            "layer_group_size": 2,
+            "short_conv_kernel_size": 3,
+            "kda_lower_bound": -3.0,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "max_position_embeddings": 128,
+            "moe_intermediate_size": 24,
+            "num_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-4,
+            "rope_theta": 20_000.0,
+        },
+    ),
     "kimi_linear": (
         "KimiLinear",
         {

@@ -7,6 +7,7 @@ from jaxvllm.models.families import (
     afmoe,
     apertus,
     arcee,
+    bailing_hybrid,
     bamba,
     bloom,
     cohere,
@@ -179,6 +180,7 @@ FAMILIES: tuple[Family, ...] = (
     bloom.FAMILY,
     mpt.FAMILY,
     *gemma3n.FAMILIES,
+    bailing_hybrid.FAMILY,
 )
 
 
