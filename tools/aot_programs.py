@@ -241,6 +241,7 @@ def _compile_attention(
         starts: jax.Array,
         lengths: jax.Array,
         sinks: jax.Array | None,
+        slopes: jax.Array | None,
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
@@ -260,6 +261,7 @@ def _compile_attention(
                 soft_cap=case.soft_cap,
                 window=NO_WINDOW if case.window == NO_WINDOW else window,
                 sinks=sinks,
+                slopes=slopes,
                 kv_scales=kv_scales,
                 plan=plan,
                 backend=backend,
@@ -284,6 +286,7 @@ def _compile_attention(
         on_device((R,), i32),
         on_device((R,), i32),
         on_device((H,), f32) if case.sinks else None,
+        on_device((H,), f32) if case.slopes else None,
         on_device((2, K), f32) if case.kv_dtype else None,
     )
     return lowered.compile()

@@ -64,6 +64,7 @@ SHORT = [1.0, 1.0, 1.1, 1.1, 1.2, 1.3]
 
 MODEL_TYPES = {
     "Gemma3": "gemma3_text",
+    "Gemma3n": "gemma3n_text",
     "Gemma4": "gemma4_text",
     "SeedOss": "seed_oss",
     "GPTNeoX": "gpt_neox",
@@ -97,6 +98,7 @@ MODEL_TYPES = {
     "FalconMamba": "falcon_mamba",
     "FalconH1": "falcon_h1",
     "KimiLinear": "kimi_linear",
+    "BailingHybrid": "bailing_hybrid",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -326,6 +328,37 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # Released configs have these spellings, and count layers from 1.
+    # Ten heads of each kind of attention.
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {
+            "vocab_size": 139,
+            "hidden_size": 56,
+            "intermediate_size": 104,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 6,
+            "layer_group_size": 2,
+            "short_conv_kernel_size": 3,
+            "kda_lower_bound": -3.0,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "max_position_embeddings": 128,
+            "moe_intermediate_size": 24,
+            "num_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-4,
+            "rope_theta": 20_000.0,
+        },
+    ),
     "kimi_linear": (
         "KimiLinear",
         {
@@ -830,6 +863,43 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation": "gelu_new",
         },
     ),
+    # Falcon RW. With four heads the products that transformers rounds to bfloat16 are exact.
+    "falcon-rw": (
+        "Falcon",
+        {
+            **{key: value for key, value in EVEN.items() if key not in ("intermediate_size", "num_key_value_heads")},
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "ffn_hidden_size": 120,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    # Six and seven heads: no powers of two.
+    "bloom": (
+        "Bloom",
+        {
+            "vocab_size": 131,
+            "hidden_size": 84,
+            "n_layer": 3,
+            "n_head": 7,
+            "layer_norm_epsilon": 1e-3,
+            "seq_length": 128,
+        },
+    ),
+    "mpt": (
+        "Mpt",
+        {
+            "vocab_size": 139,
+            "d_model": 72,
+            "n_layers": 3,
+            "n_heads": 6,
+            "max_seq_len": 128,
+            "layer_norm_epsilon": 1e-3,
+            "attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.3},
+        },
+    ),
     "gpt_bigcode": (
         "GPTBigCode",
         {
@@ -952,6 +1022,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 10_000.0,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    # Three states, of which layers compute the second, and 8 tokens that the embeddings of layers lack.
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **EVEN,
+            "intermediate_size": 104,
+            "head_dim": 16,
+            "sliding_window": 32,
+            "num_hidden_layers": 7,
+            "layer_types": [FULL if kind == "f" else SLIDING for kind in "sfssfsf"],
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 131,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "laurel_rank": 10,
+            "activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0, 0.7, 0.0, 0.0],
+            "final_logit_softcapping": 3.0,
         },
     ),
     # Layers that read others' keys and values, embeddings of layers, and a wider FFN where layers read.
@@ -1149,7 +1239,7 @@ def make(name: str) -> None:
     stream = np.random.Generator(np.random.PCG64(len(name)))
     prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap and no sinks, and layers without attention want none of it.
-    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2")) or "Mamba" in family
+    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2", "Bloom", "Mpt")) or "Mamba" in family
     attention = "eager" if eager else "sdpa"
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32

@@ -114,6 +114,9 @@ class GroupedQueryAttention:
     has_head_gates: bool = False  # all outputs of a query head are multiplied by the softplus of one gate (Laguna)
     in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
+    # What a logit of each query head, those of all devices, loses with each position between its key and its query
+    # (ALiBi, arXiv 2108.12409).
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale qkv_limit")
@@ -121,6 +124,8 @@ class GroupedQueryAttention:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if self.v_size is not None and self.v_size > self.head_size:
             raise ValueError(f"values of size {self.v_size} must not be larger than keys, of size {self.head_size}")
+        if self.slopes is not None and len(self.slopes) % self.num_heads:
+            raise ValueError(f"slopes must be one number for each of {self.num_heads} query heads: {self.slopes}")
 
     @property
     def keeps(self) -> bool:
@@ -193,16 +198,21 @@ class GroupedQueryAttention:
 
     def spread(self, size: int) -> Self:
         copies = self.kv_copies(size)
-        num_kv_heads = self.num_kv_heads * copies
-        return replace(self, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * -(-self.group_size // copies))
+        num_kv_heads, share = self.num_kv_heads * copies, -(-self.group_size // copies)
+        slopes = self.slopes
+        if slopes is not None:
+            groups = [slopes[first : first + self.group_size] for first in range(0, len(slopes), self.group_size)]
+            filled = (0.0,) * (copies * share - self.group_size)
+            slopes = tuple(slope for group in groups for slope in group + filled)
+        return replace(self, num_kv_heads=num_kv_heads, num_heads=num_kv_heads * share, slopes=slopes)
 
     def shard(self, size: int) -> Self:
         return replace(self, num_kv_heads=self.num_kv_heads // size, num_heads=self.num_heads // size)
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v, gate = self._qkv(weights, x, given)
-        sinks = weights["sinks"].reshape(-1) if self.has_sinks else None
-        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
+        sinks, slopes = weights["sinks"].reshape(-1) if self.has_sinks else None, self._own_slopes(given)
+        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks, slopes=slopes)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         if self.has_head_gates:
@@ -213,6 +223,13 @@ class GroupedQueryAttention:
         if self.v_scale != 1:
             out = out * jnp.asarray(self.v_scale, out.dtype)
         return self.o.apply_summed(weights, "o", out.reshape(out.shape[0], -1), given.axis), kv
+
+    def _own_slopes(self, given: LayerInput) -> jax.Array | None:
+        """Returns the slopes f32[H] of this device's query heads."""
+        if self.slopes is None:
+            return None
+        slopes = jnp.asarray(self.slopes, jnp.float32)
+        return jax.lax.dynamic_slice_in_dim(slopes, given.axis.first(self.num_heads), self.num_heads)
 
     def _qkv(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput

@@ -7,9 +7,11 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.attention import Attention
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.ffn import Ffn
+from jaxvllm.models.laurel import Laurel
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import LayerMemory
@@ -49,6 +51,8 @@ class Block:
     reads: int | None = None  # the layer whose memory it reads, where it has none of its own
     embedding: LayerEmbedding | None = None  # what tokens mean to each layer alone, added after the FFN
     has_scale: bool = False  # one number multiplies what the layer returns
+    laurel: Laurel | None = None  # a residual beside that of its attention
+    states: AltUp | None = None  # the states of a token, of which the layer computes one; None: there is one
 
     def __post_init__(self) -> None:
         require_positive(self, "window residual_scale attention_scale")
@@ -105,6 +109,10 @@ class Block:
             parts.append(self.beside.declare())
         if self.embedding is not None:
             parts.append(self.embedding.declare_layer())
+        if self.laurel is not None:
+            parts.append(self.laurel.declare())
+        if self.states is not None:
+            parts.append(self.states.declare_layer())
         if self.has_scale:
             parts.append({"layer_scale": ParamDecl((1,), (None,), "ones")})
         decls = {name: decl for part in parts for name, decl in part.items()}
@@ -112,7 +120,24 @@ class Block:
         return decls
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
-        """Returns x [T, E] after the layer, and the cache with this step's keys and values."""
+        """Returns x [T, E] after the layer, and the cache with this step's keys and values.
+
+        Where a token has several states, x is [T, A, E].
+        """
+        if self.states is None:
+            x, kv = self._computed(weights, x, kv, given)
+            if self.embedding is not None:
+                x = x + self._of_embedding(weights, x, given)
+        else:
+            x = self.states.predicted(weights, x)
+            computed, kv = self._computed(weights, x[:, self.states.active], kv, given)
+            x = self.states.corrected(weights, x, computed)
+            if self.embedding is not None:
+                x = x.at[:, 1:].add(self._of_embedding(weights, self.states.shown(weights, x), given)[:, None])
+        return x * weights["layer_scale"].astype(x.dtype) if self.has_scale else x, kv
+
+    def _computed(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
+        """Returns x [T, E] after attention and FFN, and the cache."""
         before = x
         with jax.named_scope("attention"):
             h = self._normed(weights, "attention_norm", x)
@@ -123,16 +148,21 @@ class Block:
                 mixed, kv = self.beside.apply(weights, h, kv, replace(given, memory=self.beside.memory(None)))
                 attended = attended + mixed
             x = x + self._added(weights, "attention_post_norm", attended)
+            if self.laurel is not None:
+                x = (x + self.laurel.apply(weights, h)) * jnp.asarray(2**-0.5, x.dtype)
         if self.ffn is not None:
             with jax.named_scope("ffn"):
                 if self.placement != "parallel":
                     h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
                 x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
-        if self.embedding is not None:
-            assert given.embedding is not None, "a model whose layers have embeddings looks them up"
-            with jax.named_scope("layer_embedding"):
-                x = x + self.embedding.apply(weights, x, given.embedding)
-        return x * weights["layer_scale"].astype(x.dtype) if self.has_scale else x, kv
+        return x, kv
+
+    def _of_embedding(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+        assert self.embedding is not None and given.embedding is not None, (
+            "a model whose layers have some looks them up"
+        )
+        with jax.named_scope("layer_embedding"):
+            return self.embedding.apply(weights, x, given.embedding)
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
         return self.norm.apply(weights, name, x) if name in self.norms else x

@@ -66,7 +66,7 @@ def embed_tokens(
             x = jnp.where(tokens[:, None] < 0, rows.astype(x.dtype), x)
         if spec.positions is not None:
             x = x + jnp.take(params["positions"], positions + spec.positions.offset, axis=0, mode="clip")
-        return x
+        return x if spec.embed_norm is None else spec.embed_norm.apply(params, "embed_norm", x)
 
 
 def embed_for_layers(
@@ -100,7 +100,8 @@ def run_layers[Kv](
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache.
 
-    `is_real` bool[T] is False for padding, which may be computed or not.
+    A token with several states has the first of them there. `is_real` bool[T] is False for padding, which may be
+    computed or not.
     """
     with jax.named_scope("rope"):
         rotation = rotations(spec.ropes, positions)
@@ -132,13 +133,16 @@ def run_layers[Kv](
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:
-            states = states.at[jnp.asarray(places)[number + 1]].set(x, mode="drop")
+            states = states.at[jnp.asarray(places)[number + 1]].set(x if spec.states is None else x[:, 0], mode="drop")
         return x, states, kv
 
     states = jnp.zeros((len(depths), *x.shape), x.dtype)
     if 0 in depths:
         states = states.at[places[0]].set(x)
-    return over_layers(layer_step, (x, states, kv), params["layers"], spec)
+    if spec.states is not None:
+        x = spec.states.begin(params, x)
+    x, states, kv = over_layers(layer_step, (x, states, kv), params["layers"], spec)
+    return x if spec.states is None else spec.states.end(params, x), states, kv
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:

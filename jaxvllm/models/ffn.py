@@ -75,6 +75,26 @@ class GatedFfn(_SplitFfn):
         return self.down(self.bias).apply_summed(weights, "down", h, given.axis)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThresholdFfn(GatedFfn):
+    """A gated FFN whose gate g lets few features through: g becomes relu(g - m - `threshold` s).
+
+    m and s are the mean and the standard deviation of the gate's features, so that of gates with a normal distribution
+    the part above the threshold of a standard one is left (Gemma 3n).
+    """
+
+    threshold: float
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+        gate_up = self.gate_up.apply(weights, "gate_up", x)
+        gate = gate_up[:, 0].astype(jnp.float32)
+        mean = given.axis.mean(jnp.mean(gate, axis=-1, keepdims=True))
+        spread = jnp.sqrt(given.axis.mean(jnp.mean((gate - mean) ** 2, axis=-1, keepdims=True)))
+        gate = jax.nn.relu(gate - mean - self.threshold * spread).astype(x.dtype)
+        h = activate(gate, self.activation) * gate_up[:, 1]
+        return self.down(self.bias).apply_summed(weights, "down", h, given.axis)
+
+
 @dataclass(frozen=True)
 class PlainFfn(_SplitFfn):
     """Two matrices and no gate: down(activation(up x))."""

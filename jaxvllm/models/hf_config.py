@@ -54,6 +54,13 @@ class HfConfig:
             else replace(self, values=dict(self.values) | {"rope_parameters": parameters})
         )
 
+    def nested(self, key: str) -> Self:
+        """Returns the config that stands under `key`, which is empty where nothing does."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, dict):
+            self._reject(key, "an object", value)
+        return replace(self, values=value)
+
     def refuse(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ValueError if a key has another value than those that change nothing."""
         for key, values in neutral.items():
@@ -97,6 +104,17 @@ class HfConfig:
         if not isinstance(value, str) or value not in ACTIVATIONS:
             self._reject(key, f"one of {', '.join(ACTIVATIONS)}", value)
         return ACTIVATIONS[value]
+
+    def of_layers(self, key: str, default: float | list[float]) -> list[float]:
+        """Returns a number for each layer, none of them below zero. One number is that of all layers."""
+        value, num_layers = self._get(key, default), self.integer("num_hidden_layers")
+        values = value if isinstance(value, list) else [value] * num_layers
+        if len(values) != num_layers or any(
+            isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= sys.float_info.max
+            for one in values
+        ):
+            self._reject(key, f"a number of at least 0, or a list of {num_layers}", value)
+        return values
 
     def layer_types(
         self,

@@ -103,6 +103,8 @@ class KimiDeltaNet(StateMixer):
     delta: ChannelDelta
     conv_size: int
     norm: RmsNorm  # of what each head reads
+    has_latents: bool = True  # decays and gates come from a few numbers each, and not from the hidden state (Ling 3)
+    most_forgotten: float | None = None  # bounds -g, where nothing else does (None)
 
     group_name: ClassVar[str] = "heads of linear attention"
 
@@ -133,8 +135,9 @@ class KimiDeltaNet(StateMixer):
 
     @property
     def of_channels(self) -> Linear:
-        """The projection from either of these to a number for each channel of each head."""
-        return Linear((self.num_groups, self.delta.size, self.delta.size), ("kv_heads", None, "embed"))
+        """The projection from either of these, or from the hidden state, to a number for each channel of each head."""
+        size = self.delta.size if self.has_latents else self.hidden_size
+        return Linear((self.num_groups, self.delta.size, size), ("kv_heads", None, "embed"))
 
     @property
     def output(self) -> Linear:
@@ -144,19 +147,21 @@ class KimiDeltaNet(StateMixer):
         K = self.num_groups
         of_heads = ParamDecl((K,), ("kv_heads",), dtype="float32")
         of_channels = replace(of_heads, shape=(K, self.delta.size), axes=("kv_heads", None), init="zeros")
-        decls = self.inputs.declare("kda_in") | self.latents.declare("kda_latents") | self.output.declare("kda_out")
+        decls = self.inputs.declare("kda_in") | self.output.declare("kda_out")
+        decls |= self.latents.declare("kda_latents") if self.has_latents else {}
         decls |= self.of_channels.declare("kda_forget") | self.of_channels.declare("kda_gate")
         decls |= self.conv.declare("kda_conv", K) | {"kda_decay": of_heads, "kda_step_bias": of_channels}
         return decls | self.norm.declare("kda_norm", (self.delta.size,), (None,))
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         of_heads = self.inputs.apply(weights, "kda_in", x)
-        of_decays, of_gates = jnp.split(self.latents.apply(weights, "kda_latents", x), 2, axis=-1)
-        decay = self.of_channels.apply(weights, "kda_forget", of_decays).astype(jnp.float32)
-        steps = jax.nn.softplus(decay + weights["kda_step_bias"])
+        of_decays = of_gates = x
+        if self.has_latents:
+            of_decays, of_gates = jnp.split(self.latents.apply(weights, "kda_latents", x), 2, axis=-1)
+        steps = self.of_channels.apply(weights, "kda_forget", of_decays).astype(jnp.float32) + weights["kda_step_bias"]
         token = {
             CHANNELS: of_heads[..., :-1],
-            "g": -jnp.exp(weights["kda_decay"])[:, None] * steps,
+            "g": -self._forgotten(steps, jnp.exp(weights["kda_decay"])[:, None]),
             "beta": jax.nn.sigmoid(of_heads[..., -1].astype(jnp.float32)),
         }
         read, kv = given.recur(kv, given, self.conv.weights(weights, "kda_conv"), token)
@@ -164,3 +169,9 @@ class KimiDeltaNet(StateMixer):
         out = self.norm.apply(weights, "kda_norm", read) * jax.nn.sigmoid(gate)
         out = out.astype(x.dtype).reshape(len(x), -1)
         return self.output.apply_summed(weights, "kda_out", out, given.axis), kv
+
+    def _forgotten(self, steps: jax.Array, rates: jax.Array) -> jax.Array:
+        """Returns -g f32[T, K, D] for steps f32[T, K, D] and the rates f32[K, 1] of heads."""
+        if self.most_forgotten is None:
+            return rates * jax.nn.softplus(steps)
+        return self.most_forgotten * jax.nn.sigmoid(rates * steps)

@@ -47,6 +47,7 @@ class LatentAttention:
     has_bias: bool = False  # of latents, and of the output
     indexer: SparseIndexer | None = None  # chooses the positions that are seen
     q_growth: QueryGrowth | None = None
+    has_head_gates: bool = False  # each head's output is multiplied by the sigmoid of a gate (Ling 3)
     num_kv_heads: int = 1  # copies of the latents, one on each device
 
     def __post_init__(self) -> None:
@@ -96,6 +97,12 @@ class LatentAttention:
         return Linear((self.hidden_size, self.num_heads * self.value_size), ("embed", "heads"), self.has_bias, heads)
 
     @property
+    def head_gates(self) -> Linear:
+        """The projection to a gate for each head."""
+        shape = (self.num_kv_heads, self._group, self.hidden_size)
+        return Linear(shape, ("kv_heads", None, "embed"), heads=HeadGroups(self._group, 1, 0))
+
+    @property
     def _group(self) -> int:
         """The query heads of each copy of the latents."""
         return self.num_heads // self.num_kv_heads
@@ -111,6 +118,8 @@ class LatentAttention:
         decls |= self.norm.declare("kv_latent_norm", (self.latent_size,), (None,))
         if self.q_rank is not None:
             decls |= self.norm.declare("q_latent_norm", (self.q_rank,), (None,))
+        if self.has_head_gates:
+            decls |= self.head_gates.declare("head_gates")
         if self.indexer is not None:
             decls |= self.indexer.declare()
         return decls | {"k_up": self._of_latents(self.content_size), "v_up": self._of_latents(self.value_size)}
@@ -150,6 +159,9 @@ class LatentAttention:
             q = jnp.pad(q, ((0, 0), (0, 0), (self._index_size, 0)))
         out, kv = given.attend(kv, given, q, k[:, None], None, scale=self.scale, soft_cap=None, index=index)
         out = project_heads("thl,hvl->thv", out, weights["v_up"])
+        if self.has_head_gates:
+            gates = self.head_gates.apply(weights, "head_gates", hidden).astype(jnp.float32)
+            out = out * jax.nn.sigmoid(gates).astype(out.dtype).reshape(T, H, 1)
         return self.o.apply_summed(weights, "o", out.reshape(T, -1), given.axis), kv
 
     def _rotated(self, x: jax.Array, given: LayerInput) -> jax.Array:

@@ -26,6 +26,8 @@ class LayerEmbedding:
     hidden_size: int
     activation: Activation
     norm: Norm
+    # The first tokens, which the table of a checkpoint has; others mean what token 0 means. None: it has all.
+    known_tokens: int | None = None
 
     @property
     def projection(self) -> Linear:

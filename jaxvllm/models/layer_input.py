@@ -24,6 +24,7 @@ class Attend[Kv](Protocol):
     k, v  # [T, K, D]; None: the layer whose memory is read has written them already. v alone: it is the end of k
     scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
     sinks  # f32[H]: one more logit for each head, which takes weight and has no value (None: no head has one)
+    slopes  # f32[H]: what a logit loses with each position between its key and its query (None: nothing)
     index  # what chooses the positions that are seen (None: all are)
     Returns [T, H, size of a value] and the new cache.
     """
@@ -40,6 +41,7 @@ class Attend[Kv](Protocol):
         scale: float,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
+        slopes: jax.Array | None = None,
         index: IndexQueries | None = None,
     ) -> tuple[jax.Array, Kv]: ...
 

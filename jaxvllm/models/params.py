@@ -46,8 +46,12 @@ def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
     }
     if spec.positions is not None:
         decls["positions"] = ParamDecl((spec.positions.size, spec.hidden_size), (None, "embed"), storage="table")
+    if spec.embed_norm is not None:
+        decls |= spec.embed_norm.declare("embed_norm", (spec.hidden_size,), ("embed",))
     if spec.layer_embedding is not None:
         decls |= spec.layer_embedding.declare(spec.vocab_size)
+    if spec.states is not None:
+        decls |= spec.states.declare()
     if not spec.tie_embeddings:
         decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
     if spec.head_bias:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.block import Block
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.norm import Norm
@@ -35,6 +36,7 @@ class ModelSpec:
     max_position: int  # tokens that the model can serve, its RoPE scaling included
     positions: PositionTable | None = None  # beside or in the place of ropes
     embed_scale: float = 1.0
+    embed_norm: Norm | None = None  # of what the first layer computes with (BLOOM)
     logit_scale: float = 1.0  # multiplies the logits, before the soft cap
     logit_soft_cap: float | None = None
     tie_embeddings: bool = False  # the LM head is the embedding
@@ -46,8 +48,8 @@ class ModelSpec:
             raise ValueError(
                 f"max_position {self.max_position} exceeds the {self.positions.num_positions} learned positions"
             )
-        if len({(layer.hidden_size, layer.embedding) for layer in self.layers}) > 1:
-            raise ValueError("all layers must have hidden states of one size, and the same embedding of their own")
+        if len({(layer.hidden_size, layer.embedding, layer.states) for layer in self.layers}) > 1:
+            raise ValueError("all layers must have the same hidden states, and the same embedding of their own")
         for number, layer in enumerate(self.layers):
             size = layer.attention.head_size
             if layer.rope is not None and size < (rotated := layer.rope.rotary_dim):
@@ -74,6 +76,11 @@ class ModelSpec:
     def layer_embedding(self) -> LayerEmbedding | None:
         """The value that says what tokens mean to each layer alone. All layers have it, or none."""
         return self.layers[0].embedding
+
+    @property
+    def states(self) -> AltUp | None:
+        """The states of a token between the layers, where it has several."""
+        return self.layers[0].states
 
     @cached_property
     def ropes(self) -> tuple[RopeSpec | None, ...]:

@@ -65,9 +65,20 @@ def outer_sources(spec: ModelSpec, prefix: str, names: OuterNames) -> dict[str, 
         if key in decls:
             *rows, size = shape = decls[key].shape
             sources[key] = whole(prefix + name, (math.prod(rows), size) if rows else shape, shape)
+    if spec.layer_embedding is not None and spec.layer_embedding.known_tokens is not None:
+        [table] = sources["layer_embeddings"]
+        sources["layer_embeddings"] = _filled_up(table, spec.layer_embedding.known_tokens)
     # Old multimodal checkpoints have the decoder and its LM head within a language_model.
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
     return sources | with_biases(decls, beside, {"lm_head": names.lm_head.removesuffix(".weight")})
+
+
+def _filled_up(table: Source, known: int) -> tuple[Source, ...]:
+    """Returns the sources of a table of which the checkpoint has the first `known` rows. Row 0 stands for others."""
+    num_rows, size = table.shape
+    first = replace(table, shape=(known, size), view=(min(known, num_rows), size), rows=slice(min(known, num_rows)))
+    row = replace(first, view=(1, size), rows=slice(1))
+    return (first, *(replace(row, at=(number, 0)) for number in range(known, num_rows)))
 
 
 def separate_projections(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:

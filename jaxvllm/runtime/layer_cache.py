@@ -113,6 +113,7 @@ class LayerCache:
         scale: float,
         soft_cap: float | None,
         sinks: jax.Array | None = None,
+        slopes: jax.Array | None = None,
         index: IndexQueries | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
@@ -130,6 +131,7 @@ class LayerCache:
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            slopes=slopes,
             index=index,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,

@@ -62,6 +62,12 @@ class Emitter:
         steps = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
         return self.splat(first) + Value(self, steps)
 
+    def floats(self, integers: Value) -> Value:
+        """Returns a vector of signed integers, which fit 32 bits, as float32."""
+        # Only AVX-512 has an instruction for those of 64 bits.
+        narrow = self.builder.trunc(integers.ir, ir.VectorType(I32, self.lanes))
+        return Value(self, self.builder.sitofp(narrow, ir.VectorType(F32, self.lanes)))
+
     def splat(self, scalar: Value) -> Value:
         """Returns `scalar` in all lanes."""
         vector = ir.VectorType(scalar.ir.type, self.lanes)

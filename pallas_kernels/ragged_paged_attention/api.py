@@ -48,6 +48,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     window: jax.Array | int,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
     latent_size: int | None = None,
     index: IndexQueries | None = None,
@@ -59,7 +60,9 @@ def ragged_paged_attention(
     q f[T, H, D], k and v f[T, K, D] with H a multiple of K; query head h reads KV head h // (H // K).
     A query sees the `window` positions that end at its own (`NO_WINDOW`: all). `soft_cap` c bends the scaled logits
     to c * tanh(logits / c) (Gemma 2, arXiv 2408.00118). `sinks` f32[H] are one more logit for each head, which
-    takes weight and has no value (gpt-oss, arXiv 2508.10925). Without k and v the pages hold this step's KV already.
+    takes weight and has no value (gpt-oss, arXiv 2508.10925). `slopes` f32[H] are what a logit of each head
+    loses, after the soft cap, with each position between its key and its query (ALiBi, arXiv 2108.12409).
+    Without k and v the pages hold this step's KV already.
     With `latent_size` L and without v, the last L elements of a key are its value, which pages store once (DeepSeek V2,
     arXiv 2405.04434). With `index` a key begins with its key in the index, and a query attends to the positions that
     the index chooses (`sparse.py`), or to all where no more fit the page table. Pages of int8 or float8 hold keys and
@@ -71,7 +74,7 @@ def ragged_paged_attention(
     backend supports. A page table that is too narrow for its longest row is not detected, because the length of a row
     is a value and not a shape.
     """
-    _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, kv_scales, latent_size, backend)
+    _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, slopes, index, kv_scales, latent_size, backend)
     head_size, dtype, layout = q.shape[-1], q.dtype, RowLayout.of(q.shape[-1], latent_size, backend)
     if kv_pages.dtype in QUANTIZED:
         scales = jnp.ones((2, kv_pages.shape[2])) if kv_scales is None else kv_scales
@@ -80,7 +83,7 @@ def ragged_paged_attention(
         q = _scale_heads(q, scales[0])
     q = layout.key(q)
     new = None if k is None else layout.row(k, v)
-    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks)
+    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, slopes=slopes)
     if index is not None and latent_size is not None and _longest(rows, kv_pages) > index.top_k:
         if new is not None:
             kv_pages = write_kv(new, kv_pages, layer, rows)
@@ -138,6 +141,8 @@ def _check(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
+    index: IndexQueries | None,
     kv_scales: jax.Array | None,
     latent_size: int | None,
     backend: Backend,
@@ -187,6 +192,12 @@ def _check(
         raise ValueError(f"window must be at least 1, the query's own position, not {window}: NO_WINDOW is none")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks must be one logit for each of {num_heads} query heads, not {sinks.shape}")
+    if slopes is not None and slopes.shape != (num_heads,):
+        raise ValueError(f"slopes must be one number for each of {num_heads} query heads, not {slopes.shape}")
+    if slopes is not None and index is not None:
+        raise NotImplementedError(
+            "attention to the positions that an index chooses has no slopes: leave one of them out"
+        )
     if kv_scales is not None and kv_pages.dtype not in QUANTIZED:
         raise ValueError(f"kv_scales are for quantized pages, these are {kv_pages.dtype}: leave them out")
     if kv_scales is not None and kv_scales.shape != (2, num_kv_heads):

@@ -39,6 +39,7 @@ class RaggedCase:
     window: int = NO_WINDOW
     soft_cap: float | None = None
     sinks: bool = False
+    slopes: bool = False
     kv_dtype: str | None = None  # of the pages; None: that of the queries
     latent_size: int | None = None  # of values that are the end of their keys
 
@@ -114,6 +115,10 @@ CASES = (
     # gpt-oss on eight devices: half of its layers have this window, all of them sinks.
     RaggedCase("decode-sinks", 8, 1, 64, 16, 4, _rows((1, 300), (1, 1), (0, 0), (1, 129)), window=128, sinks=True),
     RaggedCase("mixed-sinks", 8, 1, 64, 64, 64, _rows((1, 200), (40, 70), (3, 3)), sinks=True),
+    # BLOOM 560M and MPT 7B on eight devices, and a group of heads whose sinks do not move with their logits.
+    RaggedCase("decode-slopes", 4, 4, 64, 16, 3, _rows((1, 300), (0, 0), (1, 33)), slopes=True),
+    RaggedCase("mixed-slopes", 4, 2, 64, 16, 72, _rows((1, 490), (30, 330), (4, 40)), window=300, sinks=True,
+               slopes=True),
     # Gemma 2 9B on eight devices.
     RaggedCase("mixed-wide-heads", 2, 1, 256, 16, 40, _rows((1, 150), (33, 90), (2, 40)), window=64, soft_cap=50.0),
     RaggedCase("decode-int8", 8, 2, 128, 32, 3, _rows((1, 17), (1, 300), (1, 64)), kv_dtype="int8"),

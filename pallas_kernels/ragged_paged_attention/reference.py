@@ -37,6 +37,7 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     value_size: int,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size]."""
@@ -46,8 +47,11 @@ def attend(
     chunk_pages = max(1, min(CHUNK_TOKENS // page_size, rows.page_table.shape[1]))
     padding = -rows.page_table.shape[1] % chunk_pages
     table = jnp.pad(rows.page_table, ((0, 0), (0, padding)))
-    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
-    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks, value_size)
+    sinks, slopes = (
+        None if of_heads is None else of_heads.astype(jnp.float32).reshape(num_kv_heads, -1)
+        for of_heads in (sinks, slopes)
+    )
+    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks, slopes, value_size)
     shape = num_tokens, num_heads, value_size
     if rows.decode_only:
         return _decode(grouped, rows.kv_lens, context).reshape(shape).astype(q.dtype)
@@ -107,6 +111,7 @@ class _Context:
     soft_cap: float | None
     window: jax.Array | int
     sinks: jax.Array | None  # f32[K, G]
+    slopes: jax.Array | None  # f32[K, G]
     value_size: int
 
     @property
@@ -139,6 +144,9 @@ class _Context:
         logits = jnp.einsum("nkmd,nksd->nkms", q, k, preferred_element_type=jnp.float32)
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        if self.slopes is not None:
+            slopes = jnp.tile(self.slopes, logits.shape[2] // self.slopes.shape[1])  # M counts G fastest
+            logits = logits + slopes[:, :, None] * (at - positions[:, :, None]).astype(jnp.float32)[:, None]
         logits = jnp.where(seen[:, None], logits, MASKED)
         peak = jnp.maximum(state.peak, logits.max(axis=-1))
         weights = jnp.where(seen[:, None], jnp.exp(logits - peak[..., None]), 0.0)

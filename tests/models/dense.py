@@ -24,6 +24,7 @@ def dense_attend(
     scale: float,
     soft_cap: float | None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     index: IndexQueries | None = None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
@@ -42,6 +43,8 @@ def dense_attend(
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     behind = jnp.arange(len(q))[:, None] - jnp.arange(len(q))[None]
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * behind.astype(jnp.float32)
     seen = (behind >= 0) & (behind < given.window)
     if isinstance(given.memory, KeysAndValues) and given.memory.chunk is not None:
         chunk = jnp.arange(len(q)) // given.memory.chunk

@@ -106,6 +106,10 @@ FAMILIES = (
     "kimi_linear",
     "mistral4",
     "youtu",
+    "bloom",
+    "mpt",
+    "gemma3n",
+    "bailing_hybrid",
 )
 
 
@@ -214,6 +218,22 @@ def test_mistral4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
     chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
 
 
+def test_gemma3n_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
+    """Its config lists the sizes of layers, and it has keys and values of layers that read those of others."""
+    plain = Fixture.load("gemma3n")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    text["intermediate_size"] = [text["intermediate_size"]] * text["num_hidden_layers"]
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    weights = {name.replace("model.", "model.language_model.", 1): value for name, value in plain.weights().items()}
+    unread = ("language_model.layers.6.self_attn.k_proj.weight", "audio_tower.conformer.0.weight")
+    weights |= {f"model.{name}": np.zeros((2, 2), np.float32) for name in unread}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-keys"])
 def test_gemma4_whose_config_has_the_sizes_of_full_layers_by_number(name: str) -> None:
     """transformers 5.23 saves it so, and leaves out the keys of published configs."""
@@ -287,7 +307,7 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*supported are LlamaForCausalLM,"),
+        ("llama", {"architectures": ["GPTJForCausalLM"]}, "GPTJForCausalLM.*supported are LlamaForCausalLM,"),
         ("llama", {"architectures": None}, "architecture None is not supported"),
         ("llama", {"hidden_act": "tanh"}, "hidden_act must be one of silu.*not 'tanh'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config.*not supported"),
@@ -309,6 +329,12 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),
         ("opt", {"word_embed_proj_dim": 42}, "word_embed_proj_dim = 42 is not supported"),
         ("opt", {"num_attention_heads": 5}, "hidden_size 84 must be a multiple of num_attention_heads 5"),
+        ("bloom", {"n_head": 5}, "hidden_size 84 must be a multiple of n_head 5"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi = False is not supported"),
+        ("mpt", {"attn_config": 3}, "attn_config must be an object, not 3"),
+        ("gemma3n", {"altup_num_inputs": 9}, "altup_num_inputs must be at most 8, not 9"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be .* a list of 7, not"),
+        ("bailing_hybrid", {"kda_lower_bound": 1}, "kda_lower_bound must be a number below 0, not 1"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "not in bfloat16. Take a checkpoint of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),

@@ -49,6 +49,7 @@ class Call:
     written: np.ndarray  # the same with it
     table: np.ndarray  # [R, max_pages]
     sinks: np.ndarray | None  # f32[H]
+    slopes: np.ndarray | None  # f32[H]
     kv_scales: np.ndarray | None  # f32[2, K]
     expected: np.ndarray  # f64[T, H, D], or [T, H, size of a latent]
     real: np.ndarray  # bool[T]
@@ -72,7 +73,14 @@ class Call:
         return float(np.nan_to_num(worst, nan=np.inf))
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, case: RaggedCase, sinks: np.ndarray | None) -> np.ndarray:
+def dense(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    case: RaggedCase,
+    sinks: np.ndarray | None,
+    slopes: np.ndarray | None,
+) -> np.ndarray:
     """f64[t, H, D] for the last t positions of a context of s: q [t, H, D], k and v [s, K, D]."""
     group = case.num_heads // case.num_kv_heads
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
@@ -80,6 +88,8 @@ def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, case: RaggedCase, sinks: 
     if case.soft_cap is not None:
         logits = case.soft_cap * np.tanh(logits / case.soft_cap)
     at, query = np.arange(len(k)), np.arange(len(k) - len(q), len(k))[:, None]
+    if slopes is not None:
+        logits = logits - slopes.astype(np.float64)[:, None, None] * (query - at)
     logits = np.where((at <= query) & (at > query - case.window), logits, -np.inf)
     weights = np.exp(logits)
     total = weights.sum(-1, keepdims=True)
@@ -120,6 +130,7 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
     written = pages.copy()
     table = np.full((len(case.rows), round_up(case.max_pages, TABLE_PAGES)), unowned, np.int32)
     sinks = rng.standard_normal(H).astype(np.float32) + 1 if case.sinks else None
+    slopes = rng.uniform(0.003, 0.3, H).astype(np.float32) if case.slopes else None
     # Queries of padding are finite, as a model's are. Their keys and values are written to the trash page: NaN.
     q, k, v = normal(T, H, D), np.full((T, K, D), np.nan, dtype), np.full((T, K, D), np.nan, dtype)
     expected, real = np.zeros((T, H, case.latent_size or D)), np.zeros(T, np.bool_)
@@ -144,8 +155,8 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
                 tokens = slice(case.first_token(index), case.first_token(index) + row.query_len)
                 k[tokens], v[tokens] = context[:, row.kv_len - row.query_len :]
                 seen = kept.astype(np.float64) * (1 if scales is None else scales[:, None, :, None])
-                expected[tokens] = dense(q[tokens], seen[0], seen[1][..., value], case, sinks)
+                expected[tokens] = dense(q[tokens], seen[0], seen[1][..., value], case, sinks, slopes)
                 real[tokens] = True
     assert len(free) == num_pages - case.num_pages
     v = v if case.latent_size is None else None
-    return Call(case, q, k, v, pages, written, table, sinks, scales, expected, real)
+    return Call(case, q, k, v, pages, written, table, sinks, slopes, scales, expected, real)

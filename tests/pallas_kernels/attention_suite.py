@@ -22,7 +22,7 @@ from tests.pallas_kernels.attention_call import BACKENDS, DTYPES, LAYER, LAYERS,
 
 @cache
 def attention(scale: float, soft_cap: float | None, latent_size: int | None, name: str) -> Callable[..., Any]:
-    """The jitted call of (q, k, v, pages, layer, rows, window=..., sinks=..., kv_scales=...).
+    """The jitted call of (q, k, v, pages, layer, rows, window=..., sinks=..., slopes=..., kv_scales=...).
 
     The window is data, as in a model's scan over layers: most of an interpreter's time goes into compiling, and cases
     of the same shapes share a program.
@@ -34,7 +34,7 @@ def attention(scale: float, soft_cap: float | None, latent_size: int | None, nam
 def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Output and pages of `call` by the backend `name`, some of its arguments changed."""
     arguments = {
-        name: getattr(call, name) for name in ("q", "k", "v", "pages", "rows", "sinks", "kv_scales")
+        name: getattr(call, name) for name in ("q", "k", "v", "pages", "rows", "sinks", "slopes", "kv_scales")
     } | {"layer": LAYER, "window": call.case.window} | changes  # fmt: skip
     positional = [arguments.pop(name) for name in ("q", "k", "v", "pages", "layer", "rows")]
     out, pages = attention(call.case.scale, call.case.soft_cap, call.case.latent_size, name)(*positional, **arguments)

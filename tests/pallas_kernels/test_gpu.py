@@ -110,7 +110,7 @@ def compiled(case: RaggedCase, chip: GpuChip) -> Callable[..., jax.Array]:
     return jax.jit(
         lambda q, pages, rows, sinks: gpu.attend(
             q, pages, LAYER, rows, scale=case.scale, soft_cap=case.soft_cap, window=case.window, sinks=sinks,
-            chip=chip, interpret=True,
+            slopes=None, chip=chip, interpret=True,
         )
     )  # fmt: skip
 

@@ -106,6 +106,7 @@ def abstract_call(**changes: Any) -> Any:
         ({"pages": (3, 9, 2, 24, 32)}, r"pages must hold one of \(16, 32, 64, 128\) tokens, not 24"),
         ({"pages": (3, 9, 2, 2, 16, 32)}, r"pages must be \[layers, pages, KV heads"),
         ({"sinks": (2,)}, "one logit for each of 4 query heads"),
+        ({"slopes": (2,)}, "one number for each of 4 query heads"),
         ({"kv_scales": (2, 2)}, "kv_scales are for quantized pages"),
     ],
 )
@@ -172,5 +173,5 @@ def test_the_cases_cover_what_they_promise() -> None:
     assert any(row.kv_len == 256 for row in rows) and any(row.kv_len > 1024 for row in rows)
     for form in (True, False):
         alike = [case for case in CASES if case.is_decode is form]
-        assert any(case.sinks for case in alike)
+        assert any(case.sinks for case in alike) and any(case.slopes for case in alike)
         assert {"int8", "float8_e4m3fn"} <= {case.kv_dtype for case in alike}

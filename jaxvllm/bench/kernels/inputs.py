@@ -38,7 +38,7 @@ def layers_of(case: RaggedCase, dtype: jnp.dtype, device: jax.Device) -> int:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "page_table", "starts", "query_lens", "sinks", "kv_scales", "plan"],
+    data_fields=["q", "k", "v", "page_table", "starts", "query_lens", "sinks", "slopes", "kv_scales", "plan"],
     meta_fields=["case"],
 )
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Inputs:
     starts: jax.Array  # i32[R]
     query_lens: jax.Array  # i32[R]
     sinks: jax.Array | None  # f32[H]
+    slopes: jax.Array | None  # f32[H]
     kv_scales: jax.Array | None  # f32[2, K]
     plan: Any = None  # of the rows, made once for all layers
 
@@ -75,6 +76,7 @@ class Inputs:
             starts=jnp.asarray([row.kv_len - row.query_len for row in case.rows], jnp.int32),
             query_lens=jnp.asarray([row.query_len for row in case.rows], jnp.int32),
             sinks=jax.random.normal(keys[3], (H,), jnp.float32) if case.sinks else None,
+            slopes=jnp.geomspace(0.5, 2**-8, H, dtype=jnp.float32) if case.slopes else None,
             kv_scales=jnp.full((2, K), QUANTIZED_SCALE, jnp.float32) if case.kv_dtype else None,
         )
 

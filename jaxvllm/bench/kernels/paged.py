@@ -47,8 +47,8 @@ class OurAttention:
         case = inputs.case
         return ragged_paged_attention(
             inputs.q, inputs.k, inputs.v, kv_pages, layer, rows, scale=case.scale, soft_cap=case.soft_cap,
-            window=case.window, sinks=inputs.sinks, kv_scales=inputs.kv_scales, plan=inputs.plan, backend=self.backend,
-            latent_size=case.latent_size,
+            window=case.window, sinks=inputs.sinks, slopes=inputs.slopes, kv_scales=inputs.kv_scales, plan=inputs.plan,
+            backend=self.backend, latent_size=case.latent_size,
         )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from jaxvllm.models.families import (
     afmoe,
     apertus,
     arcee,
+    bailing_hybrid,
     bamba,
+    bloom,
     cohere,
     cohere2_moe,
     cwm,
@@ -25,6 +27,7 @@ from jaxvllm.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     glm,
     glm4,
@@ -61,6 +64,7 @@ from jaxvllm.models.families import (
     mistral3,
     mistral4,
     mixtral,
+    mpt,
     nemotron,
     nemotron_h,
     olmo,
@@ -173,6 +177,10 @@ FAMILIES: tuple[Family, ...] = (
     kimi_linear.FAMILY,
     mistral4.FAMILY,
     youtu.FAMILY,
+    bloom.FAMILY,
+    mpt.FAMILY,
+    *gemma3n.FAMILIES,
+    bailing_hybrid.FAMILY,
 )
 
 

@@ -76,12 +76,14 @@ def latent_attention(config: HfConfig) -> LatentAttention:
     )
 
 
-def latent_attention_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+def latent_attention_sources(
+    spec: ModelSpec, layer: int, prefix: str, inputs: str = "self_attn.", output: str = "o_proj"
+) -> dict[str, tuple[Source, ...]]:
     """Returns the sources of latent attention."""
-    decls, attention, start = declare_layer(spec, layer), spec.layers[layer].attention, f"{prefix}self_attn."
+    decls, attention, start = declare_layer(spec, layer), spec.layers[layer].attention, f"{prefix}{inputs}"
     assert isinstance(attention, LatentAttention)
     norms = {"q_latent_norm": "q_a_layernorm", "kv_latent_norm": "kv_a_layernorm"}
-    sources = with_biases(decls, start, {"o": "o_proj"}) | named_norms(decls, start, norms)
+    sources = with_biases(decls, start, {"o": output}) | named_norms(decls, start, norms)
     rank, of_key = attention.q_rank or 0, attention.latent_size + attention.rope_size
     parts = [("q_a_proj", 0, rank)] * bool(rank) + [("kv_a_proj_with_mqa", rank, of_key)]
     for key, kind in (("latents", "weight"), ("latents_bias", "bias")):

@@ -1,9 +1,14 @@
-"""Falcon 7B, 11B, 40B and 180B: attention and FFN beside each other, after one LayerNorm or one each, and a rope."""
+"""Falcon 7B, 11B, 40B and 180B: attention and FFN beside each other, after one LayerNorm or one each, and a rope.
+
+Falcon RW has slopes (ALiBi) in the place of a rope, and its FFN follows attention. transformers rounds their products
+with positions to bfloat16; here they are float32.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.models.block import Block, Placement
+from jaxvllm.models.families.bloom import bloom_slopes
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import PlainFfn
@@ -15,7 +20,6 @@ from jaxvllm.models.weight_names import OuterNames, Source, named_norms, qkv_by_
 
 
 def falcon_spec(config: HfConfig) -> ModelSpec:
-    config.refuse({"alibi": (None, False)})
     is_new, is_parallel = config.flag("new_decoder_architecture", False), config.flag("parallel_attn", True)
     num_heads = config.integer("num_attention_heads", 71)
     # The first Falcons have one KV head or, without multi_query, as many as query heads.
@@ -40,12 +44,16 @@ def falcon_spec(config: HfConfig) -> ModelSpec:
     usual = UsualParts(replace(config, values=values))
     norm, has_bias = LayerNorm(config.number("layer_norm_epsilon", 1e-5)), config.flag("bias", False)
     size = config.integer("ffn_hidden_size", 4 * usual.hidden_size)
+    attention = replace(usual.attention(norm), qkv_bias=has_bias, o_bias=has_bias)
+    has_slopes = config.flag("alibi", False)
+    if has_slopes:
+        attention = replace(attention, slopes=tuple(attention.scale * slope for slope in bloom_slopes(num_heads)))
     layer = Block(
         norm=norm,
         placement=placement,
-        attention=replace(usual.attention(norm), qkv_bias=has_bias, o_bias=has_bias),
+        attention=attention,
         ffn=PlainFfn(usual.hidden_size, size, config.activation("activation", "gelu"), has_bias),
-        rope=usual.rope(),
+        rope=None if has_slopes else usual.rope(),
     )
     return usual.model([layer] * usual.num_layers, norm)
 

@@ -109,13 +109,9 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         kind, attention = (full, large) if kinds[number] == _FULL else (sliding, small)
         if number < own:
             return kind
-        earlier = [source for source in range(own) if kinds[source] == kinds[number]]
-        if not earlier:
-            raise ValueError(
-                f"config num_kv_shared_layers {usual.num_layers - own} leaves no {kinds[number]} layer to read from"
-            )
         size = usual.ffn_size * (2 if is_wide else 1)
-        return replace(kind, attention=replace(attention, kv="none"), ffn=ffn(size), reads=earlier[-1])
+        reads = last_own_layer(kinds, own, number)
+        return replace(kind, attention=replace(attention, kv="none"), ffn=ffn(size), reads=reads)
 
     return replace(
         usual.model(map(layer, range(usual.num_layers)), norm),
@@ -123,6 +119,14 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
         logit_soft_cap=config.optional_number("final_logit_softcapping"),
         embed_scale=usual.hidden_size**0.5,
     )
+
+
+def last_own_layer(kinds: list[str], own: int, number: int) -> int:
+    """Returns the last of the `own` first layers, which keep keys and values, that is of the kind of layer `number`."""
+    earlier = [source for source in range(own) if kinds[source] == kinds[number]]
+    if not earlier:
+        raise ValueError(f"config num_kv_shared_layers {len(kinds) - own} leaves no {kinds[number]} layer to read from")
+    return earlier[-1]
 
 
 def _with_full_sizes(config: HfConfig, kinds: list[str]) -> HfConfig:

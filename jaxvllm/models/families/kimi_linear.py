@@ -27,9 +27,9 @@ from jaxvllm.models.weight_names import (
     with_biases,
 )
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+LINEAR, FULL = "linear_attention", "full_attention"
 # What configs call the keys that other models with latent attention and experts have.
-_SPELLINGS = {
+SPELLINGS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -61,7 +61,7 @@ def kimi_linear_spec(config: HfConfig) -> ModelSpec:
     mixer = KimiDeltaNet(usual.hidden_size, config.integer("linear_num_heads", 32), delta, conv_size, norm)
     has_experts = config.sparse_layers(config.integer("first_k_dense_replace", 1, least=0))
     layers = (
-        replace(full, attention=mixer if kind == _LINEAR else full.attention, ffn=sparse if is_sparse else full.ffn)
+        replace(full, attention=mixer if kind == LINEAR else full.attention, ffn=sparse if is_sparse else full.ffn)
         for kind, is_sparse in zip(_kinds(config), has_experts, strict=True)
     )
     return usual.model(layers, norm)
@@ -73,7 +73,7 @@ def _usual_spelling(config: HfConfig) -> HfConfig:
     if not isinstance(inner, dict) or inner.keys() - _INNER.keys() - set(_LISTS):
         known = ", ".join((*_INNER, *_LISTS))
         raise ValueError(f"config linear_attn_config must be an object of {known}, not {inner!r}")
-    values = {_SPELLINGS.get(key, key): value for key, value in config.values.items()}
+    values = {SPELLINGS.get(key, key): value for key, value in config.values.items()}
     values |= {_INNER[key]: value for key, value in inner.items() if key in _INNER}
     config = replace(config, values=values)
     return config.with_defaults(q_lora_rank=None, n_routed_experts=256, routed_scaling_factor=2.446)
@@ -83,7 +83,7 @@ def _kinds(config: HfConfig) -> list[str]:
     """Returns the kind of each layer, from `layer_types`, or from two lists of layers, which count from 1."""
     num_layers = config.integer("num_hidden_layers")
     if config.values.get("layer_types") is not None:
-        return config.layer_types([_FULL] * num_layers, (_FULL, _LINEAR))
+        return config.layer_types([FULL] * num_layers, (FULL, LINEAR))
     lists = config.values.get("linear_attn_config") or {}
     full, linear = (of if isinstance(of, list) else [of] for of in map(lists.get, _LISTS))
     if not all(isinstance(number, int) for number in (*full, *linear)) or (
@@ -93,7 +93,7 @@ def _kinds(config: HfConfig) -> list[str]:
             f"config linear_attn_config must list each layer from 1 to {num_layers} once, in {' or '.join(_LISTS)}, "
             f"not {full!r} and {linear!r}"
         )
-    return [_FULL if number in full else _LINEAR for number in range(1, num_layers + 1)]
+    return [FULL if number in full else LINEAR for number in range(1, num_layers + 1)]
 
 
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
@@ -115,7 +115,22 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
 
 
 def _delta_sources(spec: ModelSpec, layer: int, start: str) -> dict[str, tuple[Source, ...]]:
-    """Returns the sources of Kimi delta attention. Each tensor lists all heads."""
+    """Returns the sources of Kimi delta attention."""
+    decls = declare_layer(spec, layer)
+    K, D, _ = shape = decls["kda_forget"].shape
+    return delta_heads_sources(spec, layer, start) | {
+        "kda_latents": tuple(
+            Source(f"{start}{letter}_a_proj.weight", (D, spec.hidden_size), (number * D, 0), (D, spec.hidden_size))
+            for number, letter in enumerate("fg")
+        ),
+        "kda_forget": whole(f"{start}f_b_proj.weight", (K * D, D), shape),
+        "kda_gate": whole(f"{start}g_b_proj.weight", (K * D, D), shape),
+        "kda_decay": whole(f"{start}A_log", (1, 1, K, 1), (K,)),
+    }
+
+
+def delta_heads_sources(spec: ModelSpec, layer: int, start: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of Kimi delta attention but for decays and gates. Each tensor lists all heads."""
     decls, mixer = declare_layer(spec, layer), spec.layers[layer].attention
     assert isinstance(mixer, KimiDeltaNet)
     K, D, E, size = mixer.num_groups, mixer.delta.size, spec.hidden_size, mixer.conv_size
@@ -127,14 +142,7 @@ def _delta_sources(spec: ModelSpec, layer: int, start: str) -> dict[str, tuple[S
             *(rows_of_heads(f"{start}{letter}_proj.weight", (K, D, E), first) for letter, first in parts),
             rows_of_heads(f"{start}b_proj.weight", (K, 1, E), 3 * D),
         ),
-        "kda_latents": tuple(
-            Source(f"{start}{letter}_a_proj.weight", (D, E), (number * D, 0), (D, E))
-            for number, letter in enumerate("fg")
-        ),
-        "kda_forget": whole(f"{start}f_b_proj.weight", (K * D, D), (K, D, D)),
-        "kda_gate": whole(f"{start}g_b_proj.weight", (K * D, D), (K, D, D)),
         "kda_conv": tuple(replace(source, shape=(K * D, 1, size)) for source in conv),
-        "kda_decay": whole(f"{start}A_log", (1, 1, K, 1), (K,)),
         "kda_step_bias": whole(f"{start}dt_bias", (K * D,), (K, D)),
     }
 

@@ -181,10 +181,11 @@ class AutoregressiveProposer:
             scale: float,
             soft_cap: float | None,
             sinks: jax.Array | None = None,
+            slopes: jax.Array | None = None,
             index: IndexQueries | None = None,
         ) -> tuple[jax.Array, jax.Array]:
-            options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "index": index}
-            options |= {"plan": plan, "backend": backend}
+            options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
+            options |= {"index": index, "plan": plan, "backend": backend}
             return memory.attend(kv, given.number, rows, q, k, v, window, **options)
 
         hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)

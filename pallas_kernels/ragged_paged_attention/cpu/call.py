@@ -19,6 +19,7 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     value_size: int,
     chip: CpuChip,
 ) -> jax.Array:
@@ -33,10 +34,12 @@ def attend(
         raise ValueError(f"the cpu kernel needs pages of q's dtype and heads of 16s, got {q} and pages {kv_pages}")
     integers = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     floats = jnp.asarray([scale, soft_cap or 0.0], jnp.float32)
-    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    sinks, slopes = (
+        jnp.zeros(0, jnp.float32) if of_heads is None else of_heads.astype(jnp.float32) for of_heads in (sinks, slopes)
+    )
     handler = Handler(attention, (q.dtype.name,), chip)
     result: jax.Array = handler(
         jax.ShapeDtypeStruct((*q.shape[:-1], value_size), q.dtype),
-        q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks,
+        q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks, slopes,
     )  # fmt: skip
     return result

@@ -40,7 +40,7 @@ class _Call:
 
     def __init__(self, e: Emitter, frame: Frame, dtype: str):
         self.e, self.dtype, self.size = e, dtype, SIZE_OF[dtype]
-        q, pages, table, starts, lengths, integers, floats, sinks = (frame.argument(i) for i in range(8))
+        q, pages, table, starts, lengths, integers, floats, sinks, slopes = (frame.argument(i) for i in range(9))
         out = frame.result(0)
         self.q, self.pages, self.out = q.data, pages.data, out.data
         self.num_tokens, self.num_heads, self.key_size = (q.size(i) for i in range(3))
@@ -51,6 +51,7 @@ class _Call:
         self.layer, self.window = (e.load_int(integers.data + 4 * i, 32) for i in range(2))
         self.scale, self.soft_cap = (e.load_float(floats.data + 4 * i) for i in range(2))
         self.sinks, self.has_sinks = sinks.data, sinks.size(0) > 0
+        self.slopes, self.has_slopes = slopes.data, slopes.size(0) > 0
         self.group = self.num_heads // self.num_kv_heads
         self.tile_tokens = e.max(e.integer(MAX_QUERIES) // self.group, e.integer(1))
 
@@ -182,6 +183,8 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
         with e.loop(0, M * item.block, e.lanes) as at:
             logits = e.load(scratch.logits + at * FLOAT)
             e.store(scratch.logits + at * FLOAT, cap * tanh(logits / cap))
+    with e.when(call.has_slopes):
+        _lean(item, scratch, block)
     with e.when((block + (item.block - 1) > item.start) | (block <= item.last - call.window)):
         _mask(item, scratch, block)
     _weigh(item, scratch)
@@ -191,6 +194,18 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
         for count, m in e.groups(e.chip.group_sizes, M):
             weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
             e.call(products.values[count], values, weights, totals, V, call.width, first, end)
+
+
+def _lean(item: _Item, scratch: _Scratch, block: Value) -> None:
+    """Subtracts from the logits of a block the distances of their tokens, times the slopes of their heads."""
+    call, e = item.call, item.e
+    with e.loop(0, item.num_queries) as m:
+        slope = e.splat(e.load_float(call.slopes + (item.head * call.group + m % call.group) * FLOAT))
+        position = item.start + m // call.group
+        for i in range(VECTORS):
+            at = scratch.logits + (m * item.block + i * e.lanes) * FLOAT
+            ahead = e.floats(e.numbered(block + i * e.lanes - position))
+            e.store(at, e.fma(slope, ahead, e.load(at)))
 
 
 def _mask(item: _Item, scratch: _Scratch, block: Value) -> None:

@@ -80,6 +80,7 @@ def decode(
     table: jax.Array,
     plan: DecodePlan,
     where: jax.Array,
+    slopes: jax.Array | None,
     attention: AttentionBuild,
     *,
     queries: int,
@@ -87,8 +88,8 @@ def decode(
 ) -> Partials:
     """Attends with q f[T, K, G, D] to kv f[L * P * K, S, 2 * D], piece by piece.
 
-    where i32[2]: layer and window. A row of the plan has at most `queries` queries. The values have `out_heads` >= G
-    heads, of which the first G count. `attention.warpgroups` of the plan's pipes share a CTA.
+    where i32[2]: layer and window. slopes f32[H] or None. A row of the plan has at most `queries` queries. The values
+    have `out_heads` >= G heads, of which the first G count. `attention.warpgroups` of the plan's pipes share a CTA.
     """
     num_heads, pipes = attention.num_kv_heads, attention.warpgroups
     slots = len(plan.rows) * num_heads + len(plan.pipes)
@@ -101,6 +102,7 @@ def decode(
         starts: Ref,
         line: Ref,
         where: Ref,
+        slope_rows: Ref,
         values: Ref,
         peaks: Ref,
         **memory: Ref,
@@ -135,7 +137,7 @@ def decode(
         @pl.when(thread < pipes)
         def _compute() -> None:
             plgpu.set_max_registers(216, action="increase")
-            _consume(thread, walk, attention, queries, window, values, peaks, memory)
+            _consume(thread, walk, attention, queries, window, slope_rows, values, peaks, memory)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(thread == THREADS - 1)
@@ -165,7 +167,7 @@ def decode(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention),
-    )(q, kv, table, plan.rows, plan.pipes, plan.line, where)
+    )(q, kv, table, plan.rows, plan.pipes, plan.line, where, attention.slopes_of(slopes))
     return Partials(*out)
 
 
@@ -211,6 +213,7 @@ def _consume(
     attention: AttentionBuild,
     queries: int,
     window: jax.Array,
+    slope_rows: Ref,
     values: Ref,
     peaks: Ref,
     memory: dict[str, Ref],
@@ -230,7 +233,9 @@ def _consume(
             kv = memory["blocks"].at[pipe, slot]
             plgpu.barrier_wait(memory["block_here"].at[pipe, slot])
             products = matrix.multiply_keys(tile, kv)
-            logits = attention.mask(attention.logits(products), first, piece.kv_len - piece.queries, window)
+            position = piece.kv_len - piece.queries
+            logits = attention.lean(attention.logits(products), slope_rows, piece.head, first, position)
+            logits = attention.mask(logits, first, position, window)
             weights, softmax = attention.fold(logits, softmax)
             block_values = matrix.values(kv)
 

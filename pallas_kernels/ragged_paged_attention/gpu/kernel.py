@@ -47,7 +47,7 @@ def make_plan(
 
     It takes half a dozen small kernels, which XLA does not move out of a loop over layers: call this before the loop.
     """
-    attention = _attention(q, kv_pages, chip, scale=1.0, soft_cap=None, interpret=False)
+    attention = _attention(q, kv_pages, chip, scale=1.0, soft_cap=None, has_slopes=False, interpret=False)
     num_rows, max_pages = rows.page_table.shape
     kv_lens, query_lens, prefill_plan = rows.kv_lens, jnp.ones_like(rows.kv_lens), None
     if not rows.decode_only:
@@ -86,6 +86,7 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     chip: GpuChip,
     interpret: bool,
     plan: AttendPlan | None = None,
@@ -98,7 +99,8 @@ def attend(
 
     Raises NotImplementedError for arguments that only the reference supports.
     """
-    attention = _attention(q, kv_pages, chip, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+    attention = _attention(q, kv_pages, chip, has_slopes=slopes is not None, **options)
     plan = make_plan(rows, q, kv_pages, chip) if plan is None else _checked(plan, rows, q, kv_pages, chip)
     num_tokens, num_heads, head_size = q.shape
     group = attention.group
@@ -110,9 +112,11 @@ def attend(
     out = jax.empty_ref(jax.ShapeDtypeStruct(out_shape, q.dtype))
     where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     if plan.prefill is not None:
-        prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, out, _wide(attention, chip), chip=chip)
+        wide = _wide(attention, chip)
+        prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, slopes, out, wide, chip=chip)
     narrow, queries = _narrow(attention, chip), _decode_queries(attention, rows)
-    partials = decode(grouped, kv, rows.page_table, plan.decode, where, narrow, queries=queries, out_heads=out_heads)
+    sizes = {"queries": queries, "out_heads": out_heads}
+    partials = decode(grouped, kv, rows.page_table, plan.decode, where, slopes, narrow, **sizes)
     combine(partials, plan.decode, where, sinks, out, narrow, queries=queries)
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
@@ -133,6 +137,7 @@ def _attention(
     *,
     scale: float,
     soft_cap: float | None,
+    has_slopes: bool,
     interpret: bool,
 ) -> AttentionBuild:
     """Returns the operation with the smallest tiles, from which `_wide` and `_narrow` make those of each kernel."""
@@ -142,6 +147,7 @@ def _attention(
     return AttentionBuild(
         scale=scale,
         soft_cap=soft_cap,
+        has_slopes=has_slopes,
         group=num_heads // num_kv_heads,
         head_size=head_size,
         page_size=page_size,

@@ -26,7 +26,6 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
-    LOG2E,
     MASKED,
     TILE,
     AttentionBuild,
@@ -76,6 +75,7 @@ def prefill(
     plan: PrefillPlan,
     where: jax.Array,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     out: jax.Ref,
     attention: AttentionBuild,
     *,
@@ -83,18 +83,25 @@ def prefill(
 ) -> None:
     """Writes the planned tiles' attention, of q f[T, K, G, D] over kv f[L * P * K, S, 2 * D], into out f[T, K, G, D].
 
-    A tile of a row without KV is written as zeros. where i32[2]: layer and window. sinks f32[H] or None. out may have
-    more than G heads for each KV head.
+    A tile of a row without KV is written as zeros. where i32[2]: layer and window. sinks and slopes f32[H] or None. out
+    may have more than G heads for each KV head.
     """
-    num_heads, queries = attention.num_kv_heads, attention.tile_queries
+    num_heads = attention.num_kv_heads
     assert attention.warpgroups == HALVES
     ctas = min(chip.num_sms, len(plan.tiles) * num_heads)
-    # The sink of each row of a tile, in units of log 2.
-    heads = jnp.full((num_heads, attention.group), MASKED) if sinks is None else sinks.reshape(num_heads, -1) * LOG2E
-    sink_rows = jnp.pad(jnp.tile(heads, (1, queries)), ((0, 0), (0, TILE - queries * attention.group)))
+    sink_rows = attention.rows_of(jnp.full(num_heads * attention.group, MASKED) if sinks is None else sinks)
 
     def kernel(
-        q: Ref, kv: Ref, table: Ref, tiles: Ref, num_tiles: Ref, where: Ref, sink_rows: Ref, out: Ref, **memory: Ref
+        q: Ref,
+        kv: Ref,
+        table: Ref,
+        tiles: Ref,
+        num_tiles: Ref,
+        where: Ref,
+        sink_rows: Ref,
+        slope_rows: Ref,
+        out: Ref,
+        **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
         window = where[1]
@@ -122,7 +129,7 @@ def prefill(
         @pl.when(thread < HALVES)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            _consume(thread, walk, attention, window, sink_rows, out, memory)
+            _consume(thread, walk, attention, window, sink_rows, slope_rows, out, memory)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(thread == HALVES)
@@ -144,7 +151,7 @@ def prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention),
-    )(q, kv, table, plan.tiles, plan.num_tiles, where, sink_rows, out)
+    )(q, kv, table, plan.tiles, plan.num_tiles, where, sink_rows, attention.slopes_of(slopes), out)
 
 
 def _produce(
@@ -187,6 +194,7 @@ def _consume(
     attention: AttentionBuild,
     window: jax.Array,
     sink_rows: Ref,
+    slope_rows: Ref,
     out: Ref,
     memory: dict[str, Ref],
 ) -> None:
@@ -215,7 +223,9 @@ def _consume(
             slot, first = lax.rem(done, stages), block * attention.block
             kv = memory["blocks"].at[slot]
             products = matrix.multiply_keys(queries, kv, meanwhile=take_turns)
-            logits = attention.mask(attention.logits(products), first, unit.position + first_query, window)
+            position = unit.position + first_query
+            logits = attention.lean(attention.logits(products), slope_rows, unit.head, first, position)
+            logits = attention.mask(logits, first, position, window)
             weights, softmax = attention.fold(logits, softmax)
             weights, softmax = lax.optimization_barrier((weights.astype(attention.dtype), softmax))
             plgpu.barrier_arrive(turn)

@@ -29,6 +29,7 @@ class AttentionBuild:
 
     scale: float
     soft_cap: float | None
+    has_slopes: bool
     group: int  # query heads of a KV head
     head_size: int
     page_size: int
@@ -83,6 +84,30 @@ class AttentionBuild:
         # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's own tanh is off by 2^-11, at a cap of 50 one percent of a weight.
         bent = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2.0 * LOG2E * self.scale / self.soft_cap)))
         return bent * (self.soft_cap * LOG2E)
+
+    def rows_of(self, of_heads: jax.Array) -> jax.Array:
+        """Returns for each row of a tile, f32[K, 64], log2(e) times the number of its head in `of_heads` f32[H]."""
+        rows = jnp.tile(of_heads.reshape(self.num_kv_heads, self.group) * LOG2E, (1, self.tile_queries))
+        return jnp.pad(rows, ((0, 0), (0, TILE - self.tile_queries * self.group)))
+
+    def slopes_of(self, slopes: jax.Array | None) -> jax.Array:
+        """Returns the slopes f32[K, 64] of the rows of a tile, of those f32[H] of query heads; None: zeros."""
+        heads = self.num_kv_heads * self.group
+        return self.rows_of(jnp.zeros(heads, jnp.float32) if slopes is None else slopes.astype(jnp.float32))
+
+    def lean(
+        self, logits: jax.Array, slope_rows: Ref, head: jax.Array, first: jax.Array, position: jax.Array
+    ) -> jax.Array:
+        """Subtracts from the logits of a block the distances of its tokens, times the slopes f32[K, 64] of their rows.
+
+        The block begins at position `first`, and the tile's first query is at `position`.
+        """
+        if not self.has_slopes:
+            return logits
+        slopes = plgpu.load(slope_rows.at[head], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        query = position + lax.div(iota(logits.shape, 0), jnp.int32(self.group))
+        ahead = (first + iota(logits.shape, 1) - query).astype(jnp.float32)
+        return logits + lax.broadcast_in_dim(slopes, logits.shape, [0]) * ahead
 
     def mask(self, logits: jax.Array, first: jax.Array, position: jax.Array, window: jax.Array) -> jax.Array:
         """Masks the logits of a block from position `first` on, for the tile whose first query is at `position`."""

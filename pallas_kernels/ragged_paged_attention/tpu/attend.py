@@ -62,6 +62,7 @@ class Attender:
     layer: Scalar
     window: Scalar
     sinks: Ref | None  # SMEM f32[H]
+    slopes: Ref | None  # SMEM f32[H]
     tokens: Ref  # HBM [T, H', D]: queries, replaced by their outputs
     pages: Ref  # HBM [L, P, K, S, W]
     kv: Ref  # VMEM [slots, pages, K, S, W]
@@ -204,8 +205,8 @@ class Attender:
             last_key = first_key + self.blocks.step_pages * self.problem.page_size - 1
             last_position = fetch.position + fetch.num_queries - 1
             all_seen = (last_key <= fetch.position) & (first_key > last_position - self.window)
-            pl.when(all_seen)(lambda: self._attend_pages(fetch, slot, page, None))
-            pl.when(~all_seen)(lambda: self._attend_pages(fetch, slot, page, first_key))
+            pl.when(all_seen)(lambda: self._attend_pages(fetch, slot, page, first_key, masks=False))
+            pl.when(~all_seen)(lambda: self._attend_pages(fetch, slot, page, first_key, masks=True))
 
         lax.fori_loop(0, cdiv(fetch.num_pages, self.blocks.step_pages), attend_step, None)
 
@@ -335,20 +336,22 @@ class Attender:
 
         lax.fori_loop(fetch.num_pages, cdiv(fetch.num_pages, step) * step, clear_page, None)
 
-    def _attend_pages(self, fetch: _Fetch, slot: jax.Array, page: jax.Array, masked_from: jax.Array | None) -> None:
+    def _attend_pages(
+        self, fetch: _Fetch, slot: jax.Array, page: jax.Array, first_key: jax.Array, *, masks: bool
+    ) -> None:
         """Takes one step of the online softmax (arXiv 2205.14135) for all heads: `step_pages` pages from `page` on.
 
-        `masked_from` is the position of the first key, or None where every query sees every key.
+        `first_key` is the position of their first key. Without `masks` every query sees every key.
         """
         problem, blocks = self.problem, self.blocks
         tokens, rows = blocks.step_pages * problem.page_size, self.folded.shape[1]
         dtype = self.tokens.dtype
         precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-        if masked_from is not None:
+        if masks or self.slopes is not None:
             # The rows are the tile's queries, once for each head of the group.
             query = lax.broadcasted_iota(jnp.int32, (rows, tokens), 0) & (blocks.tile_queries - 1)
             key = lax.broadcasted_iota(jnp.int32, (rows, tokens), 1)
-            distance = query - key + (fetch.position - masked_from)
+            distance = query - key + (fetch.position - first_key)
 
         def attend_head(head: jax.Array, _: None) -> None:
             kv = self.kv[slot, pl.ds(page, blocks.step_pages), head].astype(dtype).reshape(tokens, -1)
@@ -361,7 +364,9 @@ class Attender:
                 logits = logits * (self.scale * LOG2_E)
             else:
                 logits = jnp.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
-            if masked_from is not None:
+            if self.slopes is not None:
+                logits = logits - _lanes(self._slopes_of(head), tokens) * distance.astype(jnp.float32)
+            if masks:
                 logits = jnp.where((distance >= 0) & (distance < self.window), logits, MASKED)
             old_peak = self.peak[head]
             peak = jnp.maximum(old_peak, jnp.max(logits, axis=1, keepdims=True))
@@ -376,6 +381,17 @@ class Attender:
             self.values[head] = self.values[head] * _lanes(decay, problem.value_columns) + weighted
 
         self._for_kv_heads(attend_head)
+
+    def _slopes_of(self, kv_head: jax.Array) -> jax.Array:
+        """Returns the slopes of the rows of a KV head's matrix, f32[M, 128], for logits in units of log 2."""
+        assert self.slopes is not None
+        group, shape = self.problem.group, self.peak.shape[1:]
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        slopes = jnp.full(shape, self.slopes[kv_head * group] * LOG2_E)
+        for member in range(1, group):
+            slope = self.slopes[kv_head * group + member] * LOG2_E
+            slopes = jnp.where(row >= member * self.blocks.tile_queries, slope, slopes)
+        return slopes
 
 
 def _lanes(x: jax.Array, columns: int) -> jax.Array:

@@ -41,6 +41,7 @@ def attend(
     soft_cap: float | None,
     window: jax.Array | int,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     latent_size: int | None,
     chip: TpuChip,
     interpret: bool,
@@ -63,14 +64,21 @@ def attend(
     # Heads are padded to whole registers of 8, because a tile's heads are read with a stride.
     q = jnp.pad(q, ((0, 0), (0, -num_heads % 8), (0, 0)))
     scalars = [rows.query_starts, rows.kv_lens, jnp.stack([jnp.int32(layer), jnp.int32(window)])]
-    if sinks is not None:
-        scalars.append(sinks.astype(jnp.float32))
+    scalars += [of_heads.astype(jnp.float32) for of_heads in (sinks, slopes) if of_heads is not None]
     names: tuple[Stage, ...] = ("decode",) if rows.decode_only else ("decode", "verify", "prefill")
     stages = _Stages(problem, {name: choose(name, problem, chip) for name in names}, write_tokens(problem, chip))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     arrays = [tables, new, q, kv_pages]
     call = pl.pallas_call(
-        partial(_kernel, stages=stages, scale=scale, soft_cap=soft_cap, num_cores=chip.num_cores),
+        partial(
+            _kernel,
+            stages=stages,
+            scale=scale,
+            soft_cap=soft_cap,
+            has_sinks=sinks is not None,
+            has_slopes=slopes is not None,
+            num_cores=chip.num_cores,
+        ),  # fmt: skip
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -139,10 +147,13 @@ def _kernel(
     stages: _Stages,
     scale: float,
     soft_cap: float | None,
+    has_sinks: bool,
+    has_slopes: bool,
     num_cores: int,
 ) -> None:
     """Runs the whole call on each core. Aliased arrays are read and written through the outputs."""
-    *sinks, tables, new, _, _, tokens, pages, scratch = refs
+    *of_heads, tables, new, _, _, tokens, pages, scratch = refs
+    sinks, slopes = of_heads[0] if has_sinks else None, of_heads[-1] if has_slopes else None
     layer, window = parameters[0], parameters[1]
 
     def walk(least: int, most: int) -> Walk:
@@ -152,7 +163,7 @@ def _kernel(
     def attend_rows(stage: Stage, least: int, most: int, merger: Merger | None = None) -> None:
         Attender(
             stages.problem, stages.blocks[stage], scale, soft_cap, walk(least, most), merger, layer, window,
-            sinks[0] if sinks else None, tokens, pages, **scratch[stage],
+            sinks, slopes, tokens, pages, **scratch[stage],
         ).run()  # fmt: skip
 
     attend_rows("decode", 1, 1, Merger(new, **scratch["merger"]))
