@@ -96,7 +96,7 @@ class LayerCache:
 
     @property
     def nothing_taken(self) -> TakenIn:
-        """What the states of all layers may still take in before the first layer has computed anything."""
+        """Returns what `recur` fills with what the states of layers may still take in, with nothing in it."""
         taken: TakenIn = {}
         for number, group in enumerate(self.groups):
             if self.most_drafted is not None and isinstance(group.memory, StateMemory):

@@ -162,7 +162,7 @@ def test_on_two_devices(checkpoint: Path, expected: list[list[int]]) -> None:
 
 @pytest.mark.slow
 def test_drafts_in_stages(checkpoint: Path, expected: list[list[int]], proposer: Adjustable) -> None:
-    with drafting(checkpoint, proposer, mesh="2x1x1", warm_up="background") as llm:
+    with drafting(checkpoint, proposer, mesh="2x1x1") as llm:
         for shifts in ([0, 0, 0], [0, 1, 0]):
             proposer.told[:] = shifts
             assert greedy_tokens(llm, PROMPTS) == expected
