@@ -12,7 +12,7 @@ from jaxvllm import LLM
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
 from tests.models.fixture import Fixture
 
-# A step with prompts is two microbatches, which a state's tokens do not divide anywhere: see `Pipeline.begins`.
+# A step with prompts is two microbatches, which begin where states allow it: see `Pipeline.begins`.
 SIZES: dict[str, Any] = dict(
     max_num_seqs=8, row_buckets=(8,), max_num_batched_tokens=128, token_buckets=(128,), num_pages=129, dtype="float32"
 )
